@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Train with mpirun of Open MPI or MPICH: on a workstation, on the hosts in HOSTS, or in an
-# interactive allocation of a batch system that mpirun knows (and takes the hosts from). `ptdmpi
-# run` starts mpirun, and starts lost ranks again.
+# interactive allocation of a batch system whose hosts mpirun can read. `ptdmpi run` starts mpirun,
+# and starts lost ranks again.
 #
 #   RANKS=4 bash jobs/cpu-mpirun.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
 # ---- settings ------------------------------------------------------------------------------------
-RANKS=${RANKS:-4}  # tensor x pipeline x data of the configuration
+RANKS=${RANKS:-4}  # tensor x context x pipeline x data of the configuration
 THREADS=${THREADS:-1}  # compute threads per rank; ranks x threads should not exceed the cores
-HOSTS=${HOSTS:-}  # for example n1:4,n2:4; empty: the allocation, or this machine
-LAUNCH=${LAUNCH:-mpirun}  # with more flags, if you need any; not -n
+HOSTS=${HOSTS:-}  # for example n1:4,n2:4; empty: the hosts of the allocation, or this machine
+LAUNCH=${LAUNCH:-mpirun}  # the launcher and its options, but not -n
 # --------------------------------------------------------------------------------------------------
 # If there are more ranks than cores, they must share the cores.
 [ $((RANKS * THREADS)) -gt "$(nproc)" ] || export PTDMPI_SHARED_CORES=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From text to a trained model on this machine: corpus, tokenizer, shards, training on 4 MPI ranks,
-# validation, report, a sample. Called by `make demo`; CORPUS=path names your own text file or
-# directory.
+# validation, report, a generated text. `make demo` calls this script; CORPUS=path names your own
+# text file or directory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . jobs/mpi-env.sh

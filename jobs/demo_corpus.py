@@ -1,5 +1,5 @@
-"""Write the sources of this Python's standard library as one .jsonl file: some 30 MB of real text
-that every machine has.
+"""Write the sources of this Python's standard library as one .jsonl file: some 30 MB of text that
+every machine has.
 
     python jobs/demo_corpus.py OUTPUT.jsonl
 """

@@ -8,7 +8,7 @@
 # stop with exit code 75, and the job submits its successor.
 #
 # ---- settings: adapt these here; flux batch's options do not reach the successor -----------------
-# (Flux has no commented directives: --bank=PROJECT and --queue=QUEUE are lines like these.)
+# Flux has no commented directives: add lines for --bank=PROJECT and --queue=QUEUE if you need them.
 # flux: --job-name=ptdmpi
 # flux: --nodes=2
 # flux: --exclusive
@@ -16,17 +16,17 @@
 # flux: --output=ptdmpi-{{id}}.log
 NODES=${NODES:-2}
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
-# All ranks of a node see all its GPUs, and each takes the GPU with its number in the node.
+# All ranks of a node see all its GPUs; rank i of a node uses GPU i.
 PLACED="--nodes=$NODES --tasks-per-node=$RANKS_PER_NODE --exclusive --setopt=gpu-affinity=off"
 LAUNCH=${LAUNCH:-flux run --setopt=cpu-affinity=per-task}
 LAUNCH="$LAUNCH $PLACED"
 # Commands that give the job its software, for example `module load openmpi`.
 SETUP=${SETUP:-}
-# This file, as seen from the folder where flux batch was called.
+# The path of this file, relative to the folder where flux batch was called.
 SCRIPT=${SCRIPT:-jobs/flux-gpu.sh}
 # --------------------------------------------------------------------------------------------------
 BATCH=flux
-if [ $# -eq 0 ]; then  # the successor has the arguments in ARGS
+if [ $# -eq 0 ]; then  # a successor job gets its arguments in ARGS
     read -ra arguments <<< "${ARGS:-}"
     set -- "${arguments[@]}"
 fi

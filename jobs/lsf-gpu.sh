@@ -3,7 +3,7 @@
 #
 #   ARGS="CONFIG.toml --set SECTION.KEY=VALUE" bsub < jobs/lsf-gpu.sh
 #
-# LSF's warning before the time limit goes to every process, which would end the daemons of mpirun:
+# LSF sends its warning before the time limit to every process, and would end the daemons of mpirun:
 # set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below -W. The ranks then save
 # and stop with exit code 75, and the job submits its successor.
 #
@@ -11,25 +11,25 @@
 #BSUB -J ptdmpi
 ##BSUB -P PROJECT
 ##BSUB -q QUEUE
-# Ranks in all, and ranks per node.
+# The total number of ranks, and the number of ranks per node.
 #BSUB -n 8
 #BSUB -R span[ptile=4]
 #BSUB -gpu num=4/host
 #BSUB -W 12:00
 #BSUB -o ptdmpi-%J.log
-# LSF itself restarts the job when its first node is lost.
+# If the first node of the job is lost, LSF itself restarts the job.
 #BSUB -r
 # LSB_MCPU_HOSTS has the name of each node, and the number of its ranks.
 NODES=$(xargs -n 2 <<< "$LSB_MCPU_HOSTS")
 HOSTS=$(tr ' ' ':' <<< "$NODES" | paste -sd,)
-# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. With fewer RANKS the
-# last nodes are spare.
+# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. If RANKS is smaller
+# than the default, the last nodes are spare nodes.
 RANKS=${RANKS:-$(awk '{ranks += $2} END {print ranks}' <<< "$NODES")}
-# `ptdmpi run` adds the ranks and hosts.
+# `ptdmpi run` adds the options for ranks and hosts.
 LAUNCH=${LAUNCH:-mpirun}
 # Commands that give the job its software, for example `module load openmpi`.
 SETUP=${SETUP:-}
-# This file, as seen from the folder where bsub was called.
+# The path of this file, relative to the folder where bsub was called.
 SCRIPT=${SCRIPT:-jobs/lsf-gpu.sh}
 # --------------------------------------------------------------------------------------------------
 BATCH=lsf

@@ -17,21 +17,21 @@
 # On Polaris and Aurora a job must name its file systems.
 ##PBS -l filesystems=home:eagle
 #PBS -j oe
-# PBS itself restarts the job when its first node is lost.
+# If the first node of the job is lost, PBS itself restarts the job.
 #PBS -r y
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
 CORES_PER_RANK=${CORES_PER_RANK:-8}
-# PBS_NODEFILE has lines for each node.
+# The file PBS_NODEFILE has one or more lines for each node.
 NODES=$(sort -u "$PBS_NODEFILE")
 HOSTS=$(sed "s/\$/:$RANKS_PER_NODE/" <<< "$NODES" | paste -sd,)
-# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. With fewer RANKS the
-# last nodes are spare.
+# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. If RANKS is smaller
+# than the default, the last nodes are spare nodes.
 RANKS=${RANKS:-$(($(wc -l <<< "$NODES") * RANKS_PER_NODE))}
-# Flags of PALS (HPE Cray) and MPICH. `ptdmpi run` adds -n, --ppn and --hosts.
+# The launcher, with options for PALS (HPE Cray) and MPICH. `ptdmpi run` adds -n, --ppn and --hosts.
 LAUNCH=${LAUNCH:-mpiexec --depth $CORES_PER_RANK --cpu-bind depth}
 # Commands that give the job its software, for example `module load conda`.
 SETUP=${SETUP:-}
-# This file, as seen from the folder where qsub was called.
+# The path of this file, relative to the folder where qsub was called.
 SCRIPT=${SCRIPT:-jobs/pbs-gpu.sh}
 # --------------------------------------------------------------------------------------------------
 BATCH=pbs

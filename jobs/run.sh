@@ -1,29 +1,31 @@
-# One attempt of a training run. In a batch job, it requests the next attempt if the run is not
-# complete. Every template of this folder ends by sourcing it; settings are in the templates.
+# This file runs one attempt of a training run. In a batch job, it requests the next attempt if the
+# run is not complete. Every template of this folder ends by sourcing this file; the settings are in
+# the templates.
 #
 #   LAUNCH="srun --mpi=pmix"          # the launcher and its flags
-#   RANKS=8                           # start them under `ptdmpi run`
+#   RANKS=8                           # optional: start 8 ranks under `ptdmpi run`
 #   . jobs/run.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
-# Read from the environment or the template:
-#   BATCH         slurm, pbs, lsf or flux: how to request another attempt; unset: there is none
-#   LAUNCH        launcher and flags, split at blanks; with RANKS, without those of ranks and hosts
+# The environment or the template sets these variables:
+#   BATCH         slurm, pbs, lsf or flux: the batch system that starts another attempt; unset: the
+#                 job has no other attempt
+#   LAUNCH        launcher and its flags, split at blanks; with RANKS, no flags for ranks and hosts
 #   RANKS         number of ranks: `ptdmpi run` starts them, and starts lost ranks again within the
 #                 job; unset: the launcher starts them once (Slurm: as many as the allocation has)
-#   HOSTS         with RANKS: a,b or a:4,b:4; unset: those of the allocation, or this machine
+#   HOSTS         with RANKS: a,b or a:4,b:4; unset: the hosts of the allocation, or this machine
 #   CONTAINER     words that start a program in a container (apptainer exec --nv IMAGE.sif); the
-#                 image has ptdmpi. Not with RANKS
+#                 image must contain ptdmpi. CONTAINER cannot be combined with RANKS
 #   SETUP         commands that give the job its software (module load ...)
-#   MAX_ATTEMPTS  attempts in a row that may end without a new checkpoint (5)
+#   MAX_ATTEMPTS  attempts in a row that may end without a new checkpoint (default: 5)
 #   SCRIPT        PBS, LSF and Flux: the job script to submit again
-# In the arguments, %a is the number of this task of a job array.
+# In the arguments, %a is replaced by the number of this task in a job array.
 #
-# The launcher's exit code alone is not trusted: mpirun can return 0 after it lost a node. A run is
-# complete when its run directory says so. Otherwise exit code 75 (stopped on request after saving)
-# and failures (a crash, a lost node) request another attempt, which resumes from the newest
-# checkpoint. Exit codes 2 (bad input) and 3 (corrupt
-# state: look at the named hosts first), and a cancelled job, do not.
-# There is no `set -e`, because each exit code is judged here.
+# The launcher's exit code alone is not reliable: mpirun can return 0 after it lost a node. A run is
+# complete if its run directory contains the file `done`. Otherwise, after exit code 75 (stopped on
+# request after saving) or a failure (a crash, a lost node), this file requests another attempt,
+# which resumes from the newest checkpoint. After exit code 2 (bad input), exit code 3 (corrupt
+# state: examine the named hosts first) or a cancelled job, no other attempt is requested. There is
+# no `set -e`, because this file handles each exit code itself.
 set -uo pipefail
 
 say() { printf '== %(%F %T)T job: %s\n' -1 "$*"; }
@@ -46,16 +48,16 @@ if [ -n "$allocation" ]; then  # every rank of an allocation has its own cores
     export PTDMPI_SHARED_CORES=${PTDMPI_SHARED_CORES:-0}
 fi
 . "$home/jobs/mpi-env.sh"
-# Since 22.05, srun does not inherit --cpus-per-task; without it all threads of a rank would share
-# one core.
+# Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch; without this option all
+# threads of a rank would share one core.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-# srun must not have `--kill-on-bad-exit=1`, the default of some sites: when the first rank exits with
-# 75, srun would kill the others while they exit. After a rank dies, the others end within 60 s
-# (`--wait`); with Open MPI they end at once.
+# srun must not have `--kill-on-bad-exit=1`, the default of some sites: when the first rank exits
+# with 75, srun would kill the other ranks while they exit. After a rank dies, the other ranks end
+# within 60 s (`--wait`); with Open MPI they end at once.
 export SLURM_KILL_BAD_EXIT=${SLURM_KILL_BAD_EXIT:-0} SLURM_WAIT=${SLURM_WAIT:-60}
 
 ptdmpi=$home/.venv/bin/ptdmpi
-# conda, or a virtual environment of the user's own
+# without .venv/, use the ptdmpi on PATH: of conda, or of the user's own virtual environment
 [ -x "$ptdmpi" ] || ptdmpi=$(command -v ptdmpi) \
     || { echo "jobs/run.sh: no ptdmpi in $home/.venv/bin or on PATH: run make setup" >&2; exit 2; }
 about=$("${ptdmpi%/*}/python" "$home/jobs/run_directory.py" "$@") || exit 2
@@ -63,22 +65,25 @@ read -r steps run_dir <<< "$about"
 mkdir -p "$run_dir" || exit 2
 
 newest() { cat "$run_dir/checkpoints/latest" 2> /dev/null || echo none; }
-# A run writes `done` last. It does not count if the run has been given more steps since.
+# A run writes the file `done` last. If run.steps has been increased since then, `done` has fewer
+# steps, and the run is not complete.
 complete() {
     local trained
     trained=$(sed -n 's/.*"steps": \([0-9]*\)}.*/\1/p' "$run_dir/done" 2> /dev/null)
     [ "${trained:-0}" -ge "$steps" ]
 }
-if complete; then  # the last jobs of a chain find nothing to do
+if complete; then  # an earlier job of a chain may have completed the run
     say "$run_dir is complete"
     exit 0
 fi
 
-# -- attempts: counted in the run directory, because the death of the batch node ends this shell
-# without notice. A new checkpoint resets the count; so does another job.
+# -- attempts: they are counted in a file of the run directory, because the death of the batch node
+# ends this shell without notice. A new checkpoint resets the count, and so does a newly submitted
+# job.
 job=${PTDMPI_CHAIN:-${allocation:-$$}}
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-    # The plain job id of an array's last task is that of the whole array.
+    # In the last task of an array, SLURM_JOB_ID is the id of the whole array, so use the task's own
+    # id.
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 before=$(newest)
@@ -94,8 +99,8 @@ if [ "$attempt" -gt "$limit" ]; then
 fi
 
 # -- signals. The batch system's warning (USR1) is passed to the launcher, which passes it to all
-# ranks. TERM means that the job is ending: the ranks are asked to save. A cancelled job does not
-# request another attempt, or it could not be cancelled; Slurm requeues a preempted one.
+# ranks. TERM means that the job is ending: the ranks are asked to save. A cancelled job must not
+# request another attempt, because it should end. Slurm itself requeues a preempted job.
 launcher= asked= ending=
 forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi; }
 trap 'asked=yes; forward' USR1
@@ -109,8 +114,8 @@ else
     start+=("$ptdmpi" train)
 fi
 say "attempt $attempt of $limit from $before on ${SLURM_JOB_NODELIST:-$(hostname)}: $LAUNCH"
-# Bash runs a trap during `wait`, never during a foreground command. A trap ends `wait`, which is
-# therefore repeated.
+# Bash runs a trap during `wait`, but not during a foreground command, so the launcher runs in the
+# background. A trap also ends `wait`, so `wait` is repeated until the launcher has ended.
 "${start[@]}" "$@" &
 launcher=$!
 [ -z "$asked" ] || forward
@@ -122,15 +127,15 @@ while :; do
 done
 launcher=
 
-# -- judgement
-out_of_time() {  # the job's state is still COMPLETING, as that of a cancelled job
+# -- decide: the run is complete, or has failed, or needs another attempt
+out_of_time() {  # at this point Slurm shows COMPLETING for a cancelled job, too, so read the reason
     [ "$BATCH" = slurm ] && scontrol show job -o "$job" 2> /dev/null | grep -q Reason=TimeLimit
 }
 if complete; then
     say "$run_dir is complete"
     exit 0
 fi
-# A launcher's 0 without a complete run is a failure.
+# If the launcher returns 0 but the run is not complete, the attempt has failed.
 [ "$code" -ne 0 ] || code=1
 say "the run is not complete: exit code $code, newest checkpoint $(newest)"
 if [ "$code" -eq 2 ] || [ "$code" -eq 3 ]; then
@@ -143,7 +148,8 @@ elif [ "$attempt" -ge "$limit" ] && [ "$(newest)" = "$before" ]; then
     exit "$code"
 fi
 
-# Only operators may use qrerun: the job submits its successor, which waits for this job's end.
+# Only operators may use qrerun, so the job submits its successor, which waits for the end of this
+# job.
 export PTDMPI_CHAIN=$job ARGS=${ARGS:-}
 case "$BATCH" in
     slurm) scontrol requeue "$job" && say "requeued" ;;
@@ -152,7 +158,7 @@ case "$BATCH" in
             && say "next: $next"
         ;;
     lsf) next=$(bsub -w "ended($LSB_JOBID)" < "$SCRIPT") && say "next: $next" ;;
-    flux)  # the job's own instance ends with it, so its parent gets the successor
+    flux)  # the Flux instance of this job ends with it, so the parent instance gets the successor
         next=$(flux --parent batch --dependency="afterany:$FLUX_JOB_ID" "$SCRIPT") \
             && say "next: $next"
         ;;

@@ -13,7 +13,7 @@ from ptdmpi.config import InputError, RunConfig, load
 
 
 def main() -> None:
-    """Print what the job scripts need, or stop with exit code 2."""
+    """Print the number of steps and the run directory; exit with code 2 for bad input."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[])

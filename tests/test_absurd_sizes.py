@@ -29,7 +29,7 @@ def test_no_count_is_beyond_all_bounds():
 def test_a_step_that_cannot_be_listed_says_what_can():
     (found,) = mistakes({"batch.global_size": 10**9})
     legal = r"legal: a global_size of at most 500000, or a micro_size of at least 4000$"
-    assert re.search(f"500000000 microbatches of a step.* {legal}", found)
+    assert re.search(f"gives a step 500000000 microbatches.* {legal}", found)
     assert small({"batch.global_size": 500_000}).microbatches == 250_000
     assert small({"batch.global_size": 10**9, "batch.micro_size": 4_000})
     (found,) = mistakes({"run.steps": 10**12, "batch.global_size": 10**8, "batch.micro_size": 1000})

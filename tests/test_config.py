@@ -100,7 +100,7 @@ RULES = [
     (
         {"model.kind": "bert", "model.sliding_window": 4},
         1,
-        "model.sliding_window = 4 belongs to model.attention = .causal",
+        "model.sliding_window = 4 is legal only with model.attention = .causal",
     ),
     (
         {"model.kind": "llama", "model.rope_scaling": "llama3", "model.rope_low_factor": 4.0},
@@ -140,7 +140,7 @@ RULES = [
     (
         {"optimizer.warmup_steps": 5, "optimizer.decay": "wsd"},
         1,
-        "ends with are more than run.steps = 5; legal: fewer warmup_steps",
+        "are together more than run.steps = 5; legal: fewer warmup_steps",
     ),
 ]
 
@@ -179,9 +179,9 @@ WRONG_VALUES = [
     ("data.train", [{"weight": 1}], r"data\.train\.0\.path is missing"),
     ("data.train", [{"path": ""}], r"data\.train\.0\.path = '': .*at least 1 character"),
     ("data.valid", "", r"data\.valid = '': .*at least 1 character"),
-    ("run.dir", "a\0b", r"run\.dir = .*no path has a NUL"),
-    ("checkpoint.initial", "a\0b", r"checkpoint\.initial = .*no path has a NUL"),
-    ("data.train", [{"path": "a\0b"}], r"data\.train\.0\.path = .*no path has a NUL"),
+    ("run.dir", "a\0b", r"run\.dir = .*must not contain a NUL"),
+    ("checkpoint.initial", "a\0b", r"checkpoint\.initial = .*must not contain a NUL"),
+    ("data.train", [{"path": "a\0b"}], r"data\.train\.0\.path = .*must not contain a NUL"),
 ]
 
 
@@ -411,7 +411,7 @@ def test_trees_without_sense(nonsense):
 def test_spare_ranks_do_not_count():
     spare = {"run.on_failure": "shrink", "run.spare_ranks": 1}
     assert resolve(tree(spare), 5).data_size == 4
-    with pytest.raises(InputError, match=r"3 ranks beside 1 spare one cannot.*start 3,"):
+    with pytest.raises(InputError, match=r"3 ranks in addition to 1 spare rank cannot.*start 3,"):
         resolve(tree(spare | {"parallel.tensor": 2}), 4)
     with pytest.raises(InputError, match=r"leaves no rank to train.*legal: only 0"):
         resolve(tree(spare), 1)

@@ -18,11 +18,11 @@ SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
         ({"parallel.zero": 4}, "parallel.zero = 4: Input should be less than or equal to 3"),
         (
             {"parallel.shard_group": 2},
-            "parallel.shard_group = 2 belongs to parallel.zero = 1, 2 or",
+            "parallel.shard_group = 2 has an effect only with parallel.zero = 1, 2 or",
         ),
         (
             {"parallel.shard_group": "node"},
-            'parallel.shard_group = "node" belongs to parallel.zero = 1, 2 or 3; legal with zero',
+            'parallel.shard_group = "node" has an effect only with parallel.zero = 1, 2 or 3; leg',
         ),
         (
             {**SHARDED, "parallel.shard_group": 3},

@@ -217,9 +217,9 @@ def test_the_head_of_a_task_alone(comm):
 @pytest.mark.parametrize(
     ("changes", "legal"),
     [
-        (LORA | {"adapt.first_layer": 3}, "first_layer = 3 of 3 layers; legal: 0 to 2, or 3 with"),
-        (LORA | CLASSES | {"adapt.first_layer": 4}, "of 3 layers; legal: 0 to 3$"),
-        (FIRST, 'of no use to adapt.method = "none"; legal: first_layer = 0'),
+        (LORA | {"adapt.first_layer": 3}, "= 3, but the model has 3 layers; legal: 0 to 2, or 3"),
+        (LORA | CLASSES | {"adapt.first_layer": 4}, "has 3 layers; legal: 0 to 3$"),
+        (FIRST, 'no effect with adapt.method = "none"; legal: first_layer = 0'),
         (LORA | {"adapt.first_layer": -1}, "first_layer"),
     ],
 )

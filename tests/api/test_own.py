@@ -164,8 +164,8 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
     [
         ({"vocab_size": None}, "vocab_size is None; legal: an integer from 1"),
         ({"vocab_size": 0}, "vocab_size is 0; legal"),
-        ({"length": -1}, "its length is no number of samples"),
-        ({"length": "a"}, "its length is no number of samples"),
+        ({"length": -1}, "its length is not a number of samples"),
+        ({"length": "a"}, "its length is not a number of samples"),
         ({"length": 0}, "has no samples"),
         ({"given": None}, r"sample 0 has ids of shape \[\]"),
         ({"given": [0.5] * 17}, "sample 0 has ids of float64, not integers"),
@@ -203,7 +203,7 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
         ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
         ({"run.loss": "__main__:nothing"}, "belongs to a program, which has to continue"),
         ({"optimizer.kind": "own"}, 'optimizer.kind = "own" needs optimizer.own'),
-        ({"optimizer.own": "json:dumps"}, 'optimizer.own is of no use to optimizer.kind = "adamw"'),
+        ({"optimizer.own": "json:dumps"}, 'own has no effect with optimizer.kind = "adamw"'),
         (
             {"optimizer.kind": "own", "optimizer.own": "json:dumps"},
             "json:dumps has no moments; legal: a class with moments and update",

@@ -196,5 +196,5 @@ def test_settings_name_keys_of_sections():
     assert tree == {"run": {"steps": 2}}
     assert with_values({}, {"log.every_steps": 5}) == {"log": {"every_steps": 5}}
     for key in ("steps", "run.", ""):
-        with pytest.raises(InputError, match="no key of a section"):
+        with pytest.raises(InputError, match="is not a key; write"):
             with_values({}, {key: 1})

@@ -30,7 +30,7 @@ def test_names():
         small({"comm.wire": "fast"})
     assert (
         str(refused.value)
-        == 'comm.wire = "fast": no such wire; legal: "auto", "mpi", "nccl", "torch"'
+        == 'comm.wire = "fast": no such transport; legal: "auto", "mpi", "nccl", "torch"'
     )
     with registered():
         assert small({"comm.wire": "fast"}).comm.wire == "fast"

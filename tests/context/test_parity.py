@@ -411,8 +411,8 @@ REFUSED = {
         "2 \\* parallel.context \\* tensor = 8 does not divide",
     ),
     "tree": ({"run.reproducible": True}, "run.reproducible = true sums"),
-    "graph": ({"run.compile": True}, "run.compile = true compiles a layer without messages"),
-    "ring": ({"data_parallel.method": "ring", **layout(d=2)}, "over the data axis alone"),
+    "graph": ({"run.compile": True}, "compiles only layers that send no messages"),
+    "ring": ({"data_parallel.method": "ring", **layout(d=2)}, "only over the data axis"),
     "noise": ({"log.gradient_noise_every_steps": 2, **layout(d=2)}, "gradient_noise"),
     "heads": (
         {**ulysses(4), "model.heads": 6, "model.hidden": 48, "model.kv_heads": 2},

@@ -85,7 +85,7 @@ def test_damaged_sums_are_refused(tmp_path):
     with h5py.File(path, "r+") as file:
         del file[BLOCKS]
         file[BLOCKS] = np.zeros(2, "<u4")
-    with pytest.raises(InputError, match="token_blocks is not of 4 blocks"):
+    with pytest.raises(InputError, match="token_blocks does not have 4 blocks"):
         Dataset(path.parent, verified=True).read(np.array([3]), LENGTH)
 
 

@@ -89,10 +89,10 @@ def _config(datasets: int, ranks: int, **values) -> dict:
 def test_what_cannot_be_dealt_is_refused():
     assert resolve(_config(6, 3), 6).data_size == 3
     with pytest.raises(
-        InputError, match=r"deals 4 training datasets to 3 data ranks.*legal: 3 or 6"
+        InputError, match=r"divide 4 training datasets equally over 3 data ranks.*legal: 3 or 6"
     ):
         resolve(_config(4, 3), 6)
-    with pytest.raises(InputError, match="would go on without those of a lost one; legal: on_f"):
+    with pytest.raises(InputError, match="without the datasets of a lost rank; legal: on_f"):
         resolve(_config(3, 3, on_failure="shrink"), 6)
 
 

@@ -131,7 +131,7 @@ def test_two_replicas(comm):
     ],
 )
 def test_what_is_no_part_of_a_graph_is_refused(changes):
-    with pytest.raises(InputError, match="compiles a layer as one graph, without"):
+    with pytest.raises(InputError, match="= true cannot be combined with"):
         small({"run.compile": True, **changes}, 2)
 
 

@@ -258,7 +258,7 @@ def test_what_does_not_go_together_is_told(tmp_path):
     with pytest.raises(InputError) as error:
         resolve(tree(changes(tmp_path, "choice", **wrong)), 1)
     assert "legal nearby: 3 or 6" in str(error.value)
-    assert "task.labels is of no use" in str(error.value)
-    assert "log.bigram_baseline predicts tokens" in str(error.value)
+    assert "task.labels has no effect" in str(error.value)
+    assert "log.bigram_baseline needs predictions of tokens" in str(error.value)
     with pytest.raises(InputError, match=r"task.tokenizer is missing: legal: .bytes"):
         checked(configuration(tmp_path, changes(tmp_path, "choice", **{"task.tokenizer": ""})), 1)

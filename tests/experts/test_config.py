@@ -11,20 +11,20 @@ from tests._configs import small
 
 MIXED = {"model.kind": "llama", "model.experts": 8, "model.experts_per_token": 2}
 RULES = [
-    ({"model.experts_per_token": 2}, "experts_per_token = 2 is of no use without experts"),
-    ({"model.router": "sigmoid"}, 'router = "sigmoid" is of no use without experts; legal: rou'),
-    ({"model.expert_hidden": 48}, "expert_hidden = 48 is of no use without experts; legal: 128"),
-    (MIXED | {"model.experts_per_token": 9}, "= 9 of model.experts = 8; legal: 1 to 8"),
-    (MIXED | {"model.experts_per_token": None}, "= 0 of model.experts = 8; legal: 1 to 8"),
+    ({"model.experts_per_token": 2}, "experts_per_token = 2 has no effect without experts"),
+    ({"model.router": "sigmoid"}, 'router = "sigmoid" has no effect without experts; legal: r'),
+    ({"model.expert_hidden": 48}, "expert_hidden = 48 has no effect without experts; legal: 128"),
+    (MIXED | {"model.experts_per_token": 9}, "= 9, but model.experts = 8; legal: 1 to 8"),
+    (MIXED | {"model.experts_per_token": None}, "= 0, but model.experts = 8; legal: 1 to 8"),
     (MIXED | {"model.experts_per_token": 1}, "router has no gradient; legal: router_normalize"),
     (MIXED | {"model.router_groups": 3}, "router_groups = 3 does not divide .* = 8.*2 or 4"),
     (
         MIXED | {"model.router_groups": 8, "model.experts_per_token": 3},
-        "router_top_groups = 1 of 8 groups of 1 experts, of which 3 are chosen; legal: 3 to 8",
+        "the 8 groups contains 1 of the experts, and a token uses 3; legal: 3 to 8",
     ),
     (
         MIXED | {"model.balance": "none", "model.balance_coefficient": 0.5},
-        'balance_coefficient = 0.5 is of no use to balance = "none"; legal: 0.001',
+        'balance_coefficient = 0.5 has no effect with balance = "none"; legal: 0.001',
     ),
     (MIXED | {"model.kind": "gpt"}, "model.bias = true: experts have no biases"),
     (MIXED | {"adapt.method": "ia3"}, 'excludes adapt.method = "ia3"; legal: adapt.method'),

@@ -83,7 +83,7 @@ def refused(comm, folder, changes, message):
 @parallel(ranks=[2])
 def test_a_run_begins_at_its_reference_and_learns_the_preference(comm, tmp_path):
     changes = begun(comm, tmp_path)
-    refused(comm, tmp_path, changes, "no log-probabilities of a reference model; make them by")
+    refused(comm, tmp_path, changes, "no log-probabilities of a reference model; make them with")
     refused(comm, tmp_path, changes | {"preference.method": "none"}, "holds pairs of answers")
     chats = {"data.train": [{"path": str(tmp_path / "chats")}]}
     refused(comm, tmp_path, changes | chats, "chats holds no pairs of answers")

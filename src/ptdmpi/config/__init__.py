@@ -1,9 +1,9 @@
 """The configuration of a run: one TOML file, which is read into typed, frozen objects and validated
 once.
 
-The classes of the sections check single keys, `legality` checks a layout, and `rules` checks
-combinations of keys. All mistakes in a file are reported together, before any rank allocates
-memory.
+The classes of the sections check single keys, the module `legality` checks a layout, and the
+package `rules` checks combinations of keys. All mistakes in a file are reported together, before
+any rank allocates memory.
 """
 
 from ptdmpi.base.errors import InputError, SharedInputError

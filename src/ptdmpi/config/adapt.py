@@ -15,8 +15,8 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a target -> the linear that computes it, and the number of the target among the linear's
-# outputs.
+# Name of a target for adapters -> the linear that computes the target, and the number of the target
+# among the parts of the linear's output.
 TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
@@ -26,11 +26,12 @@ TARGETS = {
     "mlp.up": ("mlp.up", 1),
     "mlp.down": ("mlp.down", 0),
 }
-# Keys, values, and the inside of the MLP (Liu et al. 2022, arXiv 2205.05638, section 3.3).
+# The targets of (IA)^3: keys, values, and the hidden activations of the MLP (Liu et al. 2022, arXiv
+# 2205.05638, section 3.3).
 IA3_TARGETS = ("attention.k", "attention.v", "mlp.down")
 AdaptMethod = Literal["none", "lora", "ia3", "full"]
-WHOLE = ("none", "full")  # methods that freeze nothing
-# The keys that a method uses, except `method` itself.
+WHOLE = ("none", "full")  # methods with which no weight is frozen
+# Value of `adapt.method` -> the other keys of [adapt] that this method uses.
 USED: dict[str, tuple[str, ...]] = {
     "none": (),
     "lora": ("rank", "alpha", "dropout", "targets", "first_layer", "base"),
@@ -40,15 +41,16 @@ USED: dict[str, tuple[str, ...]] = {
 
 
 class AdaptConfig(Section):
-    """The adapters of a frozen model; only the adapters, and the head of a [task], are trained. An
-    adapter is a low-rank product that is added to a linear (LoRA, Hu et al. 2021, arXiv
-    2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu et al.
-    2022). `targets` has names of `TARGETS`, which may be globs. "all" means every linear; for ia3
-    it means the three targets of the paper. Layers before `first_layer` have neither adapters nor a
-    backward pass. `base` is the model whose weights are frozen.
+    """The section [adapt]: the adapters of a frozen model. Only the adapters, and the head of a
+    [task], are trained. An adapter is a low-rank product that is added to a linear (LoRA, Hu et al.
+    2021, arXiv 2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu
+    et al. 2022). `targets` has names of `TARGETS`, or globs for such names. "all" means every
+    linear; for the method "ia3", "all" means the three targets of `IA3_TARGETS`. Layers before
+    `first_layer` have neither adapters nor a backward pass. `base` is the model whose weights are
+    frozen.
 
-    With the method "full" nothing is frozen: all weights of `base` are trained. `resolve` replaces
-    this method by the key `checkpoint.initial`, so no other code sees the method "full".
+    With the method "full" no weight is frozen: all weights of `base` are trained. `resolve`
+    replaces this method by the key `checkpoint.initial`, so no other code sees the method "full".
     """
 
     method: Bound[AdaptMethod] = "none"
@@ -66,18 +68,20 @@ class AdaptConfig(Section):
 
     @property
     def adapts(self) -> bool:
-        """Return True if only adapters train."""
+        """Return True if weights are frozen and only adapters (and a head for a task) are
+        trained."""
         return self.method not in WHOLE
 
     @property
     def scale(self) -> float:
-        """Return the factor of the product of a LoRA adapter: alpha / r."""
+        """Return the factor by which the product of a LoRA adapter's two matrices is multiplied:
+        alpha / rank."""
         return self.alpha / self.rank
 
 
 def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
-    """Return the rows of `TARGETS` that get adapters. `gates` is the number of parts in the MLP's
-    first linear (`ModelConfig.gates`).
+    """Return the rows of `TARGETS` that get adapters; empty if the model has none. `gates` is the
+    number of parts in the output of the MLP's first linear (`ModelConfig.gates`).
     """
     known = dict(TARGETS)
     if gates == 1:

@@ -1,4 +1,5 @@
-"""The legal names for some keys of a configuration, and properties that depend only on the name."""
+"""The legal values of some keys of a configuration, and properties that depend only on the
+value."""
 
 from typing import Literal, get_args
 
@@ -13,7 +14,7 @@ OFFLOADS: tuple[str, ...] = get_args(OffloadName)
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 # Schedule -> the number of model chunks per rank that the schedule requires.
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Schedules that compute the gradients of weights later, in an op of their own.
+# Schedules that split the backward: a separate, later op computes the gradients of weights.
 SPLITTING = ("zb-h1", "zb-v")
 
 

@@ -1,5 +1,5 @@
-"""The complete configuration of a run (`Config`), and one with possibly invalid sections
-(`Sections`).
+"""The complete configuration of a run (`Config`), and a configuration in which sections may be
+missing (`Sections`).
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,8 @@ class Config(FrozenTable):
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
-        """Return the class of each section by its name, in the order of the file."""
+        """Return the class of each section by the section's name, in the order of a configuration
+        file."""
         kinds: dict[str, type[Section]] = {}
         for name, field in cls.model_fields.items():
             kind = field.annotation
@@ -68,7 +69,8 @@ class Config(FrozenTable):
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the run over its ranks. The layout is known only after `resolve`."""
+        """Return the division of the model and the batch over ranks. The layout is known only after
+        `resolve`."""
         return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
 
     @property
@@ -79,21 +81,22 @@ class Config(FrozenTable):
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """Return the configuration whose model also has the adapters of [adapt] and the format of
-        [quantize]."""
+        """Return a copy of the configuration whose model contains the adapters of [adapt] and the
+        format of [quantize]."""
         model = self.model.adapted(self.adapt, self.quantize)
         return self.model_copy(update={"model": model})
 
     @property
     def samples(self) -> int:
-        """Return the number of samples in a step. The number is the global batch size B (in
-        sequences), or less if a sample has several sequences.
+        """Return the number of samples in a step: the global batch size (in sequences), divided by
+        the number of sequences in a sample.
         """
         return self.batch.global_size // self.task.sequences
 
     def with_head(self) -> Self:
-        """Return the configuration whose model has the head for the task. A model with such a head
-        has no output layer over the vocabulary, and therefore no tied embedding.
+        """Return a copy of the configuration whose model has the head for the task in [task].
+        Without a task, return the configuration unchanged. A model with such a head has no output
+        layer over the vocabulary, and therefore no tied embedding.
         """
         if self.task.kind == "none":
             return self
@@ -111,7 +114,7 @@ class Config(FrozenTable):
 @dataclass(frozen=True)
 class Sections:
     """The sections of a configuration file. Each section is read separately. A section that could
-    not be read is None, and rules that need it are not checked.
+    not be read is None, and rules that need this section are not checked.
     """
 
     run: RunConfig | None = None
@@ -133,8 +136,8 @@ class Sections:
 
     @classmethod
     def of(cls, sections: Mapping[str, Section]) -> Self:
-        """Return a `Sections` object for these sections, given by name. Each section must have the
-        class that `Config` declares for it.
+        """Return a `Sections` object with the given sections, a mapping from name to section. Each
+        section must have the class that `Config` declares for it.
         """
         return cls(**dict[str, Any](sections))
 

@@ -21,29 +21,31 @@ from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
 
-# Name of a section -> the class of the tables in the section that may be repeated.
+# Name of a section -> the class of the repeated tables in this section, such as [[data.train]].
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
-MOST_BYTES = 1 << 24  # of a TOML file
-MOST_DEPTH = 8  # tables and lists within each other; the deepest legal key, data.train.path, has 3
+MOST_BYTES = 1 << 24  # maximum size of a TOML file
+# The maximum nesting of tables and lists. The deepest legal key, data.train.path, has 3 levels.
+MOST_DEPTH = 8
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the TOML file as a tree of values, with `section.key=value` overrides applied;
-    `section.key=` removes the key.
+    """Return the content of the TOML file `path` as nested dicts and lists (a tree), after the
+    `overrides`: "section.key=value" sets a key, and "section.key=" removes a key.
 
-    Raises InputError if the file is missing or is not TOML, or an override has no key.
+    Raise InputError if the file is missing, too large, nested too deeply or not TOML, or if an
+    override is malformed.
     """
     try:
-        with open(path, "rb") as file:  # the path may be a device that never ends
+        with open(path, "rb") as file:  # the path may be a device that can be read without end
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise InputError(f"configuration {path} has more than {MOST_BYTES} bytes")
         tree = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
-    # the parser also raises this error for a number with too many digits
+    # the parser also raises ValueError for a number with too many digits
     except (ValueError, RecursionError) as error:
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
@@ -54,7 +56,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Return True if tables and lists are nested deeper than the given number of levels."""
+    """Return True if tables and lists in `value` are nested deeper than `levels` levels."""
     if not isinstance(value, dict | list):
         return False
     items: Iterable[Any] = value
@@ -87,7 +89,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     """Return the tree of a configuration with some values replaced. The new values are given by the
     full names of their keys, such as "run.steps"; the value None removes a key.
 
-    Raises InputError for a name that is no SECTION.KEY.
+    Raise InputError for a name that does not have the form SECTION.KEY.
     """
     sections = {
         name: dict(section) if isinstance(section, Mapping) else section
@@ -97,7 +99,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
         name, dot, leaf = key.partition(".")
         section = sections.setdefault(name, {})
         if not (dot and leaf and isinstance(section, dict)):
-            raise InputError(f"{key}: no key of a section; write a name such as run.steps")
+            raise InputError(f"{key} is not a key; write SECTION.KEY, such as run.steps")
         if value is None:
             section.pop(leaf, None)
         else:
@@ -109,7 +111,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     """Return the complete configuration of `tree` on `ranks` ranks; `ranks` includes spare ranks. A
     node has `node_ranks` ranks. If `node_ranks` is None, all ranks are assumed to be on one node.
 
-    Raises one InputError, which has one line for each mistake.
+    Raise one InputError, which has one line for each mistake.
     """
     sections, mistakes, wrong = parsed(tree)
     for line in rules(sections, ranks):
@@ -123,8 +125,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # tensor ranks and ranks with different experts are neighbours (`plan.layout.grid`), so this
-        # is the number of ranks on a node that have the same part of the model
+        # Tensor ranks, and ranks with different experts, are neighbours (`plan.layout.grid`). So
+        # `near` is the number of ranks on a node that have the same part of the model.
         near = (node_ranks or ranks) // (parallel.tensor * parallel.expert)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
@@ -134,8 +136,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def _begun(config: Config) -> Config:
-    """Return the configuration in which `adapt.method = "full"` is replaced by its meaning: an
-    ordinary training that begins from the weights of `adapt.base`."""
+    """Return the configuration in which `adapt.method = "full"` is replaced by an ordinary training
+    of all weights that begins from `adapt.base`."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)
@@ -144,7 +146,8 @@ def _begun(config: Config) -> Config:
 
 class Parsed(NamedTuple):
     """The content of a configuration file: its sections, the mistakes in the sections (one line
-    each), and the keys that are wrong. Rules that involve a wrong key are not checked.
+    each), and the names of the keys with mistakes. Mistakes in combinations with a wrong key are
+    not reported.
     """
 
     sections: Sections
@@ -153,8 +156,8 @@ class Parsed(NamedTuple):
 
 
 def parsed(tree: Mapping[str, Any]) -> Parsed:
-    """Read each section of `tree` separately. If a section has wrong keys, read the section without
-    the wrong keys if possible.
+    """Return the sections of `tree`, each read separately, and their mistakes. If a section has
+    wrong keys, the section is read without the wrong keys if possible.
     """
     mistakes: list[str] = []
     wrong: set[str] = set()
@@ -186,9 +189,9 @@ def synthetic_config(
     """Return a checked configuration for a program that reads no training data, such as parity
     checks, probes, benchmarks and inference.
 
-    `model` is the table [model]; `sections` set any other keys. By default there is one step with
-    one microbatch per data rank, on as many ranks as the layout has. Raises InputError as `resolve`
-    does.
+    `model` has the keys of [model]; `sections` has keys of any sections, by the name of the
+    section. By default there is one step with one microbatch per data rank, on as many ranks as the
+    layout has. Raise InputError as `resolve` does.
     """
     tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}
     tree["data"] = {"train": [{"path": "synthetic"}]}
@@ -200,8 +203,8 @@ def synthetic_config(
 
 
 def _meant(section: type[Section], error: ValidationError) -> set[str]:
-    """Return the wrong keys. For each unknown key, also return the known key that the user probably
-    meant.
+    """Return the names of the keys that `error` reports. For each unknown key, also return the
+    known key that the user probably meant.
     """
     keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
     known = list(section.model_fields)
@@ -210,9 +213,9 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """Return the tree with the keys of the preset that model.preset names, in place of the name. An
-    unknown preset is reported as a mistake. Another preset is then used in its place, so that the
-    keys of a preset are not reported as missing.
+    """Return the tree with `model.preset` replaced by the keys of the preset that it names. An
+    unknown preset is added to `mistakes`. In this case the keys of another preset are used, so that
+    keys of the model are not reported as missing.
     """
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
@@ -227,8 +230,9 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
 
 
 def _with_owners(line: str, tree: Mapping[str, Any]) -> str:
-    """Return the line for a mistake. If the mistake involves sizes from the preset and sizes that
-    the user has set, the line also says which sizes are the preset's and which are the user's.
+    """Return the error message `line`. If the mistake involves sizes with which the user has
+    replaced sizes of a preset, the returned line also says which sizes come from the user and which
+    from the preset.
     """
     own = own_sizes(tree)
     named = dict.fromkeys(re.findall(r"\bmodel\.(\w+) = ", line))
@@ -248,9 +252,9 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
     values: dict[str, tuple[Any, list[str]]] = {}
     for mistake in mistakes:
         if mistake["type"] == "too_short" and len(mistakes) > 1:
-            continue  # the list seems short only because of a mistake in one of its items
+            continue  # the list seems too short only because one of its items has a mistake
         path = [str(part) for part in mistake["loc"]]
-        # pydantic appends the tried branch of a union (such as 'int') to the location
+        # pydantic appends the tried type of a union (such as 'int') to the location, so drop it
         nested = TABLES.get(section, model)
         keys = {*model.model_fields, *nested.model_fields}
         known = [part for part in path if part in keys or part.isdigit()]
@@ -262,7 +266,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
         elif key == "data.train":
             yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each'
-        else:  # if a key may have several types, pydantic reports a mistake for each of them
+        else:  # if a key may have several types, pydantic reports one mistake for each type
             text = mistake["msg"].removeprefix("Value error, ")
             values.setdefault(key, (mistake["input"], []))[1].append(text)
     for key, (value, messages) in values.items():
@@ -272,7 +276,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
 
 
 def _cut(text: str, length: int = 200) -> str:
-    """Return a value as text, shortened to at most `length` characters."""
+    """Return `text`, shortened to at most `length` characters."""
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
@@ -283,8 +287,8 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return the complete configuration as TOML text; `load` and `resolve` read it back
-    unchanged."""
+    """Return the complete configuration as TOML text. `load` and `resolve` read the text back as
+    the same configuration."""
     import tomlkit
 
     tree = config.model_dump(exclude_none=True)

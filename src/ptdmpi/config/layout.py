@@ -1,4 +1,4 @@
-"""A layout: the distribution of a model and its batch over ranks.
+"""The class `Layout`: the distribution of a model and its batch over ranks.
 
 `Layout` is defined in `config` and not in `plan`, because a configuration is checked before
 planning, and `config` may not import `plan`. Code that plans, trains or compares layouts calls
@@ -31,23 +31,23 @@ class Layout:
     """The distribution of a model over ranks: sizes of the parallel axes, model chunks per rank,
     microbatch size, and options of a training step.
 
-    Full recomputation applies to the first `recompute_layers` layers; None means all layers.
-    `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
-    P_a of Rajbhandari et al. 2020, section 6.1).
+    Full recomputation applies to the first `recompute_layers` layers; None means all layers. With
+    `partition_activations` each of the t tensor ranks keeps only 1/t of the inputs of recomputed
+    layers (the P_a of Rajbhandari et al. 2020, section 6.1).
 
     `expert` (e) is the number of ranks over which the experts of each layer are distributed. These
     e ranks are neighbours among the c d ranks that have the same layers (c: context-parallel size,
     d: data-parallel size). There are c d / e copies of each expert.
 
-    `zero` is the stage of ZeRO: which state is sharded over the c d / e ranks that have the same
-    part of the model. Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3
-    also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the
-    number of neighbouring ranks in a group that shards the state; None means all of the c d / e
-    ranks. Each group has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section
-    3.2.2). `offload` says where the optimizer's state is stored: on the device ("none"), in the
-    host's memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk").
-    `first_layers` is the number of layers in the first stage; None means the best number.
-    `context_method` is the method by which attention reads the positions of other ranks on the
+    `zero` is the stage of ZeRO, which shards state over the c d / e ranks that have the same part
+    of the model. Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3 also
+    the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the number
+    of neighbouring ranks in a group that shards the state; None means all c d / e ranks. Each group
+    has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload`
+    says where the optimizer's state is stored: on the device ("none"), in the host's memory
+    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers` is the
+    number of layers in the first stage; None means that the planner chooses the number.
+    `context_method` is the method by which attention gets the keys and values of other ranks on the
     context axis.
     """
 
@@ -80,8 +80,8 @@ class Layout:
         data: int,
     ) -> Self:
         """Return the layout that the sections of a configuration describe. `data` is the size of
-        the data axis if the configuration says "auto". If the number of ranks on a node is not
-        known yet, `shard_group = "node"` is treated as "all".
+        the data axis; `parallel.data` is ignored, because it may be "auto". `shard_group = "node"`,
+        which depends on the number of ranks on a node, is treated as "all".
         """
         group = parallel.shard_group
         return cls(
@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Return the number of shards of the state; 1 if nothing is sharded."""
+        """Return the number of shards into which the state is divided; 1 if nothing is sharded."""
         if not covers_state(self.zero):
             return 1
         return self.shard_group or self.copies
@@ -129,8 +129,8 @@ class Layout:
 
     @property
     def expert_context(self) -> int:
-        """Return the number of context ranks over which experts are distributed. As many as
-        possible of the e ranks that share the experts are neighbours on the context axis.
+        """Return the number of context ranks over which experts are distributed. Experts are
+        distributed over context ranks first, and then over data ranks.
         """
         return math.gcd(self.expert, self.context)
 
@@ -146,25 +146,25 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Return True if ranks shard the optimizer's state, so that each rank updates only its
+        """Return True if the optimizer's state is sharded, so that each rank updates only its
         shard.
         """
         return covers_state(self.zero) and self.shards > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if ranks shard the gradients, which are then reduced in each
+        """Return True if the gradients are sharded. Sharded gradients are reduced after each
         microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if ranks shard the weights, which are then gathered for each use."""
+        """Return True if the weights are sharded. Sharded weights are gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property
     def sharding(self) -> str:
-        """Return the sharding and the offload in words; empty if there is neither."""
+        """Return the sharding and the offload as text for the user; empty if there is neither."""
         words = []
         if self.shards_state:
             words.append(f"ZeRO {self.zero} in {self.shards} shards")
@@ -188,8 +188,8 @@ class Layout:
 
     @property
     def exchange(self) -> str:
-        """Return the method by which attention sees the positions of other ranks; "none" if each
-        rank has all positions."""
+        """Return the method by which attention gets the keys and values of other context ranks;
+        "none" if each rank has all positions."""
         return self.context_method if self.context > 1 else "none"
 
     @property
@@ -200,8 +200,8 @@ class Layout:
         return self.pipeline * self.virtual
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy of the layout with other values of some fields. This method takes a tenth
-        of the time of `dataclasses.replace`, which matters in a search over 10^5 layouts.
+        """Return a copy of the layout in which `fields` have other values. This method takes a
+        tenth of the time of `dataclasses.replace`, which matters in a search over 10^5 layouts.
         """
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **fields)
@@ -230,7 +230,7 @@ class Layout:
         return self.recompute
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Return the keys of a configuration that select this layout: section -> key -> value.
+        """Return the keys of a configuration that select this layout, as section -> key -> value.
 
         The field `dp_overlap` changes the predicted time, but no key of a configuration sets it.
         """
@@ -252,14 +252,14 @@ class Layout:
 
 
 def parse(text: str) -> dict[str, int]:
-    """Return the fields of a Layout for text such as "t=8,p=8,d=1,v=3,b=1". Raises InputError for
-    anything else."""
+    """Return the sizes in a text such as "t=8,p=8,d=1,v=3,b=1", by the names of the fields of
+    `Layout`. Raise InputError for a text of another form."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, value = part.strip().partition("=")
         if letter not in LETTERS or not value.isdigit() or int(value) < 1:
             raise InputError(
-                f'layout {text}: "{part}" is no size; write t=8,p=8,d=1,v=3,b=1 '
+                f'layout {text}: "{part}" is not a size; write sizes such as t=8,p=8,d=1,v=3,b=1 '
                 "(c, e, d, v and b may be left out)"
             )
         if LETTERS[letter] in sizes:
@@ -270,9 +270,9 @@ def parse(text: str) -> dict[str, int]:
 
 def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> Layout:
     """Return the layout with these `sizes`. If the data-parallel size d is not given, it is
-    computed from the number of ranks. The schedule is the default one for the number of model
-    chunks per rank v. `settings` that are None are ignored. Raises InputError if the sizes do not
-    fit the number of ranks.
+    computed from the number of ranks. The schedule is the default for the number of model chunks
+    per rank v. `settings` are values of other fields; a value of None is ignored. Raise InputError
+    if the sizes do not fit the number of ranks.
     """
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     context, expert = sizes.get("context", 1), sizes.get("expert", 1)
@@ -297,7 +297,7 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
             f"layout {layout}: t c p d = {layout.ranks}, but --ranks is {ranks}; "
-            "leave d out, or make them agree"
+            "leave d out, or correct one of the two"
         )
     settings = {key: value for key, value in settings.items() if value is not None}
     return replace(layout, **{"schedule": default_schedule(layout.virtual), **settings})

@@ -1,6 +1,4 @@
-"""The rules that a layout must satisfy, each with the error message for a layout that breaks the
-rule.
-"""
+"""The rules that a layout must satisfy, and the error messages for layouts that break a rule."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +13,21 @@ from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
 # The maximum number of forward ops of a step, over all stages; the number of backward ops is the
-# same. The ops of a step are listed in order before the step runs, and listing this many ops takes
-# a second or two.
+# same. The ops of a step are listed in order before the run starts. Listing 250,000 forward ops
+# takes a second or two.
 MOST_FORWARDS = 250_000
 
 
 def shard_groups(data: int, context: int) -> list[int]:
-    """Return the legal sizes of a shard group in ascending order. A group has some context ranks of
-    one data rank, or all context ranks of some data ranks.
+    """Return the legal sizes of a shard group in ascending order. A shard group has some context
+    ranks of one data rank, or all context ranks of some data ranks.
     """
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
 def groups_to_shard(layout: Layout) -> list[int]:
-    """Return the legal sizes of a shard group among the ranks that hold the same experts."""
+    """Return the legal sizes of a shard group in this layout, in ascending order. A shard group
+    contains only ranks that have the same experts."""
     data = max(1, layout.data // layout.expert_data)
     return shard_groups(data, layout.context // layout.expert_context)
 
@@ -36,7 +35,7 @@ def groups_to_shard(layout: Layout) -> list[int]:
 def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
     """Return the largest legal size of a shard group that fits on a node, for `context` times
     `data` ranks, `near` of which are on one node. A size that divides `near` is preferred, because
-    the group is then inside one node. If no legal size divides `near` (for example 3 ranks on a
+    each group is then inside one node. If no legal size divides `near` (for example 3 ranks on a
     node and 8 data ranks), the group has at most `near` ranks.
     """
     if context * data <= near:
@@ -57,8 +56,8 @@ class Rule(NamedTuple):
 
 def chunk_rule(schedule: str, virtual: int) -> Rule:
     """Return the rule for the number of model chunks per rank: one for the schedules 1F1B and
-    ZB-H1, two for ZB-V, and any number for the interleaved schedule (Narayanan et al. 2021, section
-    2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6).
+    ZB-H1, two for ZB-V, and any number for GPipe and the interleaved schedule (Narayanan et al.
+    2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6).
     """
     chunks = CHUNKS.get(schedule, virtual)
     return Rule(
@@ -80,8 +79,8 @@ def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None
 
 
 def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
-    """Return True if the layout is legal: if `layout_mistakes` would yield nothing. This function
-    is faster, because it makes no error messages.
+    """Return True if the layout is legal, that is, if `layout_mistakes` would yield nothing. This
+    function is faster than `layout_mistakes`, because it makes no error messages.
     """
     return not any(rule.broken for rule in rules_of(layout, model, batch))
 
@@ -92,7 +91,7 @@ def breaks(layout: Layout, *names: str) -> bool:
 
 
 def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[Rule]:
-    """Return every rule about a layout, whether the layout breaks the rule or not. Rules about the
+    """Yield every rule about a layout, whether the layout breaks the rule or not. Rules about the
     model or the batch are skipped if `model` or `batch` is None.
     """
     chunks = chunk_rule(layout.schedule, layout.virtual)
@@ -139,14 +138,15 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
         first is not None and (layout.stages < 2 or not 1 <= first <= most),
         lambda: (
             f"parallel.first_layers = {first}: "
-            + (f"legal: 1 to {most}" if layout.stages > 1 else 'one stage has all; legal: "auto"')
+            + (f"legal: 1 to {most}" if layout.stages > 1 else 'there is one stage; legal: "auto"')
         ),
     )
 
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that each context rank gets two chunks of a sequence, all of equal length.
-    With sequence parallelism both chunks must also be divisible by the number of tensor ranks.
+    """Return the rule that each context rank gets two chunks of a sequence, and that all chunks
+    have the same length. With sequence parallelism the number of tensor ranks must also divide this
+    length.
     """
     unit = 2 * layout.context
     words = "2 * parallel.context"
@@ -175,8 +175,8 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
         "no_experts",
         expert > 1 and experts == 0,
         lambda: (
-            f"parallel.expert = {expert} deals experts over ranks, and model.experts = 0; legal: "
-            "expert = 1"
+            f"parallel.expert = {expert} distributes experts over ranks, but model.experts = 0; "
+            "legal: expert = 1"
         ),
     )
     yield Rule(
@@ -190,8 +190,8 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule for the method "ulysses": every context rank gets the same number of the
-    heads of a tensor rank.
+    """Return the rule for the method "ulysses" that the query heads of a tensor rank can be divided
+    equally over the context ranks.
     """
     heads = model.heads // layout.tensor
 
@@ -209,7 +209,8 @@ def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that the tensor-parallel size t divides the number of key heads. If there are
-    more tensor ranks than key heads, every head must be shared by the same number of ranks.
+    more tensor ranks than key heads, t must be a multiple of the number of key heads, so that
+    equally many ranks have a copy of each head.
     """
     tensor = layout.tensor
     heads = model.kv_heads
@@ -227,8 +228,9 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that no tensor rank has only a part of a quantized block; blocks lie along
-    the inputs of a linear. Other rules check uneven divisions."""
+    """Return the rule that no quantized block is divided between tensor ranks. A block consists of
+    neighbouring inputs of a linear. This rule assumes that the number of tensor ranks divides the
+    widths; other rules check this assumption."""
     tensor = layout.tensor
     block = model.quantize.block
     divided = (model.attention_width, model.ffn_hidden)
@@ -241,7 +243,7 @@ def _blocks(layout: Layout, model: ModelConfig) -> Rule:
         if legal:
             remedy = f"legal nearby: {nearest(block, legal)}"
             if model.adapt.adapts:
-                remedy += ", of an adapt.base in such blocks"
+                remedy += ", if the adapt.base has blocks of this size"
         return (
             f"quantize.block = {block} does not divide the inputs of all linears on a tensor rank "
             f"({', '.join(map(str, widths))}); {remedy}"
@@ -263,7 +265,7 @@ def _divides(layout: Layout, key: str, size: int) -> Rule:
 
 
 def _setting_rules(layout: Layout) -> Iterator[Rule]:
-    """Yield the rules about a layout that need neither a model nor a batch size."""
+    """Yield the rules that depend on the layout alone, not on a model or a batch size."""
     known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
     for key, legal in known:
         value = getattr(layout, key)
@@ -298,7 +300,7 @@ def _expert_ranks(layout: Layout) -> Rule:
 
 
 def dear(layout: Layout, batch: int) -> Iterator[str]:
-    """Yield a warning for each setting of a legal layout that makes training unexpectedly slow."""
+    """Yield a warning for each setting of a legal layout that makes a step unexpectedly slow."""
     microbatches = layout.microbatches(batch)
     if layout.shards_gradients and microbatches > 1:
         gathered = ", and gathers weights up to twice as often" if layout.shards_weights else ""
@@ -310,11 +312,12 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """Return the mistake that a shard group (a number, or "node") is set but nothing is sharded."""
+    """Return the error message for a shard group (a number, or "node") in a layout that shards
+    nothing."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
-        f"parallel.shard_group = {said} belongs to parallel.zero = 1, 2 or 3; legal with zero = 0: "
-        'shard_group = "all"'
+        f"parallel.shard_group = {said} has an effect only with parallel.zero = 1, 2 or 3; legal "
+        'with zero = 0: shard_group = "all"'
     )
 
 
@@ -348,26 +351,26 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
         covers_gradients(layout.zero) and layout.schedule in SPLITTING,
         lambda: (
             f"parallel.zero = {layout.zero} sums a layer's gradient as soon as its backward is "
-            f'over, and schedule = "{layout.schedule}" puts gradients of weights off; legal: '
+            f'over, but schedule = "{layout.schedule}" delays the gradients of weights; legal: '
             'zero = 0 or 1, or schedule = "1f1b", "interleaved" or "gpipe"'
         ),
     )
 
 
 def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule]:
-    """Yield the rules about full recomputation: how many layers are recomputed, and how their
-    inputs are kept."""
+    """Yield the rules about the keys of full recomputation: the number of recomputed layers, and
+    the partition of their inputs over tensor ranks."""
     full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
     yield Rule(
         "recompute_layers",
         not full and layers is not None,
-        lambda: 'recompute.layers belongs to recompute.mode = "full"',
+        lambda: 'recompute.layers has an effect only with recompute.mode = "full"',
     )
     partitions, key = layout.partition_activations, "recompute.partition_activations"
     yield Rule(
         "partition_mode",
         partitions and not full,
-        lambda: f'{key} belongs to recompute.mode = "full"',
+        lambda: f'{key} has an effect only with recompute.mode = "full"',
     )
     yield Rule(
         "partition_sequence",
@@ -413,9 +416,9 @@ def _batch_rules(layout: Layout, batch: int) -> Iterator[Rule]:
         "length",
         layout.microbatches(batch) > most,
         lambda: (
-            f"batch.global_size = {batch} makes {layout.microbatches(batch)} microbatches of a "
-            f"step, and with {counted(layout.stages, 'stage')} at most "
-            f"{most} are ordered in advance; legal: a global_size of at most {most * unit}, "
+            f"batch.global_size = {batch} gives a step {layout.microbatches(batch)} microbatches, "
+            f"but with {counted(layout.stages, 'stage')} the schedule of a step may have at most "
+            f"{most}; legal: a global_size of at most {most * unit}, "
             f"or a micro_size of at least {-(-batch // (most * layout.data))}"
         ),
     )

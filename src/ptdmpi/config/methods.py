@@ -1,5 +1,5 @@
-"""The section [data_parallel] of a configuration: for each data-parallel method, its keys, the
-messages between replicas, and the state that it keeps.
+"""The section [data_parallel] of a configuration: the keys of each data-parallel method, and the
+state that each method keeps.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,10 @@ FeedbackName = Literal["none", "mem_sgd", "double_squeeze", "ef21", "neolithic"]
 
 # Data-parallel methods after whose steps the weights of replicas may differ.
 DIFFERING = ("decentralized", "local")
-# Data-parallel methods that can send compressed messages (codes). They compress gradients, the
-# change of the weights in a round of local steps, or the difference between a replica and the copy
-# of it that its neighbours have.
+# Data-parallel methods that can send compressed messages (codes). "compressed" compresses
+# gradients. "local" compresses the change of the weights in a round of local steps. "decentralized"
+# compresses the difference between a replica's weights and the copy of these weights that its
+# neighbours have.
 COMPRESSING = ("compressed", *DIFFERING)
 # Key of [data_parallel] -> the methods that use the key.
 USED_BY: Mapping[str, tuple[str, ...]] = {
@@ -50,7 +51,7 @@ COMPRESSED_BY: Mapping[str, tuple[str, ...]] = {
     "rank": ("power_sgd",),
 }
 
-# The kinds of state that error feedback keeps on each replica.
+# Method of error feedback -> the kinds of state that it keeps on each replica.
 REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "mem_sgd": ("error",),
@@ -59,21 +60,21 @@ REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "neolithic": ("error", "server_error"),
 }
 
-# Kinds of a method's state (error feedback included) that are the same on all replicas. All other
-# kinds may differ between replicas.
+# Kinds of state, of a method or of its error feedback, that have the same values on all replicas.
+# All other kinds may differ between replicas.
 COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
 # Kinds of state whose initial values are the weights; all other kinds are initially zero.
 BEGIN_AS_WEIGHTS = ("anchor", "public")
-# Neighbours can send compressed messages only on graphs that are symmetric and do not change
-# between steps.
+# Topologies with a symmetric graph that does not change between steps. Neighbours can send
+# compressed messages only on such graphs.
 STEADY = ("ring", "grid", "torus", "hypercube", "complete")
 NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
-    """The section [data_parallel]: which messages replicas exchange, and when. The tables of this
-    module list the keys that each method uses; `rules.methods` checks the settings that a method
-    excludes.
+    """The section [data_parallel]: the messages that replicas exchange, and when. The tables of
+    this module list the keys that each method uses; `rules.methods` checks the combinations with
+    other settings.
     """
 
     method: Reported[MethodName] = "all_reduce"
@@ -97,16 +98,17 @@ class DataParallelConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of state that the method keeps in addition to the weights and the
-        optimizer's moments. Each kind has one number for each element of a parameter, in the type
-        of the master weights.
+        """Return the kinds of state that the data-parallel method keeps, in addition to the weights
+        and the optimizer's moments. Each kind has one number for each element of a parameter, in
+        the type of the master weights.
         """
         return kept_by(self)
 
 
 def steps_outside(section: DataParallelConfig) -> bool:
-    """Return True if a round of local steps ends with an outer optimizer step from the weights at
-    the start of the round. Otherwise the round ends with the mean of the replicas' weights.
+    """Return True if a round of local steps ends with an outer optimizer step, which begins from
+    the weights at the start of the round. Otherwise the round ends with the mean of the replicas'
+    weights.
     """
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
@@ -118,14 +120,16 @@ def encodes(section: DataParallelConfig) -> bool:
 
 
 def rounds_of(section: DataParallelConfig) -> int:
-    """Return the number of compressed gradients that are sent as one message."""
+    """Return the number of codes (compressed tensors) in one message: `rounds` for NEOLITHIC,
+    otherwise 1."""
     if section.error_feedback == "neolithic":
         return section.rounds
     return 1
 
 
 def kept_by(section: DataParallelConfig) -> tuple[str, ...]:
-    """Return the kinds of state that the method keeps in addition to the optimizer's."""
+    """Return the kinds of state that the data-parallel method keeps, in addition to the weights and
+    the optimizer's moments."""
     kinds: tuple[str, ...] = ()
     if steps_outside(section):
         kinds += ("anchor",)
@@ -141,14 +145,16 @@ def kept_by(section: DataParallelConfig) -> tuple[str, ...]:
 
 
 def replicas_differ(section: DataParallelConfig) -> bool:
-    """Return True if replicas may have different weights, or different state of another kind."""
+    """Return True if replicas may have different values of the weights, or of any other kind of
+    state."""
     return section.method in (*DIFFERING, "compressed")
 
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
-    """Return how many numbers a checkpoint stores per parameter: the weight, the optimizer's
-    `moments`, and the method's state. If replicas differ, the checkpoint stores every replica, and
-    all replicas count.
+    """Return how many numbers a checkpoint stores for each element of a parameter: one for the
+    weight, `moments` for the optimizer, and the numbers of the method's state. If a kind of state
+    differs between replicas, the checkpoint stores it for each of the `replicas` replicas, unless
+    it stores their average.
     """
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
@@ -161,15 +167,16 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
 
 
 def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...]:
-    """Return the values of `parallel.zero` that are legal with this method."""
+    """Return the values of `parallel.zero` that are legal with the data-parallel method of
+    `section`."""
     if section.method != "all_reduce":
         return (0,)
     return stages_of_zero(reproducible)
 
 
 def said_at_start(section: DataParallelConfig) -> str:
-    """Return a log line for the start of the run if the method changes the update of the weights.
-    Otherwise return an empty text.
+    """Return a log line for the start of the run if the data-parallel method changes the update of
+    the weights. Otherwise return an empty text.
     """
     if not replicas_differ(section):
         return ""
@@ -177,11 +184,11 @@ def said_at_start(section: DataParallelConfig) -> str:
     chosen = [key for key, field in fields if getattr(section, key) != field.default]
     text = ", ".join(f"{key} = {toml_text(getattr(section, key))}" for key in chosen)
     if section.method == "compressed":
-        return f"data_parallel: {text}: the update differs from that of the whole gradients"
+        return f"data_parallel: {text}: the update differs from the update with exact gradients"
     return (
-        f"data_parallel: {text}: the update differs from that of the whole batch's "
-        "gradient; losses and norms are those of the different replicas, validations and tasks "
-        "those of their mean"
+        f"data_parallel: {text}: the update differs from the update with the gradient of the "
+        "global batch; losses and norms come from the separate replicas, validations and tasks use "
+        "the mean of the replicas"
     )
 
 

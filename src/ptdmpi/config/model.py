@@ -21,15 +21,14 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Sublayer that `model.sublayers` may name without a module -> the function that describes the
-# sublayer, as "module:function". The names are listed here so that a configuration can be checked
-# without importing the modules.
+# Name of a built-in sublayer, which `model.sublayers` gives without a module -> the function that
+# describes the sublayer, as "module:function". The names are listed here so that a configuration
+# can be checked without importing the modules.
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",
     "mlp": "ptdmpi.plan.layer.describe:mlp",
 }
-# Kind of model -> the default values that it sets. Values that the user gives override these
-# defaults.
+# Default values that several kinds of model share.
 _DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -48,6 +47,8 @@ _LLAMA = {
     "tie_embeddings": False,
 }
 _QWEN = {**_LLAMA, "norm_eps": 1e-6, "rope_theta": 1e6}
+# Kind of model (`model.kind`) -> the default values of other keys of [model]. Values that the user
+# gives override these defaults.
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "gpt": {
         **_DECODER,
@@ -108,9 +109,10 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """The section [quantize]: the format of quantized weights, which consists of codes and a scale
-    for each block of a row. The weights of the linears in the layers are quantized. Trained weights
-    are rounded to this format in every matrix product; frozen weights are stored in it.
+    """The section [quantize]: the format of quantized weights. A row of a weight is divided into
+    blocks; each block has a scale, and each element has a code. The weights of the linears in the
+    layers are quantized. Trained weights are rounded to this format in every matrix product; frozen
+    weights are stored in this format.
     """
 
     weights: Reported[CodesName | Literal["none"]] = "none"
@@ -180,7 +182,7 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
-    # the keys of [adapt], so that code that counts or builds the model knows its adapters
+    # the keys of [adapt]: code that builds the model, or counts its parameters, needs its adapters
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # the keys of [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
@@ -192,8 +194,8 @@ class ModelConfig(Section):
             return values
         kind = values.get("kind", "gpt")
         known = isinstance(kind, str) and kind in MODEL_KINDS
-        # A wrong value is reported only once. Keys whose defaults depend on the wrong value get an
-        # arbitrary value, and are not reported.
+        # A wrong value is reported only once. If the default of another key depends on the wrong
+        # value, that key gets an arbitrary value and is not reported.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
@@ -212,7 +214,7 @@ class ModelConfig(Section):
 
     @property
     def adapt(self) -> AdaptConfig:
-        """Return the adapters that are trained while the model is frozen."""
+        """Return the section [adapt]: which adapters are trained while the model is frozen."""
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
@@ -226,13 +228,13 @@ class ModelConfig(Section):
 
     @property
     def quantize(self) -> QuantizeConfig:
-        """Return the format of the quantized matrices in the layers; None if they are not
-        quantized.
+        """Return the format of the quantized matrices in the layers. If the matrices are not
+        quantized, the `weights` of the result are "none".
         """
         return self._quantize
 
     def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
-        """Return the same model with these adapters, and with its matrices in the format
+        """Return a copy of the model with the adapters `adapt`, and with its matrices in the format
         `quantize`. The matrices are not quantized if `quantize` is None.
         """
         copy = self.model_copy()
@@ -241,14 +243,14 @@ class ModelConfig(Section):
 
     @property
     def attention_width(self) -> int:
-        """Return the width of all heads together: the output of the queries, and the input of the
-        linear after attention."""
+        """Return the number of heads times the head size: the width of all queries, and the number
+        of inputs of the linear after attention."""
         return self.heads * self.head_size
 
     @property
     def gates(self) -> int:
-        """Return the number of equal parts in the output of the MLP's first linear: 2 if one part
-        gates the other, otherwise 1.
+        """Return the number of parts of equal width in the output of the MLP's first linear: 2 in a
+        gated MLP, where one part gates the other, otherwise 1.
         """
         return 2 if self.activation in GATED else 1
 
@@ -274,29 +276,30 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        """Return the factor that multiplies the products of queries and keys."""
+        """Return the factor by which the products of queries and keys are multiplied before the
+        softmax."""
         return 1.0 / math.sqrt(self.query_scalar or self.head_size)
 
     def window_of(self, layer: int) -> int:
-        """Return the size of this layer's attention window: the maximum number of keys that a query
-        attends to, including the key at its own position. 0 means that a query attends to all
-        earlier keys.
+        """Return the size of the attention window of layer number `layer`: the maximum number of
+        keys that a query attends to, including the key at its own position. The result is 0 if a
+        query attends to all earlier keys.
         """
         slides = self.sliding_layers == "all"
         if self.sliding_layers == "even":
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # a window that is as long as a sample has no effect, and kernels without a window are
-        # faster
+        # a window that is as long as a sample has no effect, and attention kernels without a window
+        # are faster
         if slides and self.sliding_window < self.seq_length:
             return self.sliding_window
         return 0
 
     @property
     def mean_keys(self) -> float:
-        """Return the mean over the layers of the number of keys that a query can attend to. In each
-        layer it is the sequence length s, or the window.
+        """Return the number of keys that a query can attend to, averaged over the layers. In a
+        layer the number is the window, or the sequence length s if the layer has no window.
         """
         if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
             return self.seq_length
@@ -316,8 +319,8 @@ class ModelConfig(Section):
 
     @property
     def router_losses(self) -> tuple[str, ...]:
-        """Return the names of the auxiliary losses of the model's routers. Each loss is summed over
-        the layers.
+        """Return the names of the auxiliary losses of the routers of experts; empty if the model
+        has no such losses. Each loss is summed over the layers.
         """
         by_balance = {"sequence": ("sequence_balance",), "batch": ("batch_balance",)}
         names = by_balance.get(self.balance, ()) if self.experts else ()
@@ -325,8 +328,8 @@ class ModelConfig(Section):
 
     @property
     def classifies(self) -> bool:
-        """Return True if the model's head computes scores for a whole sequence: one for each class,
-        or one for a candidate answer.
+        """Return True if the model's head computes scores for a complete sequence: one score for
+        each class, or one score for a candidate answer.
         """
         return self.output_head == "classes"
 
@@ -342,7 +345,8 @@ class ModelConfig(Section):
         return self.seq_length - 2
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Return the maximum number of positions in a sample that the head predicts."""
+        """Return the maximum number of positions of a sample for which the head computes a
+        prediction, if a masked model masks the fraction `mask_fraction` of the text."""
         if self.classifies:
             return 1
         if not self.masked:
@@ -351,15 +355,15 @@ class ModelConfig(Section):
 
 
 def _sound(size: Any) -> bool:
-    """Return True if `size` is valid, so that the defaults of other sizes can be
-    computed from it.
+    """Return True if `size` is a legal count. Only then can the defaults of other sizes be computed
+    from it.
     """
     return type(size) is int and 0 < size <= MOST
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
-    """Return the default width of the MLP for hidden size h: 4 h, or for a gated MLP 8/3 h rounded
-    up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2).
+    """Return the default width of the MLP for the hidden size h in `model`: 4 h, or 8/3 h rounded
+    up to a multiple of 256 for a gated MLP (LLaMA, arXiv 2302.13971, sec. 2.2).
     """
     hidden = model["hidden"]
     if model.get("activation") in GATED:

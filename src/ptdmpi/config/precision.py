@@ -1,10 +1,10 @@
 """The table of numeric precisions, with one row for each. The model, the planner and the checks
 read this table.
 
-`precision.compute` names a row. Nothing else lists precisions: other code reads the types and their
-bytes from this table. A new precision needs a row here and its name in `PrecisionName`. If its
-products need more than operands of another type (such as scales), it also needs a kernel
-(`ptdmpi.model.kernels`).
+`precision.compute` names a row of the table. No other code lists precisions: all code reads the
+types and their sizes in bytes from this table. A new precision needs a row here and its name in
+`PrecisionName`. If the matrix products of the new precision need more than operands of another
+type, for example scales, the precision also needs a kernel (`ptdmpi.model.kernels`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PrecisionName = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
 class NumberType(NamedTuple):
-    """A type of numbers: its name in torch, and the bytes of one number."""
+    """A type of numbers: the name of the type in torch, and the number of bytes of one number."""
 
     name: str
     bytes: int
@@ -30,10 +30,11 @@ FLOAT64 = NumberType("float64", 8)
 class Recipe:
     """The types in which a layer's matrix products are computed.
 
-    `operands` is the type of both matrices. A processor that cannot multiply numbers of that type
-    uses the type `sums` for the matrices, too. `sums` is the type in which the products of two
-    numbers are added. `scales` says which elements of a matrix (such as a row) share one factor,
-    which scales the elements into the range of the type. It is "none" if the type needs no factor.
+    `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
+    converts the matrices to the type `sums`. `sums` is the type in which the products of two
+    numbers are added. `scales` is the part of a matrix (such as a row) whose elements share one
+    factor, which scales them into the range of the type. `scales` is "none" if the type needs no
+    factor.
     """
 
     operands: NumberType
@@ -43,12 +44,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Precision:
-    """The types of one run.
+    """The number types that a run uses.
 
     `compute` is the type of weights and activations. `master` is the type of master weights,
     gradients, and the optimizer's state. `product` has the types of the layers' matrix products.
     `iteration` is the type of the matrix products with which Muon makes an update orthogonal. If
-    `scales_loss` is True, the loss is scaled, because small gradients would underflow in the type.
+    `scales_loss` is True, the loss is multiplied by a scale, because small gradients would
+    underflow in the type `compute`.
     """
 
     compute: NumberType

@@ -1,5 +1,5 @@
-"""Presets: named models, with the values of [model] and `vocab_size`, and the published training
-settings.
+"""Presets: named models, with the values of the keys of [model], the size of the vocabulary, and
+the published training settings.
 """
 
 import difflib
@@ -14,15 +14,16 @@ from typing import Any
 # Values of the keys that the presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
 RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set
-# A published warm-up is meant for a run of full length. In a shorter run the warm-up takes at most
-# this share of the steps.
+# Keys of [optimizer] that apply only to Adam.
 ADAM = ("beta1", "beta2", "eps")
+# A published warm-up is meant for a run of full length. In a shorter run the warm-up takes at most
+# one tenth of the steps.
 WARMUP_SHARE = 10
 # Matches the number of parameters in the name of a model, such as 1.3b, 125m, 1t, 8x7b.
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-# The distance of another model family, in units of the distance of a size that differs by a factor
-# of e = 2.718.
+# The weight of the model family in the distance between two names. A completely different family
+# has the distance 3; a size that differs by a factor of e = 2.718 has the distance 1.
 FAMILY_WEIGHT = 3.0
 
 
@@ -42,8 +43,8 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 
 def nearest_presets(name: str, count: int = 2) -> list[str]:
-    """Return the presets whose model family and size are most similar to a name, the most similar
-    first.
+    """Return the `count` presets whose model family and size are most similar to `name`, the most
+    similar preset first.
 
     The name may come from a model hub. For example, "llama-7b" is similar to
     "meta-llama/Llama-2-7b-hf".
@@ -78,9 +79,9 @@ def recipe(name: str) -> dict[str, dict[str, Any]]:
 
 
 def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the tree of a configuration with the keys of a preset added. Keys that the tree
-    already has keep their values. The size of the vocabulary is not taken from the preset, but from
-    the data. Raises KeyError for an unknown preset.
+    """Return the tree of a configuration with the keys of a preset added. Keys that are already in
+    the tree keep their values. The size of the vocabulary is not taken from the preset, but from
+    the data. Raise KeyError for an unknown preset.
     """
     model, preset = dict(tree["model"]), model_presets()[name]
     model.pop("preset", None)
@@ -94,8 +95,8 @@ def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return the keys of [model] for which the tree has other values than the preset that it names.
-    Return none if the tree names no known preset.
+    """Return the keys of [model] whose value in the tree differs from the preset that the tree
+    names. Return an empty list if the tree names no known preset.
     """
     model = tree.get("model")
     if not isinstance(model, Mapping):
@@ -115,7 +116,7 @@ def _fitted(
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:
         keys.pop("min_learning_rate", None)
-    if own.get("kind", "adamw") != "adamw":  # the sources have settings only for Adam
+    if own.get("kind", "adamw") != "adamw":  # the sources state these settings only for Adam
         keys = {key: value for key, value in keys.items() if key not in ADAM}
     if "warmup_steps" in keys and type(steps) is int:
         keys["warmup_steps"] = min(keys["warmup_steps"], max(0, steps) // WARMUP_SHARE)

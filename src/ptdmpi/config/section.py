@@ -5,10 +5,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST = 10**12  # the maximum of any count: a larger number is surely a typing mistake
-# The maximum number of sequences in a step, and of ranks. The largest published batches have about
-# 10^5 sequences. 10^9 sequences of 2,048 tokens are as many tokens as the whole training of Llama 2
-# used (arXiv 2307.09288, Table 1).
+MOST = 10**12  # the maximum of any count; a larger number is certainly a typing mistake
+# The maximum number of sequences in a step, and the maximum number of ranks. The largest published
+# batches have about 10^5 sequences. 10^9 sequences of 2,048 tokens are as many tokens as the whole
+# training of Llama 2 used (arXiv 2307.09288, Table 1).
 MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
-        raise ValueError("no path has a NUL in it")
+        raise ValueError("a path must not contain a NUL character")
     return path
 
 
@@ -27,7 +27,8 @@ DirectoryName = FileName  # an empty path would mean the current directory
 
 
 def _is_below(name: str) -> str:
-    """Return the name of a run if it is a valid path below runs/; otherwise raise ValueError."""
+    """Return `name`, the name of a run, if it is a valid path below runs/; otherwise raise
+    ValueError."""
     if not name.isprintable() or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         raise ValueError("legal: a name such as first or tries/first, without . and .. as parts")
     return name
@@ -37,7 +38,7 @@ RunName = Annotated[str, AfterValidator(_is_below)]
 
 
 class OnResume(Enum):
-    """The possible effects when a key has changed and the run resumes from a checkpoint."""
+    """The possible effects of a changed key when a run resumes from a checkpoint."""
 
     BOUND = "refused"
     BOUND_ORDER = 'refused, unless data.change = "from here" allows it'
@@ -46,8 +47,8 @@ class OnResume(Enum):
 
 
 Value = TypeVar("Value")
-# The annotation of a key says what happens if the key has changed when a run resumes, such as
-# `steps: Reported[Positive]`.
+# The annotation of a key (such as `steps: Reported[Positive]`) gives the effect of a changed value
+# when a run resumes.
 Bound = Annotated[Value, OnResume.BOUND]
 BoundOrder = Annotated[Value, OnResume.BOUND_ORDER]
 Reported = Annotated[Value, OnResume.REPORTED]
@@ -55,17 +56,17 @@ Free = Annotated[Value, OnResume.FREE]
 
 
 class FrozenTable(BaseModel):
-    """The base class of tables in a configuration: it is frozen, and unknown keys and implicit type
-    conversions are errors.
+    """The base class of tables in a configuration. Its objects are frozen, and unknown keys and
+    implicit type conversions are errors.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Section(FrozenTable):
-    """The base class of sections. The annotation of each key must say what happens if the key has
-    changed when a run resumes. The definition of a class raises TypeError if a key has no such
-    annotation, or more than one.
+    """The base class of sections. The annotation of each key must contain one `OnResume`: the
+    effect of a changed value when a run resumes. The definition of a class raises TypeError if a
+    key has no such annotation, or more than one.
     """
 
     @classmethod
@@ -76,12 +77,12 @@ class Section(FrozenTable):
 
     @classmethod
     def on_resume(cls, key: str) -> OnResume:
-        """Return what happens if `key` has changed when a run resumes."""
+        """Return the effect on a resumed run if the value of `key` has changed."""
         metadata = cls.model_fields[key].metadata
         declared = [item for item in metadata if isinstance(item, OnResume)]
         if len(declared) != 1:
             raise TypeError(
-                f"{cls.__name__}.{key} declares {len(declared)} meanings of a change on resume; "
+                f"{cls.__name__}.{key} declares {len(declared)} effects of a change on resume; "
                 "annotate it with one of Bound, BoundOrder, Reported and Free"
             )
         return declared[0]

@@ -33,11 +33,10 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The name, as a kind of state, of the master weights; in a model that is not trained, of the
-# weights.
+# The kind of state that is the master weights, or the weights of a model that is not trained.
 WEIGHTS = "weights"
-AVERAGE = "ema"  # the kind of state that is the weights' moving average
-# Kinds of state that optimizers keep, by torch's names.
+AVERAGE = "ema"  # the kind of state that is the moving average of the weights
+# Kinds of state that optimizers keep, with the names that torch uses.
 MOMENTUM, ADAMW_KEEPS = "momentum_buffer", ("exp_avg", "exp_avg_sq")
 LION_BETA2 = 0.99
 MUON_MOMENTUM = 0.95
@@ -89,8 +88,9 @@ class RunConfig(Section):
 
 class ParallelConfig(Section):
     """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, the number
-    of ranks that share the experts, and the pipeline schedule. `zero` says which state is sharded
-    in groups of `shard_group` ranks, and `offload` which state is stored outside the device.
+    of ranks over which experts are distributed, and the pipeline schedule. `zero` is the stage of
+    ZeRO, which shards state over groups of `shard_group` ranks. `offload` moves the optimizer's
+    state off the device.
     """
 
     tensor: Reported[Positive] = 1
@@ -144,16 +144,16 @@ class PrecisionConfig(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Return True if the loss is scaled, because small gradients would underflow in
-        the type.
+        """Return True if the loss is multiplied by a scale, because small gradients would underflow
+        in the type `compute`.
         """
         return PRECISIONS[self.compute].scales_loss
 
 
 class RecomputeConfig(Section):
     """The section [recompute]: which activations are freed after the forward pass and computed
-    again for the backward pass. Full recomputation keeps the inputs of layers, and these inputs can
-    be divided over the tensor axis.
+    again for the backward pass. Full recomputation keeps only the inputs of layers; with
+    `partition_activations` each tensor rank keeps only a part of each input.
     """
 
     mode: Reported[RecomputeMode] = "none"
@@ -163,8 +163,8 @@ class RecomputeConfig(Section):
 
 class RateGroup(Section):
     """A group of parameters with their own learning rate and weight decay. `names` are globs of
-    logical names (`layers.*.mlp.*`, `*.bias`). The two factors multiply the optimizer's learning
-    rate and weight decay.
+    logical names (`layers.*.mlp.*`, `*.bias`). The learning rate and the weight decay of these
+    parameters are the values in [optimizer] times the two factors.
     """
 
     names: Reported[Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]]
@@ -173,12 +173,13 @@ class RateGroup(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD with momentum, or Muon on
-    the layers' matrices with AdamW on the rest (Jordan et al. 2024); warm-up, decay and clipping.
-    `decay_steps` is the number of decaying steps at the end of a run with `decay = "wsd"`, or their
-    share of all steps. `muon_scale` is the scaling of an orthogonal update, by the names of
-    torch.optim.Muon. If `ema_decay` is above 0, a moving average of the weights is kept, too. `kind
-    = "own"` selects the optimizer that `own` names.
+    """The section [optimizer]: the optimizer, the warm-up and decay of its learning rate, and
+    clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD
+    with momentum, and Muon for the layers' matrices with AdamW for all other parameters (Jordan et
+    al. 2024). `decay_steps` is the number of steps at the end of a run in which `decay = "wsd"`
+    reduces the learning rate, or, below 1, a fraction of all steps. `muon_scale` is the scaling of
+    an orthogonal update, with the names of torch.optim.Muon. If `ema_decay` is above 0, the run
+    keeps a moving average of the weights. `kind = "own"` selects the optimizer that `own` names.
     """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
@@ -201,9 +202,10 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Return the kinds of state that the optimizer keeps for a parameter, by torch's names. The
-        moving average of the weights, if there is one, is last. Muon keeps only the first kind for
-        the layers' matrices; for all other parameters Muon keeps the same kinds as AdamW.
+        """Return the kinds of state that the optimizer keeps for a parameter, with the names that
+        torch uses. If there is a moving average of the weights, it is the last kind. Muon keeps
+        only the first kind for the layers' matrices; for all other parameters Muon keeps the same
+        kinds as AdamW.
         """
         kept = self._moments_of_kind()
         if self.ema_decay:
@@ -226,15 +228,15 @@ class OptimizerConfig(Section):
 
     @property
     def has_matrices(self) -> bool:
-        """Return True if the optimizer needs a complete matrix of a layer to update it, as Muon
-        does.
+        """Return True if the optimizer can update a matrix of a layer only if it has the complete
+        matrix, as Muon does.
         """
         return self.kind == "muon"
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers of optimizer state an element of a parameter has. With Muon an
-        element of the layers' matrices has one number less.
+        """Return how many numbers of optimizer state are stored for each element of a parameter.
+        With Muon an element of the layers' matrices has one number less.
         """
         return len(self.moments) - self.has_matrices
 
@@ -249,10 +251,11 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_kind(cls, values: Any) -> Any:
-        # Lion's own default (Chen et al. 2023, arXiv 2302.06675, section 3.2); 0.95 is for AdamW
+        # the default of Lion's paper (Chen et al. 2023, arXiv 2302.06675, section 3.2); the general
+        # default 0.95 is meant for AdamW
         if isinstance(values, Mapping) and values.get("kind") == "lion":
             return {"beta2": LION_BETA2, **values}
-        # the defaults of torch.optim.Muon, which are those of Jordan et al. 2024
+        # the defaults of torch.optim.Muon, which Jordan et al. 2024 also use
         if isinstance(values, Mapping) and values.get("kind") == "muon":
             return {"momentum": MUON_MOMENTUM, "nesterov": True, **values}
         return values
@@ -270,7 +273,8 @@ class TrainDataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _exact(cls, values: Any) -> Any:
-        # TOML gives binary floats; their shortest decimal form is what the user wrote.
+        # The TOML parser returns binary floats. The shortest decimal form of such a float is the
+        # number that the user wrote.
         if isinstance(values, Mapping):
             return {k: str(v) if isinstance(v, float) else v for k, v in values.items()}
         return values
@@ -308,9 +312,9 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    """The section [task]: the data for training a head for a task. With a task, `data.train` and
+    """The section [task]: the task for which a head is trained. With a task, `data.train` and
     `data.valid` are files of JSON lines. Each line is a text with one of the `labels`, or a
-    question with `choices` candidate answers, each of which becomes one sequence. The section also
+    question with `choices` candidate answers; each candidate becomes one sequence. The section also
     determines the model's head (`Config.with_head`).
     """
 
@@ -331,9 +335,9 @@ class TaskConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Training on pairs of answers, of which one is preferred: direct preference optimization
-    (Rafailov et al. 2023, arXiv 2305.18290), with `label_smoothing` the share of pairs that are
-    assumed to be in the wrong order (Mitchell 2023)."""
+    """The section [preference]: training on pairs of answers, one of which is preferred, by direct
+    preference optimization (Rafailov et al. 2023, arXiv 2305.18290). `label_smoothing` is the
+    fraction of pairs that are assumed to be in the wrong order (Mitchell 2023)."""
 
     method: Bound[Literal["none", "dpo"]] = "none"
     beta: Reported[Annotated[float, Field(gt=0)]] = 0.1
@@ -347,8 +351,8 @@ class PreferenceConfig(Section):
 
 class CheckpointConfig(Section):
     """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
-    `every_minutes` minutes; 0 means never. The newest `keep` checkpoints are kept; `keep = 0` keeps
-    all. Checkpoints at multiples of `keep_every` steps are kept, too, and so are the `keep_best`
+    `every_minutes` minutes; a value of 0 switches the interval off. The run keeps the newest `keep`
+    checkpoints (0: all), the checkpoints at multiples of `keep_every` steps, and the `keep_best`
     checkpoints with the lowest validation losses (true means 1).
     """
 
@@ -364,10 +368,10 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """The section [log]. With `validate_every_steps = 0` the run validates only at its end, if it
-    has validation data. `tasks` are files of questions, as for `ptdmpi evaluate --tasks`; with
-    `tasks_every_steps = 0` they are evaluated only at the end. `tensorboard` and `wandb` (true
-    means offline) need the extras of the same names.
+    """The section [log]. A run with validation data validates every `validate_every_steps` steps
+    and at its end; with 0 it validates only at its end. `tasks` are files of questions, as for
+    `ptdmpi evaluate --tasks`; with `tasks_every_steps = 0` the questions are evaluated only at the
+    end. `tensorboard` and `wandb` (true means offline) need the extras of the same names.
     """
 
     every_steps: Free[Positive] = 1
@@ -383,8 +387,8 @@ class LogConfig(Section):
 
     @property
     def most_validated(self) -> int | None:
-        """Return the maximum number of samples of a validation dataset that are used; None means
-        all.
+        """Return the maximum number of samples that a validation uses from each dataset; None means
+        all samples.
         """
         return None if self.validate_samples == "all" else self.validate_samples
 

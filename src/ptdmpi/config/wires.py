@@ -7,7 +7,7 @@ when communicators are made, so planning needs neither torch nor MPI.
 from collections.abc import Iterator
 
 AUTO = "auto"
-# name -> "module:class"
+# Name of a transport -> its class, as "module:class".
 WIRES = {
     "mpi": "ptdmpi.comm.mpi:MpiCommunicator",
     "nccl": "ptdmpi.comm.nccl.wire:NcclCommunicator",
@@ -16,7 +16,7 @@ WIRES = {
 
 
 def wire_mistakes(name: str) -> Iterator[str]:
-    """Yield the mistake in `comm.wire = name`, as one line; nothing if it is legal."""
+    """Yield the mistake in `comm.wire = name`, as one line; yield nothing if the name is legal."""
     if name != AUTO and name not in WIRES:
         legal = ", ".join(f'"{known}"' for known in (AUTO, *WIRES))
-        yield f'comm.wire = "{name}": no such wire; legal: {legal}'
+        yield f'comm.wire = "{name}": no such transport; legal: {legal}'

@@ -1,8 +1,8 @@
 """The state that each stage of ZeRO shards (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-A stage is the value of `parallel.zero`. No code outside this module compares the number of the
-stage. Other code calls the functions of this module, or the methods of `Layout` and `Portion`,
-which also consider the number of ranks.
+A stage is the value of `parallel.zero`, from 0 to 3. Code outside this module does not compare the
+number of a stage. Such code calls the functions of this module, or the methods of `Layout` and
+`Portion`, which also consider the number of ranks.
 """
 
 from typing import NamedTuple
@@ -11,24 +11,27 @@ STAGES = (0, 1, 2, 3)
 
 
 def covers_state(zero: int) -> bool:
-    """Return True if a stage shards the optimizer's state (in groups of more than one rank)."""
+    """Return True if stage `zero` shards the optimizer's state, provided that a shard group has
+    more than one rank."""
     return zero >= 1
 
 
 def covers_gradients(zero: int) -> bool:
-    """Return True if a stage also shards the gradients (in groups of more than one rank)."""
+    """Return True if stage `zero` shards the gradients, provided that a shard group has more than
+    one rank."""
     return zero >= 2
 
 
 def covers_weights(zero: int) -> bool:
-    """Return True if a stage also shards the weights (in groups of more than one rank)."""
+    """Return True if stage `zero` shards the weights, provided that a shard group has more than one
+    rank."""
     return zero >= 3
 
 
 class Sharing(NamedTuple):
     """A stage of ZeRO, and the number of ranks in the group that shards its state.
 
-    A group of one rank shards nothing, whatever the stage.
+    In a group of one rank nothing is sharded, whatever the stage is.
     """
 
     zero: int = 0
@@ -37,18 +40,19 @@ class Sharing(NamedTuple):
     @property
     def shards_state(self) -> bool:
         """Return True if each rank updates a part of the parameters, and has the optimizer's state
-        of that part only."""
+        only for this part."""
         return self.ranks > 1 and covers_state(self.zero)
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if each rank keeps a part of the gradients; then they are reduced after each
-        microbatch."""
+        """Return True if each rank keeps only a part of the gradients. Gradients are then reduced
+        after each microbatch."""
         return self.ranks > 1 and covers_gradients(self.zero)
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if each rank keeps a part of the weights, which are gathered for each use."""
+        """Return True if each rank keeps only a part of the weights, which are gathered for each
+        use."""
         return self.ranks > 1 and covers_weights(self.zero)
 
     @property
@@ -68,8 +72,8 @@ class Sharing(NamedTuple):
 
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """Return the legal stages of ZeRO. If a run sums gradients along one tree, gradients and
-    weights cannot be sharded, because each rank needs complete gradients until all microbatches are
-    summed.
+    """Return the legal stages of ZeRO. A `reproducible` run sums the gradients of microbatches
+    along one binary tree. Such a run cannot shard gradients and weights, because each rank needs
+    complete gradients until all microbatches are summed.
     """
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

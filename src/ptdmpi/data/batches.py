@@ -13,8 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# The number of samples whose positions are computed in one call, which spreads numpy's cost per
-# call.
+# The number of samples whose positions are computed by one call of numpy. With many samples per
+# call, the overhead of a call does not matter.
 _WINDOW_SAMPLES = 1 << 14
 # Several small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
@@ -23,24 +23,24 @@ _BLOCK_SAMPLES = 64
 class MicrobatchRows(NamedTuple):
     """A microbatch as it is read from shards: b rows of s tokens, in arrays on the host.
 
-    `ptdmpi.inference.tensors` converts this to the `Microbatch` that a model uses, which has
-    tensors of the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
-    Neither `inputs` nor `labels` is contiguous, so use numpy's `reshape`, not `view`. The samples
-    of a masked language model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`:
-    `labels` and `weights` are then [b, k].
+    `ptdmpi.inference.tensors` converts these rows to the `Microbatch` that a model uses, whose
+    tensors have the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
+    Neither view is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked
+    language model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels`
+    and `weights` are then [b, k].
     """
 
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token
-    # float32 [b, s], 0 for labels that do not count; None: all labels count
+    # float32 [b, s]: weights of the labels in the loss, 0 or 1; None: all weights are 1
     weights: np.ndarray | None
-    # int64 [b]: global sample numbers in training, samples of the dataset in validation
+    # int64 [b]: global sample numbers in training, numbers of the dataset's samples in validation
     samples: np.ndarray
-    # int64 [b, s]: the document of each token; None: one document per row
+    # int64 [b, s]: the number of each token's document; None: one document per row
     documents: np.ndarray | None = None
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
-    # int64 [b]: 0 if the segments are in order, 1 if swapped, -1 if there is one segment only
+    # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if there is only one
     order: np.ndarray | None = None
     # float32 [b, s]: log-probabilities of the labels in a reference model, for pairs of answers
     references: np.ndarray | None = None
@@ -55,7 +55,7 @@ class _Window(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Several consecutive steps that were read together."""
+    """The microbatches of several consecutive steps, which were read together."""
 
     steps: range
     microbatches: list[MicrobatchRows]
@@ -65,11 +65,11 @@ class TrainBatches:
     """The training microbatches of one data rank.
 
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
-    trains on global samples k*B to (k+1)*B - 1. If the order starts later in the run, k and the
-    samples are counted from that start. Microbatch j of a step contains its samples j*b to (j+1)*b
-    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. The samples of a step and
-    their order are therefore independent of the layout (data size d, tensor-parallel size t,
-    pipeline size p).
+    trains on global samples k*B to (k+1)*B - 1. If `order` starts later in the run, steps and
+    samples are counted from the start of `order`. Microbatch j of a step contains the samples j*b
+    to (j+1)*b - 1 of the step, and data rank r has the contiguous block of microbatches r*m to
+    (r+1)*m - 1. So the samples of a step and their order do not depend on the layout (data-parallel
+    size d, tensor-parallel size t, pipeline-parallel size p).
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class TrainBatches:
         self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
-        """Return the positions of the samples of window number `window`; the last window is
-        cached."""
+        """Return the positions of this rank's samples in window number `window`. The window of the
+        previous call is cached."""
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = self._order.start.sample + steps[:, None] * self._global_size
@@ -117,14 +117,15 @@ class TrainBatches:
         return self._window
 
     def _read(self, first: int, steps: int) -> _Block:
-        """Read at most `steps` consecutive steps, from step `first` to the end of its window."""
+        """Read the microbatches of at most `steps` consecutive steps, beginning with step `first`.
+        Steps after the window of step `first` are not read."""
         number, place = divmod(first - self._order.start.step, self._window_steps)
         window = self._locate(number)
         steps = min(steps, self._window_steps - place)
         part = slice(place * self._rank_size, (place + steps) * self._rank_size)
         places = zip(*(column[part] for column in window.places), strict=True)
         rows = gather(self._datasets, list(places), self._seq_length + 1)
-        # iterating over an array is the fastest way to make many views
+        # iterating over a numpy array is the fastest method to make many views
         ids = window.ids[part].reshape(-1, self._micro_size)
         rows = rows.reshape(*ids.shape, -1)  # [microbatches, b, s + 1]
         parts = map(MicrobatchRows, rows[..., :-1], rows[..., 1:], repeat(None), ids)
@@ -134,7 +135,8 @@ class TrainBatches:
         """Return this rank's m microbatches of step k. Raise InputError for a token id outside the
         vocabulary.
 
-        If steps are small and requested in ascending order, several of them are read at a time.
+        If steps have few samples and are requested in ascending order, several steps are read at a
+        time.
         """
         block = self._block
         if k not in block.steps:
@@ -143,7 +145,7 @@ class TrainBatches:
                 steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
                 block = self._read(k, steps)
-            except InputError:  # the bad token may be in a later step, which then raises it
+            except InputError:  # the bad token may be in a later step, so read step k alone
                 block = self._read(k, 1)
             self._block = block
         first = (k - block.steps.start) * self._count
@@ -151,12 +153,12 @@ class TrainBatches:
 
 
 class ValidationBatches:
-    """The validation microbatches of one data rank, which contain the first samples of a dataset,
-    in their order.
+    """The validation microbatches of one data rank. All data ranks together have the first samples
+    of a dataset, in the order of the dataset.
 
     Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
-    number of them (`count`): rows after the last sample repeat it, with weights of
-    0. `samples` is the number of samples that count, over all data ranks.
+    number of microbatches (`count`): rows after the last sample repeat this sample, with weights of
+    0. `samples` is the number of samples with weights of 1, over all data ranks.
     """
 
     def __init__(
@@ -169,8 +171,8 @@ class ValidationBatches:
         data_size: int,
         max_samples: int | None = None,
     ):
-        """Use at most `max_samples` samples (None: all). Raise InputError if the dataset is shorter
-        than one sequence."""
+        """Prepare the microbatches of at most `max_samples` samples (None: all samples). Raise
+        InputError if the dataset is shorter than one sequence."""
         self.samples = dataset.samples(seq_length)
         if max_samples is not None:
             self.samples = min(self.samples, max_samples)
@@ -181,12 +183,12 @@ class ValidationBatches:
         self._first = data_rank * self.count
 
     def microbatches(self) -> Iterator[MicrobatchRows]:
-        """Yield this rank's microbatches, which are read one at a time. Only microbatches with
-        padded rows have weights."""
+        """Yield this rank's microbatches, which are read one at a time. Only microbatches that
+        contain repeated rows have weights."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
-            # all ranks need the same number of microbatches, otherwise their collectives would not
-            # match
+            # all ranks need the same number of microbatches, because they call the same collectives
+            # for each microbatch
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
             weights = None
             if ids[-1] >= self.samples:
@@ -207,16 +209,16 @@ class Prefetcher:
     """An iterator over the microbatches of steps first_step to last_step - 1, which a thread reads
     in advance.
 
-    The prefetcher uses a thread because forked and spawned processes do not work together with MPI.
-    At most `depth` steps are ready or being read. If reading a step fails, next() raises the
-    exception for that step, with its traceback.
+    The prefetcher uses a thread, not a process, because forked and spawned processes do not work
+    together with MPI. At most `depth` steps are ready or being read. If reading a step fails, the
+    call of next() for this step raises the exception, with its traceback.
     """
 
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # one worker, so that steps are read in order and `TrainBatches` needs to cache only the
-        # block that it read last
+        # The executor has one worker, so that steps are read in order, and `TrainBatches` needs to
+        # cache only the block that it read last.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):
@@ -230,7 +232,7 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[MicrobatchRows]:
-        """Return the microbatches of the next step."""
+        """Return the microbatches of the next step. Raise StopIteration after the last step."""
         if not self._ahead:
             self.close()
             raise StopIteration

@@ -1,5 +1,5 @@
-"""A bigram language model, as a baseline: a trained model with a lower loss has learned more than
-pairs of tokens."""
+"""A bigram language model, as a baseline for validation losses. A trained model with a lower loss
+has learned more than the statistics of pairs of tokens."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
-LARGEST_VOCABULARY = 8192  # with this vocabulary size V, the V^2 counts of 8 bytes take half a GiB
-CHUNK_TOKENS = 1 << 22  # tokens that are counted in one numpy call
+LARGEST_VOCABULARY = 8192  # with V = 8192 ids, the V^2 counts of 8 bytes take half a GiB
+CHUNK_TOKENS = 1 << 22  # the number of tokens that are counted by one call of numpy
 
 
 class Bigram:
@@ -23,8 +23,8 @@ class Bigram:
     """
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
-        """Count all shards of `datasets`, which share one vocabulary. Raise InputError if the
-        vocabulary has more than LARGEST_VOCABULARY ids."""
+        """Count the tokens and pairs in all shards of `datasets`, which must have the same
+        vocabulary. Raise InputError if the vocabulary has more than LARGEST_VOCABULARY ids."""
         datasets = list(datasets)
         size = datasets[0].vocab_size
         if size > LARGEST_VOCABULARY:
@@ -40,15 +40,15 @@ class Bigram:
         self.pairs = pairs.reshape(size, size)
         once = int((pairs == 1).sum())
         twice = int((pairs == 2).sum())
-        # the discount if no pair was seen once; a discount of 0 would leave no probability for
-        # unseen pairs
+        # if no pair was seen exactly once, use this discount: a discount of 0 would give unseen
+        # pairs the probability 0
         self.discount = 0.5
         if once:
             self.discount = once / (once + 2 * twice)
         self.total = self.pairs.sum(axis=1)
         self.followers = (self.pairs > 0).sum(axis=1)
-        # adding one keeps every probability above 0, even for tokens that occur only in the
-        # validation data
+        # adding one to each count keeps every probability above 0, even for tokens that occur only
+        # in the validation data
         self.unigram = (single + 1) / (single.sum() + size)
 
     def loss(self, inputs: np.ndarray, labels: np.ndarray) -> float:

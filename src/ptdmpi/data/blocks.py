@@ -1,4 +1,4 @@
-"""Checksums of a shard's tokens in blocks, by which training verifies what it reads.
+"""Checksums for blocks of a shard's tokens, with which training verifies the tokens that it reads.
 
 A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens; the last
 block may be shorter. Shards of older versions do not have this dataset, and are read without
@@ -16,13 +16,13 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, format_checksum
 
 BLOCKS = "token_blocks"
-# A block is 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a file
-# that is not cached.
+# The number of tokens of a block, which has 32 KiB of uint16 tokens. Computing the checksum of a
+# block takes about as long as a page fault on a file that is not cached.
 BLOCK_TOKENS = 1 << 14
 
 
 class Tokens(Protocol):
-    """The tokens of a shard, which are read as slices with a start and a stop."""
+    """The interface of a shard's tokens, which are read as slices with a start and a stop."""
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return the tokens of a slice."""
@@ -50,7 +50,8 @@ class BlockSums:
                 self._filled = 0
 
     def values(self) -> np.ndarray:
-        """Return the checksums so far, uint32 [blocks]."""
+        """Return the checksums of all tokens added so far, uint32 [blocks]. The last block may be
+        incomplete."""
         sums = list(self._sums)
         if self._filled:
             sums.append(self._last)
@@ -58,8 +59,9 @@ class BlockSums:
 
 
 def block_sums(path: Path, tokens: int) -> np.ndarray | None:
-    """Return the checksums of the blocks of a shard, uint32 [blocks]; None if the shard has none.
-    Raise InputError if the checksums are damaged."""
+    """Return the stored checksums of the blocks of a shard with `tokens` tokens, uint32 [blocks].
+    Return None if the shard does not store checksums. Raise InputError if the checksums are
+    damaged."""
     blocks = -(-tokens // BLOCK_TOKENS)
     try:
         with h5py.File(path, "r") as file:
@@ -67,14 +69,14 @@ def block_sums(path: Path, tokens: int) -> np.ndarray | None:
                 return None
             stored = file[BLOCKS]
             if stored.shape != (blocks,) or stored.dtype != np.dtype("<u4"):
-                raise InputError(f"shard {path}: {BLOCKS} is not of {blocks} blocks: damaged")
+                raise InputError(f"shard {path}: {BLOCKS} does not have {blocks} blocks: damaged")
             return np.asarray(stored[()])
     except (OSError, RuntimeError, AttributeError) as error:
         raise InputError(f"shard {path}: {BLOCKS} cannot be read: {error}") from None
 
 
 class VerifiedTokens:
-    """The tokens of a shard. Each block is verified when a token of it is first read."""
+    """The tokens of a shard. Each block is verified when one of its tokens is first read."""
 
     def __init__(self, tokens: Tokens, header: ShardHeader, sums: np.ndarray) -> None:
         """Store the tokens, the header, and the checksums `sums` that `block_sums` returns."""
@@ -102,7 +104,7 @@ class VerifiedTokens:
             raise InputError(
                 f"shard {self._header.path}: tokens {start} to {stop - 1} have checksum "
                 f"{format_checksum(checksum)}, recorded {format_checksum(int(self._sums[block]))}: "
-                "damaged; restore the file, or make it anew by ptdmpi-data tokenize "
+                "damaged; restore the file, or make it again with ptdmpi-data tokenize "
                 '(data.verify = "off" would train on it as it is)'
             )
         self._verified[block] = 1

@@ -1,5 +1,5 @@
-"""Converting conversations to text: a tokenizer's own chat template, and which parts of the text
-are answers.
+"""Converting conversations to text by the chat template of a tokenizer, and finding the answers in
+the text.
 
 Templates are rendered by Jinja in a sandbox, with the functions that Hugging Face provides for
 templates, except the clock. Without a clock, the same conversation always gives the same text.
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 
-# The name of the template's file in a tokenizer's folder, and in the folder of shards that were
-# made with it.
+# The name of the template's file in the folder of a tokenizer, and in the folder of shards that
+# were made with the template.
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-ANSWER = "assistant"  # the role whose turns are answers
-# The template for tokenizers that have none: "role: text" lines, with an end of document after each
-# answer.
+ANSWER = "assistant"  # messages with this role are answers
+# The template for tokenizers without a chat template: one line "role: text" per message, with an
+# end of document after each answer.
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# Three Unicode noncharacters, which no text contains. The first two enclose the text of each {%
-# generation %} block; the third stands for the text of an answer.
+# Three Unicode noncharacters, which no text contains. BEGIN and END enclose the text of each {%
+# generation %} block. ASKED is rendered in place of the text of an answer.
 BEGIN = "\ufdd0"
 END = "\ufdd1"
 ASKED = "\ufdd2"
@@ -44,8 +44,8 @@ class Rendered(NamedTuple):
 
 
 class _Surroundings(NamedTuple):
-    """The text that a template writes directly before an answer (after the prompt for it) and
-    directly after it."""
+    """The text that a template writes between the prompt for an answer and the answer, and the text
+    that it writes directly after the answer."""
 
     before: str
     after: str
@@ -55,9 +55,9 @@ class _Surroundings(NamedTuple):
 class ChatTemplate:
     """A chat template of a tokenizer.
 
-    `source` is the Jinja text of the template. `said_of` names the template's origin in error
-    messages. `special` has the texts of special tokens under the names that templates use
-    (`eos_token`).
+    `source` is the Jinja text of the template. `said_of` is the name of the template's origin in
+    error messages. `special` has the texts of special tokens, by the names that templates use (such
+    as `eos_token`).
     """
 
     source: str
@@ -66,7 +66,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
-        from ptdmpi.data.jinja import compiled  # this import loads Jinja, which takes long
+        # import this module only when it is needed, because importing Jinja takes long
+        from ptdmpi.data.jinja import compiled
 
         try:
             return compiled(self.source, lambda answer: f"{BEGIN}{answer}{END}")
@@ -83,7 +84,8 @@ class ChatTemplate:
         return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
     def _marked(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Return the text with BEGIN and END around each {% generation %} block."""
+        """Return the text of a conversation, with BEGIN and END around the text of each {%
+        generation %} block."""
         render = self._compiled
         try:
             return render(messages=list(messages), add_generation_prompt=ask, **self.special)
@@ -102,34 +104,34 @@ class ChatTemplate:
     @property
     def asks(self) -> str:
         """Return the text of a conversation of one user turn that ends with the prompt for an
-        answer. Raises the same errors as `render`."""
+        answer. Raise the same errors as `render`."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
-        """Return the spaces that the template writes before an answer but not at the end of a
-        prompt for one. Raises the same errors as `render`."""
+        """Return the spaces that the template writes before an answer, but not at the end of the
+        prompt for an answer. Raise the same errors as `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Return the special token's text that the template writes directly after an answer; if
-        several of the texts `special` match, the longest. Return None if the template writes
-        another text there. Raises the same errors as `render`."""
+        """Return the text of the special token that the template writes directly after an answer:
+        the longest of the texts in `special` with which the text after an answer begins. Return
+        None if it begins with none of them. Raise the same errors as `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Return the text of a conversation, and where its answers are in that text.
+        """Return the text of a conversation, and the positions of the answers in this text.
 
-        Answers are the texts of the template's {% generation %} blocks. Without such blocks, the
-        answer of an assistant's turn is the text after the prompt for it, without white space after
-        the end of the turn. The spaces before an answer belong to it, since tokenizers put them
-        into the token of the next word.
+        Answers are the texts of the template's {% generation %} blocks. Without such blocks, an
+        answer is the text of an assistant's turn after the prompt for this answer, without the
+        white space after the end of the turn. The spaces before an answer belong to the answer,
+        since tokenizers put these spaces into the token of the next word.
 
-        Raise the same errors as `render`. Also raise InputError if the text of a conversation does
-        not begin with the text of its first turns.
+        Raise the same errors as `render`. Also raise InputError if the template changes the text of
+        earlier turns when a later turn is added.
         """
         marked = self._marked(messages)
         if BEGIN in marked:
@@ -152,8 +154,8 @@ class ChatTemplate:
 
 
 def _answer_length(turn: str, content: str) -> int:
-    """Return the length of `turn` without the white space at its end; white space that is part of
-    the answer `content` counts."""
+    """Return the length of the text `turn` without the white space at its end. White space that is
+    part of the answer `content` is included."""
     length = len(turn.rstrip())
     if content in turn:
         length = max(length, turn.find(content) + len(content))
@@ -161,7 +163,8 @@ def _answer_length(turn: str, content: str) -> int:
 
 
 def _of_marks(marked: str) -> Rendered:
-    """Remove the marks BEGIN and END from a text. The answers are the parts between them."""
+    """Return the text without the marks BEGIN and END. The answers are the parts of the text
+    between these marks. Raise InputError for nested marks."""
     parts: list[str] = []
     answers: list[tuple[int, int]] = []
     length = 0
@@ -178,7 +181,7 @@ def _of_marks(marked: str) -> Rendered:
 
 
 def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extend each non-empty answer by the spaces before it."""
+    """Return the answers, each non-empty answer extended by the spaces before it."""
     extended = []
     for start, stop in answers:
         if start < stop:
@@ -191,10 +194,10 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     """Return the chat template for the tokenizer in the file `tokenizer` (None: the tokenizer has
     no file).
 
-    The function uses the first of these templates that exists: the file `given`, the file TEMPLATE
-    in the tokenizer's folder, the entry `chat_template` of TOKENIZER_CONFIG in that folder, and
-    `PLAIN`. `eod` is the text of the end of document, which is used as `eos_token` if the folder
-    does not name one. Raise InputError for a file that cannot be read.
+    The result is the first of these templates that exists: the file `given`, the file TEMPLATE in
+    the tokenizer's folder, the entry `chat_template` of TOKENIZER_CONFIG in that folder, and
+    `PLAIN`. `eod` is the text of the token for the end of a document. It is used as `eos_token` if
+    TOKENIZER_CONFIG does not name an `eos_token`. Raise InputError for a file that cannot be read.
     """
     settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent
@@ -215,8 +218,8 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
 
 
 def _special(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in TOKENIZER_CONFIG. Each entry there is a text, or a
-    table with the text as its `content`."""
+    """Return the texts of the special tokens in `settings`, the content of TOKENIZER_CONFIG. The
+    value of a special token is a text, or a table whose `content` is the text."""
     texts = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,5 @@
-"""Documents within samples, weights of labels, and the microbatches to which they are added."""
+"""The documents in samples, the weights of labels, and microbatches to which documents and weights
+are added."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -12,13 +13,14 @@ from ptdmpi.data.shards import Dataset
 _OPEN_DOCUMENTS = 512  # maximum number of shards whose document offsets are mapped at a time
 _OPEN_WEIGHTS = 512  # maximum number of shards whose weights are mapped at a time
 
-# numbers of global samples [n] -> number of the dataset and sample within it, int64 [n] each
+# Function: numbers of global samples [n] -> for each sample, the number of its dataset, and the
+# number of the sample in this dataset (int64 [n] each).
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Windows:
-    """The samples as windows of `length` + 1 tokens, and the documents in each window, as stored in
-    the shards."""
+    """The samples of `datasets` as windows of `length` + 1 tokens, with the documents in each
+    window."""
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
         self._datasets = datasets
@@ -29,7 +31,8 @@ class Windows:
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return for each token the number of its document within the window, counted from 0.
+        """Return for each token of each sample the number of its document in the window, counted
+        from 0.
 
         `sample_ids` is int [n]; the result is int64 [n, length + 1].
         """
@@ -40,7 +43,8 @@ class Windows:
         ):
             (shard,), (start,) = self._datasets[dataset].places(np.array([sample]), self._length)
             offsets = self._offsets(dataset, int(shard))
-            # search in the offsets' own type; otherwise numpy would convert all offsets
+            # search for values of the same type as the offsets; otherwise numpy would convert all
+            # offsets
             ends = np.array([start, start + self._length], dtype=offsets.dtype)
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1
@@ -48,7 +52,7 @@ class Windows:
 
 
 class LabelWeights:
-    """The weights of the labels of samples, from shards with packed rows.
+    """The weights of the labels of samples, which shards with packed rows store.
 
     In datasets without packed rows every token has the weight 1.
     """
@@ -84,7 +88,8 @@ class LabelWeights:
 
 
 def with_weights(weights: LabelWeights, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with the weights of its labels."""
+    """Return a copy of the microbatch whose `weights` are multiplied by the stored weights of its
+    labels."""
     counts = weights.of(microbatch.samples)
     if microbatch.weights is not None:
         counts *= microbatch.weights
@@ -100,11 +105,12 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 
 def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with document numbers. With document numbers, attention and positions
-    start again in each document.
+    """Return a copy of the microbatch with document numbers, so that attention and positions start
+    again in each document. If no row contains more than one document, return the microbatch
+    unchanged.
 
-    The label of each document's last token has the weight 0, because the next token begins another
-    text.
+    The label of a document's last token gets the weight 0, because this label is the first token of
+    another document.
     """
     numbers = windows.documents(microbatch.samples)
     if not numbers.any():
@@ -119,13 +125,13 @@ def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRo
 
 
 class FormedBatches:
-    """Training batches in which the function `form` makes samples from windows. The function `form`
-    runs in the thread that reads the windows."""
+    """Training batches whose microbatches are changed by the function `form`, for example to make
+    masked samples from windows. `form` runs in the thread that reads the microbatches."""
 
     def __init__(self, batches: Steps, form: Callable[[MicrobatchRows], MicrobatchRows]) -> None:
         self._batches = batches
         self._form = form
 
     def step(self, k: int) -> list[MicrobatchRows]:
-        """Return the formed microbatches of step k."""
+        """Return the results of `form` for the microbatches of step k."""
         return [self._form(microbatch) for microbatch in self._batches.step(k)]

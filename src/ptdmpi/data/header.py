@@ -1,14 +1,14 @@
 """The header of a shard: its sizes, offsets and attributes, but not its tokens.
 
-The header is read from the shard itself, or from the list that `ptdmpi-data` writes next to the
-shards. A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
-little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: the first is 0, the
-last is the number of tokens) and attributes. A shard of format 2 also has a dataset `weights`
-(uint8, one per token: 1 if the token counts as a label, 0 if it is only an input), and an attribute
-with the length of the rows into which its documents were packed. Format 3 is format 2 with pairs:
-in each row, document 2 i has a preferred answer, and document 2 i + 1 another answer to the same
-prompt; a last document without a partner is padding. `blocks.py` describes the dataset
-`token_blocks`.
+The header is read from the shard's own file, or from the list that `ptdmpi-data` writes into the
+folder of the shards. A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens`
+(uint16 or uint32, little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`:
+the first is 0, the last is the number of tokens) and attributes. A shard of format 2 also has a
+dataset `weights` (uint8, one per token: 1 if the token counts as a label, 0 if it is only an
+input), and the attribute `row_length`, the length of the rows into which its documents were packed.
+Format 3 is format 2 with pairs of answers: in each row, document 2 i ends with a preferred answer,
+and document 2 i + 1 with another answer to the same prompt. If a row has an odd number of
+documents, the last one is padding. `blocks.py` describes the dataset `token_blocks`.
 """
 
 import hashlib
@@ -29,15 +29,17 @@ from ptdmpi.config.section import MOST
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # the format version of shards with weights
 PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs
-# The name of the file that says from which texts the shards in its folder were made, and lists
-# their headers.
+# The name of the file that records from which texts the shards in its folder were made, and lists
+# the headers of these shards.
 SUMMARY = "tokenize.json"
-# The number of bytes that are read at each position where HDF5 may store the texts of attributes.
+# The number of bytes that are searched for texts of attributes at each position where HDF5 may
+# store them.
 _HEAP_BYTES = 1 << 20
 
 
 class _Kind(NamedTuple):
-    """The type of an attribute: in HDF5, in h5py, and its name in error messages."""
+    """The type of an attribute: the class of the type in HDF5, the class of the value in h5py, and
+    the name of the type in error messages."""
 
     stored: Any
     value: type[Any]
@@ -60,25 +62,26 @@ _WEIGHTED = {"row_length": _INTEGER, "weights_checksum": _TEXT}
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """The sizes, offsets and attributes of a shard, which are known without reading its tokens."""
+    """The sizes, offsets and attributes of a shard, which can be read without its tokens."""
 
     path: Path
     tokens: int  # number of tokens
     dtype: np.dtype
     byte_offset: int  # offset of the first token in the file
     documents: int  # number of documents
-    documents_byte_offset: int  # offset of the documents + 1 offsets in the file
+    documents_byte_offset: int  # offset in the file of `documents`, which has documents + 1 numbers
     tokenizer: str
     tokenizer_sha256: str
     vocab_size: int
     eod_id: int
     checksum: str
-    # offset of the first token's weight in the file; 0: all tokens count
+    # offset of the first token's weight in the file; 0: no weights, all tokens count in the loss
     weights_byte_offset: int = 0
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
     pairs: bool = False  # the documents of a row form pairs of answers
-    listed: bool = False  # taken from SUMMARY and not yet compared with the file (`confirmed`)
+    # the header is from SUMMARY, and was not yet compared with the shard's file (`confirmed`)
+    listed: bool = False
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -87,7 +90,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
-    """Return the attributes of a shard. Raise ValueError for one that is missing or illegal."""
+    """Return the attributes of a shard. Raise ValueError if an attribute is missing or illegal."""
     values: dict[str, Any] = {}
     attributes = file.attrs  # h5py makes a new object at each access of `attrs`
     weighted = "weights" in file
@@ -135,9 +138,9 @@ class _Extent(NamedTuple):
 
 
 def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
-    """Return the extent of a 1-D contiguous dataset. Raise TypeError or ValueError if there is no
-    dataset of this name, or if it has another type or layout, or is not completely inside the
-    file."""
+    """Return the position, length and type of the 1-D contiguous dataset `name`. Raise TypeError or
+    ValueError if there is no dataset of this name, or if it has another type or layout, or is not
+    completely inside the file."""
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")
@@ -160,9 +163,9 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
 
 
 def _check_heaps(path: Path, datasets: list[_Extent]) -> None:
-    """Raise ValueError if a global heap contains an object that does not fit into it: HDF5 2.0
-    would read such a heap forever. HDF5 stores the texts of attributes in heaps, before, between or
-    after the datasets of the file.
+    """Raise ValueError if a global heap of the file contains an object that is larger than the rest
+    of the heap. HDF5 2.0 would read such a heap forever. HDF5 stores the texts of attributes in
+    heaps, before, between or after the datasets of the file.
 
     Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
     """
@@ -186,7 +189,7 @@ def _check_heap(content: bytes, heap: int) -> None:
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        if not free:  # `size` is the size of the content alone, without header and padding
+        if not free:  # `size` is the size of the object's content, without header and padding
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:
             raise ValueError("has damaged texts in its attributes")
@@ -194,8 +197,8 @@ def _check_heap(content: bytes, heap: int) -> None:
 
 
 def read_header(path: str | Path) -> ShardHeader:
-    """Open a shard, validate its metadata and close it. The cost does not depend on the number of
-    tokens.
+    """Open a shard, validate its metadata, close it and return its header. The time does not depend
+    on the number of tokens.
 
     Raise an InputError that names the file, the mistake and the legal values. The mistakes are: the
     file does not exist, is not HDF5, or is truncated; datasets or attributes are missing or have a
@@ -261,8 +264,8 @@ def format_checksum(crc32: int) -> str:
 def headers_sha256(headers: Iterable[ShardHeader]) -> str:
     """Return a SHA-256 hash that identifies the tokens of a dataset, without reading them.
 
-    The hash covers the tokenizer, the sizes and the checksums of its shards in their order, but not
-    their paths and names.
+    The hash covers the tokenizer, the sizes and the checksums of the shards, in the order of the
+    shards, but not the paths and names of their files.
     """
     names = ("tokenizer_sha256", "vocab_size", "eod_id", "tokens", "documents", "checksum")
     digest = hashlib.sha256()
@@ -278,7 +281,7 @@ def headers_sha256(headers: Iterable[ShardHeader]) -> str:
 
 _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(field.name for field in fields(ShardHeader) if field.name not in ("path", "listed"))
-# fields of shards with weights only
+# fields that only headers of shards with weights have
 _OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")
 _FIELDS = frozenset(_OWN)
 
@@ -304,14 +307,14 @@ def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
     entry is damaged."""
     with_weights = _FIELDS - {"pairs"}  # `pairs` is only listed if it is True
     if entry.keys() not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
-        raise ValueError("other fields than a header has")
+        raise ValueError("its fields are not the fields of a header")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
     counts = tuple(entry[name] for name in named if name in entry)  # each must be at least 1
     if entry.get("pairs", True) is not True:
         raise ValueError("pairs is not true")
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
-        raise ValueError("a number is missing, or below what it can be")
+        raise ValueError("a number is missing or too small")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 
@@ -319,10 +322,10 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
     no SUMMARY.
 
-    A program therefore starts by reading one file, whatever the number of shards, and opens a shard
-    when it is first needed (`confirmed`). The header is None if SUMMARY lists only the name of a
-    shard, as SUMMARY files of older versions do. Raise InputError if SUMMARY cannot be read or is
-    damaged.
+    So a program reads only one file at its start, whatever the number of shards, and opens a shard
+    when it first needs the shard (`confirmed`). A header is None if SUMMARY lists only the name of
+    the shard; older versions of ptdmpi wrote such files. Raise InputError if SUMMARY cannot be read
+    or is damaged.
     """
     path = directory / SUMMARY
     try:
@@ -344,8 +347,9 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
 def confirmed(header: ShardHeader) -> ShardHeader:
     """Return the header that is read from the shard's own file.
 
-    Raise InputError if the opened shard differs from the listed header, because the file was
-    replaced. Also raise the same errors as `read_header`.
+    If `header` was read from the file, return it unchanged. Raise InputError if the shard's file
+    differs from the listed header, because the file was replaced. Also raise the same errors as
+    `read_header`.
     """
     if not header.listed:
         return header

@@ -16,18 +16,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ptdmpi.base.heap import at_most
 
-LIMITED = "limited"  # the name of the filter through which every loop gets its items
+LIMITED = "limited"  # the name of the filter that counts the iterations of every loop
 MOST_TURNS = 1_000_000  # limit for loop iterations and function calls in one rendering
 MOST_LENGTH = 10_000_000  # limit for the length of a text or list that is made by repetition
-MOST_BITS = 10_000  # limit for the number of bits of a power, or of a product
+MOST_BITS = 10_000  # limit for the number of bits of the result of a power or product
 MOST_BYTES = 1 << 29  # limit for the memory that one rendering takes
 MOST_SECONDS = 20  # limit for the processor time of one rendering
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on the work of a rendering: on loop iterations, calls and time,
-    on repeated texts and lists, and on powers and products. The limits are needed because a
-    template comes with a downloaded model and may be malicious.
+    """Jinja's sandbox with limits for each rendering of a template: for the number of loop
+    iterations and calls, the time, the length of repeated texts and lists, and the size of powers
+    and products. The limits are needed because a template comes with a downloaded model and may be
+    malicious.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -38,7 +39,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[LIMITED] = self._counted
 
     def begin(self) -> None:
-        """Reset the limits of loop iterations, calls and time, because a new rendering begins."""
+        """Reset the counts of loop iterations and calls, and the end of the time limit, for a new
+        rendering."""
         self.turns_left = MOST_TURNS
         self.ends_s = time.thread_time() + MOST_SECONDS
 
@@ -63,14 +65,14 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise ValueError(f"more than {MOST_SECONDS} s of processor time")
 
     def call(self, *values: Any, **options: Any) -> Any:
-        """Call a function or a macro for a template. Raise ValueError if there are too many
-        calls."""
+        """Call a function or a macro, as a template requests. Raise ValueError if there are too
+        many calls."""
         self._count()
         return super().call(*values, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a multiplication or a power for a template. Raise ValueError if the result would
-        be too large."""
+        """Compute a multiplication or a power, as a template requests. Raise ValueError if the
+        result would be too large."""
         if isinstance(left, int) and isinstance(right, int):
             if operator == "**" and right > 0 and left.bit_length() * right > MOST_BITS:
                 raise ValueError(f"a power of more than {MOST_BITS} bits")
@@ -85,8 +87,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which encloses the text that a model
-    should write."""
+    """The block {% generation %} ... {% endgeneration %} of a template, which encloses the text of
+    an answer."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -106,9 +108,9 @@ _Generation.tags = {"generation"}
 
 
 def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., str]:
-    """Compile the Jinja text `source`. Return a function that renders it with keyword arguments,
-    and that passes the text of each {% generation %} block through `mark_answer`. Raise ValueError
-    if `source` is not a template."""
+    """Compile the Jinja text `source`. Return a function that renders the template with keyword
+    arguments, and replaces the text of each {% generation %} block by the result of `mark_answer`.
+    Raise ValueError if `source` is not a template."""
     environment = _LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -120,13 +122,13 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     try:
         with at_most(MOST_BYTES):  # Jinja computes constants when it compiles
             template = environment.from_string(source)
-    # deep nesting exceeds the recursion of Jinja, or of Python's own compiler
+    # deep nesting exceeds the recursion limit of Jinja, or of Python's compiler
     except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
     def render(**values: Any) -> str:
-        """Return the text of the template for the given values. Raise ValueError if it takes too
-        much work or memory."""
+        """Return the text of the template for the given values. Raise ValueError if the rendering
+        exceeds a limit of work or memory."""
         environment.begin()
         try:
             with at_most(MOST_BYTES):

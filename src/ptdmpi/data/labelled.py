@@ -2,8 +2,7 @@
 right candidate.
 
 The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbouring rows of a
-microbatch. The order of samples follows the same rule as for shards: it is a pure function of
-(seed, global sample number).
+microbatch. As for shards, the order of samples is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from ptdmpi.data.order import SampleOrder
 @dataclass(frozen=True)
 class LabelledRow:
     """One sequence of a sample: its token ids (int [n], no padding), and the position at which its
-    second text begins (n for a single text)."""
+    second text begins (n if the sequence has only one text)."""
 
     ids: np.ndarray
     second: int
@@ -30,9 +29,9 @@ class LabelledFile:
     """A file of samples, converted to tokens.
 
     Each sample has `sequences` neighbouring entries of `rows` and one number in `labels` (int
-    [samples]). `sha256` is the hash of the file, and `tokenizer_sha256` is the hash of its
-    tokenizer. `cut` is the number of rows that were too long for a sequence, `lost` the total
-    number of tokens that were cut off.
+    [samples]). `sha256` is the hash of the file, and `tokenizer_sha256` is the hash of the
+    tokenizer. `cut` is the number of rows that were too long for a sequence and were shortened;
+    `lost` is the total number of tokens that were cut off.
     """
 
     path: Path
@@ -52,11 +51,11 @@ class LabelledFile:
 
 @dataclass(frozen=True)
 class LabelledForm:
-    """The form in which a model takes samples: rows of `seq_length` ids, padded with the id `pad`.
+    """The form of the samples for a model: rows of `seq_length` ids, padded with the id `pad`.
 
-    With `first` the model's head reads the first token, as in a model with bidirectional attention;
-    else it reads the last token of each sequence, on which padding has no influence. `last_type` is
-    the token type of the second text.
+    If `first` is True, the model's head reads the activation at the first token, as in a model with
+    bidirectional attention. Otherwise the head reads the activation at the last token of each
+    sequence, on which padding has no influence. `last_type` is the token type of the second text.
     """
 
     seq_length: int
@@ -89,7 +88,8 @@ class LabelledForm:
                 positions[number] = len(row.ids) - 1
         labels = np.array([[file.labels[sample]] for file, sample in samples], dtype=np.int64)
         return MicrobatchRows(
-            # each sequence has its own number, so that no two sequences have the same dropout mask
+            # each sequence gets a different number, so that no two sequences have the same dropout
+            # mask
             samples=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
             inputs=inputs,
             labels=labels,
@@ -101,8 +101,8 @@ class LabelledForm:
 
 
 class LabelledBatches:
-    """The training microbatches of one data rank for samples of tasks, with samples divided among
-    ranks as in `TrainBatches`.
+    """The training microbatches of one data rank for samples of tasks. As in `TrainBatches`, each
+    data rank gets a contiguous block of the samples of a step.
 
     A step has `samples` samples, and a microbatch has `micro` samples.
     """
@@ -152,7 +152,8 @@ def in_order(
     all).
 
     A microbatch has `micro` samples. Each rank gets a contiguous block of microbatches, and all
-    ranks have the same number of them: samples after the last one repeat it and do not count.
+    ranks have the same number of microbatches. Samples after the last sample repeat the last
+    sample, with weights of 0.
     """
     samples = len(file.labels)
     if most is not None:

@@ -1,10 +1,10 @@
 """Samples for masked language models: masked words, and two segments that are in order or swapped.
 
-The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form
-that Megatron-LM trains (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked,
-and the model predicts whether two segments are in order, not whether the second segment follows the
-first (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function
-of (seed, global sample number).
+The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form of
+Megatron-LM (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked, and the model
+predicts whether two segments are in order, not whether the second segment follows the first (Lan et
+al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function of (seed,
+global sample number).
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
 
-LONGEST_WORD = 16  # in tokens; a longer word is treated as several words
-# A random number in [0, 1) decides what replaces a masked token: below MASKED the mask token, below
-# DRAWN a random token, otherwise the token stays.
+LONGEST_WORD = 16  # maximum length in tokens; a longer word is treated as several words
+# A random number in [0, 1) decides what replaces a masked token. If the number is below MASKED, the
+# mask token replaces it; if it is below DRAWN, a random token replaces it; otherwise the token
+# stays.
 MASKED = 0.8
 DRAWN = 0.9
 
 
 def predictions(fraction: float, tokens: int) -> int:
-    """Return how many of `tokens` tokens are masked: the given fraction of them, rounded, but at
-    least one."""
+    """Return how many of `tokens` tokens are masked: `fraction` times `tokens`, rounded, but at
+    least one. Return 0 if `tokens` is 0."""
     if tokens == 0:
         return 0
     return max(1, round(fraction * tokens))
@@ -35,9 +36,9 @@ def predictions(fraction: float, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a masked language model: `ids` and `types` of its tokens (no padding), the
-    `masked` positions, and as `labels` the original tokens at these positions. `order` is 0 for
-    segments in order, 1 for swapped segments and -1 for a single segment."""
+    """One sample of a masked language model: the `ids` and token `types` of its tokens (no
+    padding), the `masked` positions, and the `labels`: the original tokens at the masked positions.
+    `order` is 0 for segments in order, 1 for swapped segments and -1 for a single segment."""
 
     ids: np.ndarray
     types: np.ndarray
@@ -50,18 +51,20 @@ class MaskedSamples:
     """A maker of masked samples from windows of tokens."""
 
     def __init__(self, model: ModelConfig, data: DataConfig, dataset: Dataset, seed: int) -> None:
-        """Prepare the masking. `dataset` is any of the datasets of the windows. Raise InputError if
-        complete words should be masked and the tokenizer's file does not show where words begin."""
+        """Prepare the masking. `dataset` is one of the datasets from which the windows come; all
+        have the same tokenizer. Raise InputError if complete words must be masked, but the
+        tokenizer's file does not show where words begin."""
         self.vocabulary = read_vocabulary(dataset, data.whole_words)
         self.eod_id = dataset.eod_id
         self.seed = seed
         self.seq_length = model.seq_length
         self.sentence_order = model.sentence_order
-        # with a single token type both segments have type 0
+        # in a model with a single token type both segments have type 0
         self.last_type = 0 if model.token_types == 1 else 1
         self.fraction = data.mask_fraction
         self.most = model.predictions(data.mask_fraction)
-        # the probability of n is proportional to 1 / n (Lan et al. 2020, section 4.1)
+        # an n-gram of n words has a probability proportional to 1 / n (Lan et al. 2020, section
+        # 4.1)
         shares = 1.0 / np.arange(1, data.mask_ngram + 1)
         self.ngram_limits = np.cumsum(shares / shares.sum())
 
@@ -84,7 +87,7 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        if microbatch.weights is not None:  # some rows are only padding of a validation batch
+        if microbatch.weights is not None:  # rows with weight 0 only fill up a validation batch
             weights *= microbatch.weights[:, :1]
             orders[microbatch.weights[:, 0] == 0.0] = -1
         return microbatch._replace(
@@ -101,12 +104,12 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. The document is
-        chosen by a random token of the window, so that every token is read if training is long
-        enough.
+        The sample's text is the part of one document that is inside the window. This document
+        contains a randomly chosen token of the window, so that every token is used if training is
+        long enough.
         """
-        # The function always draws the same number of random numbers for a window's length, even if
-        # some are not used, so that no choice changes the random numbers of other choices.
+        # The number of drawn random numbers depends only on the length of the window, even if some
+        # numbers are not used. So no choice changes the random numbers of other choices.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
@@ -114,7 +117,8 @@ class MaskedSamples:
         special = self.vocabulary
         ids = [np.array([special.begin])]
         types = [0]  # the type of the special token at the beginning
-        words = []  # for each segment: the first token of each word, and the end of the segment
+        # for each segment: the positions of the first tokens of its words, and its end
+        words = []
         for place, (begin, end) in enumerate(segments):
             at = len(types)
             words.append((np.flatnonzero(starts[begin:end]) + at, at + end - begin))
@@ -129,7 +133,8 @@ class MaskedSamples:
         return Sample(ids=tokens, types=np.array(types), masked=masked, labels=labels, order=order)
 
     def _text(self, window: np.ndarray, documents: np.ndarray, draw: float) -> np.ndarray:
-        """Return the tokens of one document of the window, without the end of document."""
+        """Return the tokens of one randomly chosen document of the window, without the token for
+        the end of the document. `draw` is the random number."""
         places = np.flatnonzero(window != self.eod_id)
         if not places.size:
             return window[:0]
@@ -138,8 +143,9 @@ class MaskedSamples:
         return text[: inside[-1] + 1]
 
     def _word_starts(self, text: np.ndarray) -> np.ndarray:
-        """Return for each token whether it begins a word, bool [n]. A word is cut into several
-        words if it is longer than LONGEST_WORD or than the number of tokens that may be masked."""
+        """Return True for each token of `text` that begins a word, bool [n]. A word is cut into
+        several words if it is longer than LONGEST_WORD or than the number of tokens that may be
+        masked."""
         starts = self.vocabulary.word_starts(text)
         longest = min(LONGEST_WORD, max(1, predictions(self.fraction, len(text))))
         places = np.arange(len(text))
@@ -149,8 +155,8 @@ class MaskedSamples:
     def _segments(
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return [begin, end) of each segment in the text, in the order of the sample, and the
-        value of `Sample.order`."""
+        """Return the interval [begin, end) of each segment in the text, in the order in which the
+        sample has the segments, and the value of `Sample.order`."""
         cuts = np.flatnonzero(starts[1:]) + 1
         if not self.sentence_order or not cuts.size:
             return [(0, len(text))], -1
@@ -162,17 +168,18 @@ class MaskedSamples:
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
-        few less.
+        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or
+        less by a few tokens.
 
         The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has the
-        length that was sampled for it, or the greatest length that fits. `words` has, for each
-        segment, the positions of the first tokens of its words and the end of the segment;
-        `chances` is float [2, at least the number of words].
+        number of words that was sampled for it, or the greatest smaller number that still fits.
+        `words` has, for each segment, the positions of the first tokens of its words and the end of
+        the segment; `chances` has the random numbers for the order and for the lengths, float [2,
+        at least the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])
-        # for each word, the number of the first word after the word's segment
+        # for each word, the number of the first word that belongs to the next segment
         limit = np.repeat(np.cumsum([len(own) for own, _ in words]), [len(own) for own, _ in words])
         grams = np.searchsorted(self.ngram_limits, chances[1, : len(first)], side="right") + 1
         taken = np.zeros(len(first), dtype=bool)
@@ -189,18 +196,19 @@ class MaskedSamples:
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     def _hide(self, labels: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        """Return the inputs that replace the masked tokens `labels`: the mask token for 80 % of
-        them, a random token for 10 %, the unchanged token for 10 % (Devlin et al. 2019, section
-        3.1)."""
+        """Return the inputs that replace the masked tokens `labels`: the mask token for 80 % of the
+        labels, a random token for 10 %, and the label itself for 10 % (Devlin et al. 2019, section
+        3.1). `chances` has the random numbers, float [2, n]."""
         drawn = (chances[1] * self.vocabulary.drawn).astype(np.int64)
         shown = np.where(chances[0] < DRAWN, drawn, labels)
         return np.where(chances[0] < MASKED, self.vocabulary.mask, shown)
 
 
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
-    """Return `count` random numbers in [0, 1) for one sample, which are the same on every machine.
+    """Return `count` random numbers in [0, 1) for sample `number`. The numbers are the same on
+    every machine.
 
-    Philox is a counter-based generator without state (Salmon et al. 2011).
+    The numbers come from Philox, a counter-based generator without state (Salmon et al. 2011).
     """
     # seed and sample number are the key, so no two samples share a stream of random numbers
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)

@@ -1,8 +1,9 @@
-"""The training order: a pure function (seed, global sample index) -> (dataset, sample within it).
+"""The training order: a pure function of (seed, global sample index) that returns the dataset and
+the number of the sample in this dataset.
 
-Only one period of the mixture is stored. ptdmpi computes the order by a keyed permutation, where
-other trainers store shuffled index files. Start-up time and memory therefore do not depend on the
-size of the corpus, and resuming needs one integer: the number of consumed samples.
+Only one period of the mixture is stored. Other trainers store shuffled index files; ptdmpi computes
+the order by a keyed permutation. So start-up time and memory do not depend on the size of the
+corpus, and resuming needs only one integer, the number of consumed samples.
 """
 
 import heapq
@@ -16,11 +17,13 @@ import numpy as np
 
 from ptdmpi.config import InputError
 
-MAX_PERIOD = 10**6  # the longest period of a mixture for which a table is made, in samples
-# Four rounds of random functions would be enough (Luby and Rackoff 1988). A hash is weaker than a
-# random function, so there are more rounds.
+MAX_PERIOD = 10**6  # the maximum period of a mixture, in samples
+# The number of rounds of the Feistel network. Four rounds of random functions would be enough (Luby
+# and Rackoff 1988). The round function is a hash, which is weaker than a random function, so there
+# are more rounds.
 _ROUNDS = 8
-# below _SMALL_BITS a round function has too few output bits to mix within 8 rounds
+# words of at most _SMALL_BITS bits need more rounds, because a round then has too few output bits
+# to mix within 8 rounds
 _SMALL_ROUNDS = 32
 _SMALL_BITS = 14
 
@@ -31,7 +34,8 @@ _M2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Map 64-bit words bijectively to words in which each bit depends on all input bits.
+    """Return the images of 64-bit words under a bijection whose output bits each depend on all
+    input bits.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D.
     Stafford).
@@ -42,16 +46,17 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _word(value: int) -> np.ndarray:
-    """Return an integer modulo 2^64 as an array with one word."""
+    """Return the integer `value` modulo 2^64 as a uint64 array with one element."""
     return np.array([value & _WORD], dtype=np.uint64)
 
 
 def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Encrypt `bits`-bit words by a Feistel network: a bijection of [0, 2^bits) for every key.
+    """Return the images of `bits`-bit words under a Feistel network, which is a bijection of [0,
+    2^bits) for every key.
 
-    The low half has bits//2 bits and the high half the rest. Rounds change the two halves
-    alternately (an alternating, unbalanced network), so an odd number of bits needs no padding and
-    the domain is less than twice the size.
+    The low half of a word has bits//2 bits, and the high half has the remaining bits. Rounds change
+    the two halves alternately (an alternating, unbalanced network). So an odd number of bits needs
+    no padding, and 2^bits is less than twice the number of values that `permute` needs.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
@@ -61,8 +66,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         changed = number % 2
         if widths[changed] == 0:
             continue
-        # each round has a different function: with equal functions, patterns of the halves would
-        # remain
+        # each round has a different function, because with equal functions regular patterns of the
+        # halves would remain
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2
@@ -78,8 +83,8 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
     per index. The result is int64 [n]. Raise IndexError for an index outside [0, size).
 
     A Feistel network permutes the range up to the next power of two. An image outside [0, size) is
-    encrypted again until it is inside (cycle walking). The result is a bijection of [0, size), and
-    the walk takes less than two passes on average.
+    permuted again until it is inside (cycle walking). The result is a bijection of [0, size), and
+    an index takes less than two passes of the network on average.
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002 (cycle walking).
@@ -105,9 +110,9 @@ class Part:
     """One dataset of a mixture: its number of training samples, its weight, and its maximum number
     of epochs.
 
-    `key` selects the permutations of the dataset (None: its number in the mixture). `drawn` is the
-    number of the dataset's samples that the run has used before this order begins. `key` and
-    `drawn` differ from their defaults only in a mixture that was changed during a run.
+    `key` selects the permutations of the dataset (None: the number of the dataset in the mixture).
+    `drawn` is the number of the dataset's samples that the run used before this order began. `key`
+    and `drawn` differ from their defaults only if the mixture was changed during the run.
     """
 
     samples: int
@@ -127,7 +132,7 @@ class Start:
 
 def _weights(parts: Sequence[Part]) -> list[int]:
     """Return the weights of `parts` as integers with exactly the same ratios. The sum of these
-    integers is the period.
+    integers is the period of the mixture.
 
     Raise InputError for a weight that is not a decimal above 0, and for a period above MAX_PERIOD.
     """
@@ -154,20 +159,21 @@ def _weights(parts: Sequence[Part]) -> list[int]:
 
 
 def _apportion(weights: list[int]) -> np.ndarray:
-    """Return the dataset of each sample in one period: int32 [sum of weights].
+    """Return the number of the dataset for each sample of one period, int32 [sum of weights].
 
     For every n, the first n samples contain floor(w_i n) or ceil(w_i n) samples of dataset i (w_i =
-    weights[i] / period), so the difference from w_i n is strictly less than one.
+    weights[i] / period). So the number differs from w_i n by less than one.
 
     Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
-    slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The two bounds hold exactly
-    if every job runs in its window. If jobs may be split, a schedule exists: give dataset i the
-    fraction w_i of every slot. The fractions sum to 1, so every slot is full. Job k of dataset i
-    then runs from k / w_i to (k + 1) / w_i, which is inside its window. Bipartite flows with
-    integer bounds are integral, so an integral schedule exists. For jobs of unit length on one
-    machine, the rule "earliest deadline first" finds such a schedule (Horn, Naval Res. Logist. 21
-    (1974)). The windows of the slots are those of proportionate fairness (Baruah, Cohen, Plaxton,
-    Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
+    slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The bounds floor(w_i n) and
+    ceil(w_i n) hold for every n exactly if every job runs in its window. If jobs may be split, a
+    schedule exists: give dataset i the fraction w_i of every slot. The sum of the fractions is 1,
+    so every slot is full. Job k of dataset i then runs from k / w_i to (k + 1) / w_i, which is
+    inside its window. Bipartite flows with integer bounds are integral, so an integral schedule
+    exists. For jobs of unit length on one machine, the rule "earliest deadline first" finds such a
+    schedule (Horn, Naval Res. Logist. 21 (1974)). Proportionate fairness (Baruah, Cohen, Plaxton,
+    Varvel, Algorithmica 15 (1996)) and Steiner and Yeomans (1993) define the same windows of
+    slots."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
@@ -189,16 +195,17 @@ def _apportion(weights: list[int]) -> np.ndarray:
 class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
-    A table for the mixture assigns global sample n to a dataset. If n is the k-th sample of that
-    dataset (k counts from 0), sample n is sample permute(k mod samples) of epoch k // samples, with
-    a key made from seed, dataset and epoch. Every epoch of a dataset therefore has each of its
-    samples exactly once, in a new order. With a later `start`, the table begins there, and each
-    dataset continues after the `drawn` samples that were already used."""
+    A table with one period of the mixture assigns global sample n to a dataset. If n is the k-th
+    sample of this dataset (k counts from 0), it is the dataset's sample permute(k mod samples) in
+    epoch k // samples. The key of `permute` is made from seed, dataset and epoch. Every epoch of a
+    dataset therefore has each of its samples exactly once, in a new order. With a later `start`,
+    the table begins at the start, and each dataset continues after the `drawn` samples that were
+    already used."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
-        """Raise InputError if there are no parts, for a part without samples, for weights that are
-        not decimals above 0 or need a period above MAX_PERIOD, and for epochs that are not above
-        0."""
+        """Prepare the order. Raise InputError if there are no parts, or a part has no samples; if
+        weights are not decimals above 0, or need a period above MAX_PERIOD; or if a limit of epochs
+        is not above 0."""
         if not parts:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):
@@ -216,7 +223,8 @@ class SampleOrder:
         self._weights = _weights(self.parts)
         self._period = sum(self._weights)
         self._table = _apportion(self._weights)
-        # [period]: the number of earlier samples of the same dataset within the period
+        # for each slot of the period, the number of earlier samples of the same dataset, int64
+        # [period]
         self._rank = np.empty(self._period, dtype=np.int64)
         for number, weight in enumerate(self._weights):
             self._rank[self._table == number] = np.arange(weight)
@@ -227,8 +235,8 @@ class SampleOrder:
         return _mix(key + epochs.astype(np.uint64) * np.uint64(_GOLDEN))
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset (int64 [n]), and the sample within it (int64 [n]), of each of the
-        given global samples (int [n], at or after the start)."""
+        """Return for each global sample (int [n], at or after the start) the number of its dataset
+        (int64 [n]), and the number of the sample in this dataset (int64 [n])."""
         indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
         periods, slots = np.divmod(indices, self._period)
         datasets = self._table[slots].astype(np.int64)
@@ -244,8 +252,8 @@ class SampleOrder:
         return datasets, samples
 
     def counts(self, total_samples: int) -> list[int]:
-        """Return how many of the first `total_samples` samples come from each dataset, including
-        those used before the start."""
+        """Return how many of the first `total_samples` samples of the run come from each dataset,
+        including the samples used before the start."""
         periods, rest = divmod(total_samples - self.start.sample, self._period)
         begun = np.bincount(self._table[:rest], minlength=len(self.parts))
         return [

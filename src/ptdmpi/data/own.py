@@ -1,10 +1,10 @@
-"""Samples that the user's own program makes, instead of shards.
+"""Datasets whose samples are made by a class of the user's own, not read from shards.
 
-The path of a dataset, "module:class", names the program's class. ptdmpi makes an object of that
-class with the sequence length s. The object has `vocab_size`, a length, and a method
+The path of a dataset, "module:class", names the user's class. ptdmpi makes an object of this class,
+with the sequence length s as argument. The object has `vocab_size`, a length, and a method
 `sample(number)`, which returns s + 1 token ids, or the ids and the weight of each of the s labels.
-`sample` must be a pure function. The order of the samples, their mixture with other datasets and
-their epochs follow the same rules as for shards.
+`sample` must be a pure function. The order of samples, the mixture with other datasets and the
+epochs follow the same rules as for shards.
 """
 
 import hashlib
@@ -22,18 +22,19 @@ from ptdmpi.data.order import SampleOrder
 
 
 def is_own(path: str) -> bool:
-    """Return True if a dataset's path names a class of the user's own. If a file or a
-    directory has the same name, return False."""
+    """Return True if the path of a dataset names a class of the user's own. Return False if a file
+    or a directory with this path exists."""
     return not Path(path).exists() and is_plugin("datasets", path)
 
 
 class OwnDataset:
-    """A dataset of the user's own, in the form in which a run reads and identifies datasets."""
+    """A dataset of the user's own, with the properties by which a run reads and identifies a
+    dataset."""
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
-        vocabulary size or the length of the object is not an integer, or if `row` raises it for the
-        first or the last sample."""
+        vocabulary size or the length of the object is not an integer, or if `row` raises InputError
+        for the first or the last sample."""
         self.path = path
         self.seq_length = seq_length
         self._own = plugin("datasets", path)(seq_length)
@@ -44,24 +45,24 @@ class OwnDataset:
         try:
             length = len(self._own)
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{path}: its length is no number of samples: {error}") from error
+            raise InputError(f"{path}: its length is not a number of samples: {error}") from error
         if not length:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))
         self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
-        # the lengths and two samples are enough to recognize other content, without reading all
-        # of it
+        # The hash contains the lengths and two samples. These are enough to recognize a dataset
+        # with other content, without reading all samples.
         ends = [self.row(number)[0].tolist() for number in (0, len(self._own) - 1)]
         self.sha256 = _hash(path, len(self._own), seq_length, ends)
 
     def samples(self, length: int) -> int:
-        """Return the number of samples."""
+        """Return the number of samples, which does not depend on `length`."""
         return len(self._own)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the ids [s + 1] of a sample, and the weights [s] of its labels (None: 1 each).
-        Raise InputError if ids or weights have other sizes, if an id is not an integer or is
-        outside the vocabulary, or if a weight is not finite."""
+        """Return the ids [s + 1] of sample `number`, and the weights [s] of its labels (None: all
+        weights are 1). Raise InputError if ids or weights have other sizes, if an id is not an
+        integer or is outside the vocabulary, or if a weight is not finite."""
         sample: Any = self._own.sample(int(number))
         ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         ids = self._array(ids, "ids", number)
@@ -91,8 +92,8 @@ class OwnDataset:
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:
-        """Return the values of a sample as an array. Raise InputError if they cannot be converted
-        to an array."""
+        """Return the values of a sample as an array. Raise InputError if the values cannot be
+        converted to an array."""
         try:
             return np.asarray(values)
         except (TypeError, ValueError, OverflowError) as error:
@@ -107,7 +108,8 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 
 def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
-    """Return the samples as one microbatch; `numbers` [b] are the global numbers of the samples."""
+    """Return the samples `rows` as one microbatch. `numbers` [b] are the global numbers of the
+    samples."""
     ids = np.stack([ids for ids, _ in rows])
     weights = None
     if any(given is not None for _, given in rows):
@@ -119,7 +121,7 @@ def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
 class OwnBatches:
     """The training microbatches of one data rank, with the same sample numbers as `TrainBatches`.
     With the global batch size B, step k has the global samples k B to (k + 1) B - 1, and data rank
-    r has the r-th part of them."""
+    r has the r-th contiguous block of these samples."""
 
     def __init__(
         self,
@@ -156,8 +158,8 @@ def in_order(
 ) -> Iterator[MicrobatchRows]:
     """Yield this data rank's microbatches of the first `most` samples (None: all), for validation.
 
-    Every data rank has the same number of microbatches: rows after the last sample repeat it, with
-    weights of 0.
+    Every data rank has the same number of microbatches: rows after the last sample repeat this
+    sample, with weights of 0.
     """
     samples = dataset.samples(dataset.seq_length)
     if most is not None:
@@ -173,7 +175,8 @@ def in_order(
 
 
 def _counted(row: Row, counts: bool) -> Row:
-    """Return the row; if the row does not count, set the weights of its labels to 0."""
+    """Return the row unchanged if `counts` is True; otherwise return it with weights of 0 for its
+    labels."""
     if counts:
         return row
     return row[0], np.zeros(len(row[0]) - 1, dtype=np.float32)

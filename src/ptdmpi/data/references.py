@@ -1,9 +1,9 @@
-"""The log-probabilities that a reference model gives to the labels in shards of pairs.
+"""The log-probabilities that a reference model assigns to the labels in shards of pairs of answers.
 
 The folder REFERENCE of a dataset has one array per shard, float32 [tokens], in numpy's format.
 Element i is the log-probability of token i, given the earlier tokens of its document. The element
-is 0 for tokens that do not count as labels. SUMMARY in that folder names the model and the shards,
-with checksums, and is written last.
+is 0 for tokens that do not count as labels. The file SUMMARY in this folder names the model and the
+shards, with checksums, and is written after the arrays.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from ptdmpi.data.shards import Dataset
 REFERENCE = "reference"  # the name of the folder
 SUMMARY = "reference.json"
 _OPEN_SHARDS = 512  # maximum number of shards whose log-probabilities are mapped at a time
-MADE_BY = "make them by ptdmpi-data score MODEL DATA"
+MADE_BY = "make them with ptdmpi-data score MODEL DATA"
 
 
 class References:
     """The stored log-probabilities of one dataset."""
 
     def __init__(self, dataset: Dataset) -> None:
-        """Read the summary. Raise InputError if there is no summary, or if the summary belongs to
-        other shards."""
+        """Read the summary of the log-probabilities. Raise InputError if there is no summary, or if
+        it was made from other shards."""
         self.folder = dataset.directory / REFERENCE
         self._headers = dataset.headers
         summary = _read_summary(self.folder / SUMMARY)
@@ -51,12 +51,13 @@ class References:
 
     @property
     def sha256(self) -> str:
-        """Return a hash of all log-probabilities, without reading them."""
+        """Return a hash of the checksums of all log-probabilities, so that the arrays need not be
+        read."""
         return hashlib.sha256(json.dumps(self._checksums).encode()).hexdigest()
 
     def shard(self, number: int) -> np.ndarray:
         """Return the log-probabilities of one shard's tokens, float32 [tokens], mapped into memory.
-        Raise InputError if they are damaged."""
+        Raise InputError if the file is damaged or cannot be read."""
         path = self.folder / f"{self._headers[number].path.stem}.npy"
         try:
             values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -65,13 +66,13 @@ class References:
         if values.dtype != np.float32 or values.shape != (self._headers[number].tokens,):
             raise InputError(f"{path}: has {values.dtype} {list(values.shape)}; {MADE_BY}")
         if format_checksum(zlib.crc32(values.data)) != self._checksums[number]:
-            raise InputError(f"{path}: is damaged: its checksum is another one; {MADE_BY}")
+            raise InputError(f"{path}: is damaged: it has another checksum; {MADE_BY}")
         return values
 
 
 class ReferencedSamples:
-    """A dataset of pairs together with its reference log-probabilities. A run treats a dataset with
-    other log-probabilities as different data."""
+    """A dataset of pairs together with its reference log-probabilities. `sha256` covers the
+    log-probabilities, so a run treats changed log-probabilities as changed data."""
 
     def __init__(self, dataset: Dataset, references: References) -> None:
         self._dataset = dataset
@@ -86,7 +87,7 @@ class ReferencedSamples:
 
 
 class LabelReferences:
-    """The log-probabilities of the labels of samples."""
+    """The log-probabilities of the labels of samples, from the shards of several datasets."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class LabelReferences:
 
 
 def with_references(references: LabelReferences, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with the log-probabilities of its labels."""
+    """Return a copy of the microbatch with the log-probabilities of its labels (`references`)."""
     return microbatch._replace(references=references.of(microbatch.samples))
 
 
@@ -123,12 +124,12 @@ def _shard(references: Sequence[References], dataset: int, shard: int) -> np.nda
 
 def write_shard(header: ShardHeader, values: np.ndarray) -> dict[str, Any]:
     """Write the log-probabilities of one shard, float32 [tokens], and return its entry in the
-    summary. Raise InputError if they cannot be written."""
+    summary. Raise InputError if the file cannot be written."""
     folder = header.path.parent / REFERENCE
     path = folder / f"{header.path.stem}.npy"
     try:
         folder.mkdir(exist_ok=True)
-        # remove an earlier summary, because it does not describe the new values
+        # remove an earlier summary, because its checksums do not match the new values
         (folder / SUMMARY).unlink(missing_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             np.save(file, values, allow_pickle=False)
@@ -148,8 +149,8 @@ def write_summary(directory: Path, model: str, shards: Mapping[str, Any]) -> Non
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return the data on which the log-probabilities of a shard depend: the checksums of its tokens
-    and of their weights."""
+    """Return the values that identify a shard for its log-probabilities: the checksums of its
+    tokens and of their weights."""
     return [header.checksum, header.weights_checksum]
 
 

@@ -1,11 +1,12 @@
-"""Writing token shards as a stream: with bounded memory, writing every token once, and leaving no
-incomplete shard.
+"""Writing token shards as a stream. A writer needs little memory, writes every token only once, and
+leaves no incomplete shard.
 
 HDF5 needs the length of a contiguous dataset before its data, but a stream knows the length only at
-its end. To solve this, the tokens are appended to the file by plain writes, after the HDF5
-structures of an empty file, at the offset where HDF5 will place the first dataset. At the end HDF5
-makes a dataset of the right length there, without filling it. HDF5 itself reports the offset
-beforehand, and the offset is checked when the dataset is made.
+its end. So the tokens are appended to the file by plain writes, after the HDF5 structures of an
+empty file, at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset
+of the right length at this offset, without writing its content. HDF5 itself reports the offset, for
+an empty file in memory. When the dataset is made, the writer checks that HDF5 has used the reported
+offset.
 """
 
 import io
@@ -31,14 +32,15 @@ from ptdmpi.data.header import (
     token_dtype,
 )
 
-# Tokens start at a page boundary, after the structures of an empty file (under 1 KiB).
+# Tokens start at a page boundary, after the HDF5 structures of an empty file, which take less than
+# 1 KiB.
 _ALIGNMENT_BYTES = 4096
-# The number of tokens that are checked, summed and written together, while they are in the
-# processor's cache.
+# The number of tokens that are checked, added to the checksum and written together, while they are
+# in the processor's cache.
 _PIECE_TOKENS = 1 << 17
 # The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
-_FEW_ENDS = 16  # below this number, plain integers are faster than numpy
+_FEW_ENDS = 16  # for fewer document ends than this, plain integers are faster than numpy
 # each time this many bytes are written, the kernel is asked to write them to the disk
 _OUT_BYTES = 1 << 23
 
@@ -50,14 +52,15 @@ def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
 
 
 def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
-    """Make the dataset `tokens` without writing its bytes; return its byte offset in the file."""
+    """Make the dataset `tokens` for `tokens` tokens, without writing its bytes. Return its byte
+    offset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
-    # allocate the dataset now: otherwise HDF5 would choose the position at its first write, which
-    # never happens
+    # allocate the dataset now: otherwise HDF5 would choose the position when it first writes to the
+    # dataset, and it never does
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    # no times are stored, so that the same tokens give the same bytes
+    # store no times, so that the same tokens always give the same bytes
     plan.set_obj_track_times(False)
     kind = h5py.h5t.py_create(dtype)
     space = h5py.h5s.create_simple((tokens,))
@@ -75,9 +78,9 @@ class ShardWriter:
     """A context manager that writes one shard as a stream: first to `PATH.tmp`, which is renamed to
     PATH at the end.
 
-    Only a complete, synced shard ever has the name PATH. If the block ends with an exception, or a
-    write fails, the temporary file is removed. The writer needs memory for one buffer, for 8 bytes
-    per document, and for one byte per token of a shard with rows.
+    Only a complete, synced shard ever has the name PATH. If the `with` block ends with an
+    exception, or a write fails, the temporary file is removed. The writer needs memory for one
+    buffer, for 8 bytes per document, and, for a shard with rows, for one byte per token.
 
     The methods of `ShardWriter` raise InputError if the file cannot be written (on a full disk, for
     example), for a token id outside the vocabulary (perhaps in a later call, because short blocks
@@ -96,7 +99,7 @@ class ShardWriter:
         pairs: bool = False,
     ):
         """Begin the file. With `row_length` above 0, documents are packed into rows of that length,
-        and tokens have weights (`write_row`). `pairs`: the documents of a row form pairs of
+        and tokens have weights (`write_row`). With `pairs`, the documents of a row form pairs of
         answers."""
         self.path = Path(path)
         self.tokens = 0  # number of tokens written so far
@@ -122,7 +125,8 @@ class ShardWriter:
         self._offset = self._out = _tokens_offset()
         try:
             _open_hdf5(self._temporary, mode="w").close()
-            # pieces are larger than the buffer of this stream, so it passes them on without a copy
+            # pieces are larger than the buffer of this stream, so the stream writes them without a
+            # copy
             self._stream = io.BufferedWriter(io.FileIO(self._temporary, "r+"))
             self._stream.seek(self._offset)
         except OSError as error:
@@ -141,8 +145,8 @@ class ShardWriter:
             self.discard()
 
     def write_row(self, tokens: np.ndarray, document_ends: np.ndarray, weights: np.ndarray) -> None:
-        """Append tokens to a shard with rows, as `write` does, together with their label weights
-        (bool [n])."""
+        """Append tokens (int [n]) to a shard with rows, as `write` does, together with the weights
+        of the tokens as labels (bool [n])."""
         self._weights += weights.astype(np.uint8).tobytes()
         self.write(tokens, document_ends)
 
@@ -150,7 +154,7 @@ class ShardWriter:
         """Append the tokens `tokens` (int [n]) to the shard.
 
         `document_ends` (int [k], ascending, in 1..n) counts from the first token of this block. A
-        document that has no end in this block continues in the next one.
+        document that has no end in this block continues in the next block.
         """
         if tokens.size == 0:
             return
@@ -170,8 +174,8 @@ class ShardWriter:
                 self._gather(tokens[start : start + _STEP_TOKENS])
 
     def _gather(self, tokens: np.ndarray) -> None:
-        """Convert at most _STEP_TOKENS tokens to the shard's type, and add them to those that are
-        not yet written."""
+        """Convert at most _STEP_TOKENS tokens to the shard's type, and append them to the buffer of
+        tokens that are not yet written."""
         if tokens.dtype != self._dtype:
             self._check_ids(tokens)  # check before the conversion cuts off bits
         if self._filled + tokens.size > _PIECE_TOKENS:
@@ -187,7 +191,7 @@ class ShardWriter:
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         """Raise InputError for an id outside the vocabulary, after removing the temporary file."""
-        # interpreted as unsigned, negative ids are larger than all others
+        # if ids are read as unsigned integers, negative ids are larger than all legal ids
         unsigned = tokens.view(f"{tokens.dtype.byteorder}u{tokens.itemsize}")
         if unsigned.item(unsigned.argmax()) >= self._vocab_size:
             wrong = int(tokens.min())
@@ -242,7 +246,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Close and remove the temporary file."""
-        with suppress(OSError):  # closing flushes, which may fail again, for example on a full disk
+        # closing flushes the stream, and the write may fail again, for example on a full disk
+        with suppress(OSError):
             self._stream.close()
         self._discard()
 
@@ -250,12 +255,12 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> InputError:
-        """Return an InputError with the system's message, or else with the first line of HDF5's
-        message."""
-        text = str(error)  # HDF5 reports the full chain of calls down to the one that failed
+        """Return an InputError with the reason of a failed write: the system's message in the error
+        of HDF5, or the first line of the error if there is no such message."""
+        text = str(error)  # HDF5 reports the chain of its calls down to the call that failed
         reason = text.partition("\n")[0]
         if match := re.search(r"error message = '([^']+)'", text):
             reason = match[1]
         return InputError(
-            f"shard {self.path} cannot be written: {reason}; free space or choose another place"
+            f"shard {self.path} cannot be written: {reason}; free disk space, or use another disk"
         )

@@ -1,8 +1,8 @@
 """Datasets of token shards: finding, mapping, reading and verifying the shards.
 
-`header.py` describes the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
-metadata and the byte offset of `tokens` in the file. After that, the tokens are read through
-`np.memmap`, without HDF5.
+`header.py` describes the file format, and `shard_writer.py` writes shards. h5py opens a shard once,
+to read the metadata and the byte offset of the dataset `tokens` in the file. After that, the tokens
+are read through `np.memmap`, without HDF5.
 """
 
 import mmap
@@ -34,7 +34,8 @@ from ptdmpi.data.header import (
 
 # the name of a folder that marks a directory whose shards are still being written
 UNFINISHED = ".unfinished"
-# maximum number of maps at a time in one dataset; the kernel allows 65530 per process
+# maximum number of shards of one dataset that are mapped at a time; the kernel allows 65530 maps
+# per process
 _OPEN_SHARDS = 8192
 _OPEN_SHARE = 8  # a dataset uses at most an eighth of the allowed file descriptors
 _READ_ROWS = 64  # number of samples that are copied and checked at a time
@@ -42,8 +43,8 @@ _VERIFY_TOKENS = 1 << 22  # number of tokens that `verify` reads in one piece
 
 
 def find_shards(directory: str | Path) -> list[Path]:
-    """Return the shards of a dataset, sorted by name. Raise InputError if there are none, or if
-    they are unfinished."""
+    """Return the paths of the shards in a dataset's directory, sorted by name. Raise InputError if
+    the directory has no shards, or if its shards are still being written."""
     directory = Path(directory)
     try:
         if not directory.is_dir():
@@ -59,7 +60,7 @@ def find_shards(directory: str | Path) -> list[Path]:
         )
     if not shards:
         raise InputError(
-            f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize"
+            f"dataset {directory} has no *.h5 files; make some with ptdmpi-data tokenize"
         )
     return [directory / name for name in shards]
 
@@ -67,9 +68,9 @@ def find_shards(directory: str | Path) -> list[Path]:
 def find_headers(directory: str | Path) -> list[ShardHeader]:
     """Return the headers of a dataset's shards, sorted by name.
 
-    The headers come from SUMMARY if it lists them; then only the first one is compared with its
-    file. Raise InputError for a damaged SUMMARY, and for a listed shard that is missing. Also raise
-    the same errors as `find_shards` and `read_header`.
+    If SUMMARY lists the shards, the headers come from SUMMARY, and only the first header is
+    compared with its file. Raise InputError if SUMMARY is damaged, or if a listed shard is missing.
+    Also raise the same errors as `find_shards` and `read_header`.
     """
     paths = find_shards(directory)
     listed = listed_headers(Path(directory))
@@ -77,15 +78,15 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
     if gone:
         raise InputError(
             f"dataset {directory}: its {SUMMARY} lists {counted(len(gone), 'shard')} that cannot "
-            f"be found, such as {gone[0]}; restore them, or remove {SUMMARY} to do without them"
+            f"be found, such as {gone[0]}; restore them, or remove {SUMMARY} to train without them"
         )
     first, *others = [listed.get(path.name) or read_header(path) for path in paths]
     return [confirmed(first), *others]
 
 
 def map_tokens(header: ShardHeader) -> np.ndarray:
-    """Return all tokens of a shard, read-only. The file is mapped into memory, so that the
-    operating system reads pages when they are needed.
+    """Return all tokens of a shard as a read-only array. The file is mapped into memory, so the
+    operating system reads a page of the file when the page is first accessed.
 
     Raise InputError if the file cannot be mapped. Also raise the same errors as `confirmed`.
     """
@@ -99,8 +100,8 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
-    """Return the document offsets of a shard, uint64 [documents + 1], which are mapped like the
-    tokens."""
+    """Return the document offsets of a shard, uint64 [documents + 1], mapped into memory. Raise the
+    same errors as `confirmed`."""
     header = confirmed(header)
     shape = (header.documents + 1,)
     mapped = np.memmap(header.path, "<u8", "r", header.documents_byte_offset, shape)
@@ -108,11 +109,11 @@ def map_documents(header: ShardHeader) -> np.ndarray:
 
 
 def _open_limit(shards: int) -> int:
-    """Return how many shards of a dataset may be open at a time. Each open shard takes a file
-    descriptor.
+    """Return how many of a dataset's `shards` shards may be open at a time. Each open shard needs a
+    file descriptor.
 
-    The soft limit of descriptors, often 1024, is raised to the hard limit if that is needed:
-    opening a shard for each sample costs ten times as much as reading the sample.
+    The soft limit of descriptors, often 1024, is raised to the hard limit if the dataset needs
+    more, because opening a shard for each sample takes ten times as long as reading the sample.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):
@@ -124,14 +125,15 @@ def _open_limit(shards: int) -> int:
 class _MappedTokens:
     """The tokens of a shard, read through a memory map.
 
-    If a file is truncated while it is mapped, reading it ends the process by a bus error, without a
-    message. To prevent this, each read checks the size of the file first, which takes 1 us.
+    If a file is truncated while it is mapped, reading the map ends the process by a bus error,
+    without a message. To prevent this, each read checks the size of the file first, which takes 1
+    us.
     """
 
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        # numpy annotates the memory map of an array with a type that is too narrow
+        # numpy's annotation for the base of an array is too narrow for a memory map
         mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base
@@ -148,14 +150,15 @@ class _MappedTokens:
 
 
 def map_weights(header: ShardHeader) -> np.ndarray:
-    """Return the weights of a weighted shard, uint8 [tokens], which are mapped like the tokens."""
+    """Return the weights of a weighted shard's tokens, uint8 [tokens], mapped into memory. Raise
+    the same errors as `confirmed`."""
     header = confirmed(header)
     offset = header.weights_byte_offset
     return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
 
 
 class _PreadTokens:
-    """The tokens of a shard, read by pread, one slice at a time."""
+    """The tokens of a shard, read from the file by the system call pread, one slice at a time."""
 
     def __init__(self, header: ShardHeader):
         self._header = header = confirmed(header)
@@ -173,7 +176,7 @@ class _PreadTokens:
 
 
 def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
-    """Open the tokens of a shard. With `verified`, each block is verified when a token of it is
+    """Open the tokens of a shard. With `verified`, each block is verified when one of its tokens is
     first read, if the shard has checksums of blocks."""
     tokens: Tokens = _MappedTokens(header) if use_mmap else _PreadTokens(header)
     sums = block_sums(header.path, header.tokens) if verified else None
@@ -181,14 +184,15 @@ def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
-    """Return header number `shard`, after replacing it in the list by the confirmed one."""
+    """Return the confirmed header of shard number `shard`, and put it into the list in place of the
+    listed header."""
     headers[shard] = confirmed(headers[shard])
     return headers[shard]
 
 
 def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
-    """Return the number of the first sample of each shard, and at the end the number of all
-    samples."""
+    """Return the number of the first sample of each shard. The last element is the number of
+    samples of all shards."""
     return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
@@ -196,20 +200,21 @@ Address = tuple[int, int, int]  # number of a dataset, shard in the dataset, tok
 
 
 class Dataset:
-    """A directory of shards made with one tokenizer, seen as a sequence of training samples.
+    """A directory of shards that were made with one tokenizer, as a sequence of training samples.
 
-    A sample is seq_length + 1 consecutive tokens of one shard: the inputs, and, shifted by one
-    token, the labels. Sample j of a shard starts at token j * seq_length. If SUMMARY lists the
-    shards, their files are opened when they are first read, except for the first shard.
+    A sample is seq_length + 1 consecutive tokens of one shard. The first seq_length tokens are the
+    inputs, and the last seq_length tokens are the labels. Sample j of a shard starts at token j *
+    seq_length. If SUMMARY lists the shards, the first shard is opened at once, and each other shard
+    when it is first read.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
         """Find the shards of a directory, and check that their headers agree.
 
-        `use_mmap=False` reads by pread, for file systems on which mapping is slow. `verified`:
-        reading raises InputError for tokens of a damaged block (see `blocks`). Raise InputError if
-        shards differ in tokenizer, vocabulary size, eod_id, length of rows or pairs. Also raise the
-        same errors as `find_headers`.
+        With `use_mmap=False` tokens are read by the system call pread, for file systems on which
+        mapping is slow. With `verified`, reading raises InputError for tokens of a damaged block
+        (see `blocks`). Raise InputError if shards differ in tokenizer, vocabulary size, eod_id,
+        length of rows or pairs. Also raise the same errors as `find_headers`.
         """
         self.directory = Path(directory)
         self.headers = find_headers(directory)
@@ -225,14 +230,14 @@ class Dataset:
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
-        # length of the rows, with weights, into which documents are packed; 0: no rows and no
+        # the length of the rows into which documents are packed; 0: the shards have no rows and no
         # weights
         self.row_length = first.row_length
         self.pairs = first.pairs  # the documents of a row form pairs of answers
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # The caches do not refer to this object, so that files are closed with it, and not at a
-        # later garbage collection.
+        # The caches do not refer to this object. So the files are closed when the object is
+        # deleted, not at a later garbage collection.
         headers = self.headers
         self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)
@@ -245,7 +250,8 @@ class Dataset:
         return headers_sha256(self.headers)
 
     def samples(self, seq_length: int) -> int:
-        """Return the number of samples. Raise InputError if no shard has seq_length + 1 tokens."""
+        """Return the number of samples of `seq_length` + 1 tokens. Raise InputError if no shard has
+        so many tokens."""
         count = self._first_samples(seq_length)[-1]
         if count == 0:
             longest = max(header.tokens for header in self.headers)
@@ -256,8 +262,8 @@ class Dataset:
         return count
 
     def places(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Return the shard of each sample (int [n]), and the first token within it: int64 [2, n].
-        Raise IndexError for a sample that does not exist."""
+        """Return for each sample (int [n]) the number of its shard, and the position of its first
+        token in the shard: int64 [2, n]. Raise IndexError for a sample that does not exist."""
         firsts = np.array(self._first_samples(seq_length))
         indices = np.asarray(sample_indices, dtype=np.int64)
         if indices.size and not 0 <= indices.min() <= indices.max() < firsts[-1]:
@@ -273,8 +279,8 @@ class Dataset:
         errors as `places` and `gather`."""
         firsts = self._first_samples(seq_length)
         places = []
-        # like `places`, but with plain integers: for a few samples numpy takes longer than reading
-        # them
+        # This loop computes the same positions as `places`, with plain integers: for a few samples,
+        # numpy would take longer than reading the samples.
         for sample in sample_indices.tolist():
             if not 0 <= sample < firsts[-1]:
                 raise self._no_sample(firsts[-1])
@@ -283,13 +289,13 @@ class Dataset:
         return gather([self], places, seq_length + 1)
 
     def weights(self, shard: int) -> np.ndarray:
-        """Return the label weights of one shard's tokens, uint8 [tokens], for a dataset with
-        rows."""
+        """Return the weights of the tokens of shard number `shard` as labels, uint8 [tokens]. The
+        dataset must have rows."""
         return map_weights(_confirm(self.headers, shard))
 
     def documents(self, shard: int) -> np.ndarray:
-        """Return the document offsets o of one shard, uint64 [documents + 1]: document i has the
-        tokens [o[i], o[i+1])."""
+        """Return the document offsets o of shard number `shard`, uint64 [documents + 1]: document i
+        has the tokens [o[i], o[i+1])."""
         return map_documents(_confirm(self.headers, shard))
 
 
@@ -302,7 +308,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    if len(places) == 1:  # no narrow copy, which would cost half as much as the read
+    if len(places) == 1:  # without a narrow copy, which would take half as long as the read
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
         _check_ids(datasets, places, tokens)
@@ -316,17 +322,18 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # check the tokens before they are widened, which reads only a quarter or half of the bytes
+        # check the tokens before they are converted to int64: the check then reads only a quarter
+        # or half of the bytes
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows
 
 
 def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
-    """Raise InputError if a token id is outside the vocabulary. `tokens` has one row for each of
-    `places`, or is itself the only row."""
+    """Raise InputError if a token id is outside the vocabulary. `tokens` has one row for each
+    element of `places`; if there is only one row, `tokens` may be 1-D."""
     size = datasets[0].vocab_size
-    # argmax is the fastest way to read all ids
+    # argmax is numpy's fastest function that reads all ids
     if tokens.item(tokens.argmax()) >= size:
         ids = tokens.reshape(len(places), -1)
         row, column = np.argwhere(ids >= size)[0].tolist()
@@ -367,8 +374,8 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 def verify(path: str | Path) -> list[str]:
     """Read a shard completely, in bounded memory, and return its problems, one line each.
 
-    The checks are: the header, the checksums of tokens and weights, that ids are inside the
-    vocabulary, that weights are 0 or 1, and that document offsets ascend.
+    `verify` checks the header and the checksums of tokens and weights. It also checks that ids are
+    inside the vocabulary, that weights are 0 or 1, and that document offsets ascend.
     """
     try:
         header = read_header(path)

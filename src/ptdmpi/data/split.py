@@ -14,11 +14,13 @@ class SplitOrder(SampleOrder):
     """The order of all training samples of a run whose datasets are divided among `ranks` data
     ranks.
 
-    Each rank gets a contiguous block of datasets, all blocks having the same number of them, and
-    reads only that block. In step k data rank r trains on the r-th of `ranks` blocks of the B =
-    `global_size` samples, as without a split. The block consists of samples k B / ranks and
-    following of the rank's own order: a `SampleOrder` of its datasets, with their weights. Global
-    sample n is therefore still a pure function of seed and n, independent of t and p.
+    Each rank gets a contiguous block of datasets, and reads only the datasets of this block. All
+    blocks have the same number of datasets. In step k data rank r trains on the r-th of `ranks`
+    blocks of the step's B = `global_size` samples, as without a split. The samples of this block
+    come from the rank's own order, a `SampleOrder` of its datasets with their weights: they are B /
+    ranks samples of this order, beginning with sample k B / ranks. So global sample n is still a
+    pure function of seed, n and the number of data ranks, and does not depend on the tensor- and
+    pipeline-parallel sizes.
     """
 
     def __init__(
@@ -34,13 +36,13 @@ class SplitOrder(SampleOrder):
         errors as `SampleOrder`."""
         if len(parts) % ranks or global_size % ranks:
             raise ValueError(f"{ranks} ranks share {len(parts)} datasets and {global_size} samples")
-        # check all datasets together, so that an error names a dataset by its number among all
+        # check all datasets together, so that an error message numbers a dataset among all datasets
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size
         self.block = len(parts) // ranks  # number of datasets per rank
-        # A dataset's key is its number among all datasets. Two ranks with equal datasets therefore
-        # still have different orders.
+        # A dataset's key is its number among all datasets. So two ranks with equal datasets have
+        # different orders.
         keyed = []
         for number, part in enumerate(parts):
             keyed.append(part if part.key is not None else replace(part, key=number))
@@ -48,8 +50,8 @@ class SplitOrder(SampleOrder):
         self._orders = [SampleOrder(keyed[a:b], seed) for a, b in pairwise(share)]
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset (int64 [n]), and the sample within it (int64 [n]), of each of the
-        given global samples (int [n], at or after the start)."""
+        """Return for each global sample (int [n], at or after the start) the number of its dataset
+        (int64 [n]), and the number of the sample in this dataset (int64 [n])."""
         indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
         mine = self.global_size // self.ranks
         steps, places = np.divmod(indices, self.global_size)
@@ -64,8 +66,8 @@ class SplitOrder(SampleOrder):
         return datasets, samples
 
     def counts(self, total_samples: int) -> list[int]:
-        """Return how many of the first `total_samples` samples come from each dataset, including
-        those used before the start."""
+        """Return how many of the first `total_samples` samples of the run come from each dataset,
+        including the samples used before the start."""
         mine = self.global_size // self.ranks
         steps, rest = divmod(total_samples - self.start.sample, self.global_size)
         counts = []

@@ -2,10 +2,10 @@
 special tokens.
 
 A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
-into tokens. If the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al.
-2019) or end one, these marks decide where words begin. If the vocabulary does not represent blanks
-at all, each token is a word. The rule is derived at each start from the `tokenizer.json` in the
-folder of the shards; the byte tokenizer needs no file.
+into tokens. Some vocabularies mark tokens that continue a word (WordPiece, Devlin et al. 2019) or
+tokens that end a word; then these marks decide where words begin. If no token of the vocabulary
+contains a blank, each token is a word. The rule for words is derived at each start from the
+`tokenizer.json` in the folder of the shards; the byte tokenizer needs no file.
 """
 
 import json
@@ -35,10 +35,10 @@ SPECIAL_NAMES = {
 class MaskingVocabulary:
     """The special ids of a vocabulary, and which of its tokens begin words.
 
-    `size` is the size of the model's vocabulary: the shards' ids, and the special tokens that these
-    lack. A random token that replaces a masked one has an id below `drawn`. `begin`, `separator`
-    and `mask` are ids. A token continues the word of the previous token if it is `inner` and the
-    previous token is `open` (bool [size] each).
+    `size` is the size of the model's vocabulary: the number of ids in the shards, plus the number
+    of special tokens that the shards lack. A random token that replaces a masked token has an id
+    below `drawn`. `begin`, `separator` and `mask` are ids. A token continues the word of the
+    previous token if it is `inner` and the previous token is `open` (bool [size] each).
     """
 
     size: int
@@ -50,7 +50,7 @@ class MaskingVocabulary:
     open: np.ndarray
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Return for each of the tokens (int [n]) whether it begins a word, bool [n]."""
+        """Return True for each of the tokens (int [n]) that begins a word, bool [n]."""
         starts = np.ones(len(tokens), dtype=bool)
         starts[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
         return starts
@@ -59,8 +59,8 @@ class MaskingVocabulary:
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     """Return the vocabulary of the tokenizer that made the shards of `dataset`.
 
-    Raise InputError if `whole_words` is set and the shards' folder has no `tokenizer.json`, or one
-    of an unknown kind.
+    Raise InputError if `whole_words` is True and the folder of the shards has no `tokenizer.json`,
+    or a `tokenizer.json` that cannot be read.
     """
     tree, ids = _tokenizer(dataset, whole_words)
     special = special_ids(ids, dataset.vocab_size)
@@ -86,8 +86,8 @@ class SpecialTokens(NamedTuple):
 
 
 def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
-    """Return the special tokens of a vocabulary of `size` tokens with the ids `ids`. Special tokens
-    that it lacks get new ids, from `size` on."""
+    """Return the special tokens of a vocabulary of `size` tokens; `ids` has the id of each token.
+    Special tokens that the vocabulary lacks get new ids, from `size` on."""
     special = {}
     for role, names in SPECIAL_NAMES.items():
         special[role] = next((ids[name] for name in names if name in ids), size)
@@ -97,9 +97,9 @@ def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the content of `tokenizer.json`, and the id of each token. Both results are empty if
-    there is no such file and it is not `needed`. Raise InputError if the tokenizer is needed and
-    cannot be used."""
+    """Return the content of the dataset's `tokenizer.json`, and the id of each token. Both results
+    are empty if there is no such file and the file is not `needed`. Raise InputError if the
+    tokenizer is needed and cannot be used."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER
@@ -113,8 +113,8 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
         raise InputError(
-            f"{path}: {reason}; masking of whole words needs it: put it in the folder of the "
-            "shards, or set data.whole_words = false"
+            f"{path}: {reason}; masking of whole words needs this file: put it into the folder "
+            "of the shards, or set data.whole_words = false"
         ) from None
     return tree, ids
 
@@ -132,13 +132,14 @@ def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield from ((token["content"], token["id"]) for token in tree.get("added_tokens", []))
 
 
-# token -> (whether it can continue the previous word, whether the next token can continue its word)
+# Function: token -> (whether the token can continue the word of the previous token, whether the
+# next token can continue the word of this token).
 Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
-    """Return the rule for the ends of tokens, which depends on the marks that the tokenizer
-    uses."""
+    """Return the function `Ends` for a tokenizer, which depends on the marks that the tokenizer
+    uses for words."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -154,16 +155,16 @@ def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
 
 def _byte_characters() -> list[str]:
     """Return the character that byte-level BPE writes for each byte: printable bytes as themselves,
-    the others as characters from 256 on (Radford et al. 2019, section 2.2)."""
+    all other bytes as the characters from 256 on (Radford et al. 2019, section 2.2)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last byte of a token are parts of words. The characters of
-    the token are bytes. Bytes beyond ASCII are parts of words, because they are parts of
-    letters."""
+    """Return whether the first and the last byte of a token are parts of words. Each character of
+    `token` represents one byte. Bytes beyond ASCII are treated as parts of words, because they are
+    parts of letters."""
     return _byte_in_word(token[0]), _byte_in_word(token[-1])
 
 
@@ -172,8 +173,8 @@ def _byte_in_word(character: str) -> bool:
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last character of a token are parts of words, for a token in
-    plain text, with BLANK for a blank and <0x..> for a byte."""
+    """Return whether the first and the last character of a token are parts of words, for a token
+    that is written as plain text, where BLANK represents a blank and <0x..> a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     return _in_word(token[0]), _in_word(token[-1])

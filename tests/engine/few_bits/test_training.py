@@ -106,7 +106,7 @@ def test_the_account_has_what_a_product_makes(comm, precision, half):
         ({"quantize.weights": "int4", "quantize.block": 64}, "legal nearby: 8 or 16 or 32"),
         (INT4 | {"parallel.tensor": 4, "quantize.block": 16}, r"\(32, 8, 32\).* 2 or 4 or 8"),
         (INT4 | {"quantize.block": 7}, "quantize.block"),
-        ({"quantize.block": 32}, 'of no use to quantize.weights = "none"; legal: block = 64'),
+        ({"quantize.block": 32}, 'no effect with quantize.weights = "none"; legal: block = 64'),
         ({"quantize.weights": "int3"}, "quantize.weights"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_method_of_the_context_axis_is_priced_as_asked():
 
 @pytest.mark.parametrize("option", ["layout", "why"])
 def test_an_empty_layout_is_refused_and_does_not_search(option):
-    with pytest.raises(InputError, match='"" is no size'):
+    with pytest.raises(InputError, match='"" is not a size'):
         answer(LayoutRequest(MODEL, "selene", ranks=8, batch=16, **{option: ""}))
 
 

@@ -10,11 +10,11 @@ PARTITIONED = {"recompute.partition_activations": True}
 # 3 divides heads and MLP, and no hidden size of 16
 UNEVEN = {"model.heads": 3, "model.head_size": 4, "model.ffn_hidden": 48, "model.hidden": 16}
 RULES = [
-    ({"recompute.layers": 2}, 'recompute.layers belongs to recompute.mode = "full"'),
+    ({"recompute.layers": 2}, 'recompute.layers has an effect only with recompute.mode = "full"'),
     (FULL | {"recompute.layers": 4}, "recompute.layers = 4: the model has 3 layers"),
     (
         PARTITIONED | {"recompute.mode": "selective"},
-        'recompute.partition_activations belongs to recompute.mode = "full"',
+        'recompute.partition_activations has an effect only with recompute.mode = "full"',
     ),
     (
         PARTITIONED | FULL | {"parallel.tensor": 2, "parallel.sequence_parallel": True},

@@ -1,8 +1,8 @@
 """All rules about combinations of keys in a configuration.
 
-A rule is a function whose arguments are sections of a configuration. The rule yields one line for
-each mistake. A rule about several sections is skipped if one of the sections could not be read
-(`where_known`).
+A rule is a function whose arguments are sections of a configuration. The function yields one line
+for each mistake. A rule about several sections is skipped if one of these sections could not be
+read (`where_known`).
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ from ptdmpi.config.wires import wire_mistakes
 
 def rules(sections: Sections, ranks: int) -> Iterator[str]:
     """Yield the mistakes in combinations of keys for a run on `ranks` ranks, one line each. `ranks`
-    includes the `run.spare_ranks` spare ranks.
+    includes the spare ranks (`run.spare_ranks`).
     """
     spare = 0
     if sections.run is not None:

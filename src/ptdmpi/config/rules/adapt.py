@@ -24,16 +24,16 @@ def adapt_rules(sections: Sections) -> Iterator[str]:
 def _base_rules(adapt: AdaptConfig) -> Iterator[str]:
     if adapt.method == "full" and not adapt.base:
         yield (
-            'adapt.method = "full" trains all of a model: adapt.base is missing; legal: a run '
-            "directory, a checkpoint, or what `ptdmpi convert from-hf` made"
+            'adapt.method = "full" trains all weights of a model: adapt.base is missing; legal: a '
+            "run directory, a checkpoint, or the output of `ptdmpi convert from-hf`"
         )
 
 
 def _beginning_rules(adapt: AdaptConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     if adapt.method == "full" and checkpoint.initial is not None:
         yield (
-            'adapt.method = "full" begins from adapt.base, and checkpoint.initial would be another '
-            "beginning; legal: one of the two"
+            'adapt.method = "full" begins from adapt.base, so checkpoint.initial must not name '
+            "other weights; legal: one of the two"
         )
 
 
@@ -43,14 +43,14 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
         if key != "method" and key not in USED[adapt.method] and value != field.default:
             shown = toml_text(field.default)
             yield (
-                f'adapt.{key} is of no use to adapt.method = "{adapt.method}"; legal: '
+                f'adapt.{key} has no effect with adapt.method = "{adapt.method}"; legal: '
                 f"{key} = {shown}"
             )
 
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
     """Yield the mistakes in the choice of the layers and linears that get adapters. If the head of
-    a task is trained, it is legal that no layer has adapters.
+    a task is trained, the layers need not have any adapters.
     """
     if not adapt.adapts:
         return
@@ -62,12 +62,12 @@ def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> It
         head = ""
     if adapt.first_layer > most:
         yield (
-            f"adapt.first_layer = {adapt.first_layer} of {counted(model.layers, 'layer')}; legal: "
-            f"0 to {most}{head}"
+            f"adapt.first_layer = {adapt.first_layer}, but the model has "
+            f"{counted(model.layers, 'layer')}; legal: 0 to {most}{head}"
         )
     if adapt.targets == "all":
         return
     known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
     for pattern in adapt.targets:
         if not any(fnmatchcase(name, pattern) for name in known):
-            yield f'adapt.targets: "{pattern}" is nothing of a layer; legal: {", ".join(known)}'
+            yield f'adapt.targets: "{pattern}" matches no target; legal: {", ".join(known)}'

@@ -9,8 +9,8 @@ from ptdmpi.config.configuration import Sections
 
 
 class _Excluded(NamedTuple):
-    """A setting that cannot be combined with context parallelism: whether the setting is used, its
-    text, the reason, and the legal values.
+    """A setting that cannot be combined with context parallelism: whether a run has the setting,
+    the text of the setting, the reason, and the legal values.
     """
 
     is_set: bool
@@ -20,14 +20,14 @@ class _Excluded(NamedTuple):
 
 
 def context_rules(sections: Sections) -> Iterator[str]:
-    """Yield the settings that are not legal if `parallel.context` is above 1."""
+    """Yield a mistake for each setting that is not legal if `parallel.context` is above 1."""
     parallel = sections.parallel
     if parallel is None or parallel.context == 1:
         return
     for excluded in _excluded(sections):
         if excluded.is_set:
             yield (
-                f"parallel.context = {parallel.context} cuts sequences, and {excluded.key} "
+                f"parallel.context = {parallel.context} cuts sequences, but {excluded.key} "
                 f"{excluded.reason}; legal: context = 1, or {excluded.legal}"
             )
 
@@ -43,13 +43,13 @@ def _excluded(sections: Sections) -> Iterator[_Excluded]:
         yield _Excluded(
             run.reproducible,
             "run.reproducible = true",
-            "sums gradients of whole sequences along one tree",
+            "sums the gradients of whole sequences along one tree",
             "reproducible = false",
         )
         yield _Excluded(
             run.compile,
             "run.compile = true",
-            "compiles a layer without messages",
+            "compiles only layers that send no messages",
             "compile = false",
         )
     method = sections.data_parallel
@@ -57,26 +57,26 @@ def _excluded(sections: Sections) -> Iterator[_Excluded]:
         yield _Excluded(
             method.method != "all_reduce",
             f'data_parallel.method = "{method.method}"',
-            "sums gradients over the data axis alone",
+            "sums gradients only over the data axis",
             'method = "all_reduce"',
         )
     if log is not None:
         yield _Excluded(
             log.gradient_noise_every_steps > 0,
             f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}",
-            "compares gradients of whole sequences",
+            "compares the gradients of whole sequences",
             "0",
         )
         yield _Excluded(
             log.tasks_every_steps > 0,
             f"log.tasks_every_steps = {log.tasks_every_steps}",
-            "asks the model that trains for whole sequences",
+            "evaluates whole sequences with the model in training",
             "0",
         )
     if task is not None:
         yield _Excluded(
             task.kind != "none",
             f'task.kind = "{task.kind}"',
-            "judges a sequence at one position",
+            "computes its loss at one position of a sequence",
             'kind = "none"',
         )

@@ -11,7 +11,7 @@ from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.sections import ParallelConfig, RunConfig
 
-# the keys that describe experts, besides their number and their width
+# the keys of [model] about experts, except `experts` and `expert_hidden`
 KEYS = (
     "experts_per_token",
     "shared_experts",
@@ -40,7 +40,7 @@ def expert_rules(sections: Sections) -> Iterator[str]:
     default = ModelConfig.model_fields["balance_coefficient"].default
     if model.balance == "none" and model.balance_coefficient != default:
         yield (
-            f"model.balance_coefficient = {model.balance_coefficient} is of no use to balance = "
+            f"model.balance_coefficient = {model.balance_coefficient} has no effect with balance = "
             f'"none"; legal: {default}'
         )
     yield from _form_rules(model)
@@ -57,30 +57,30 @@ def _unused_keys(model: ModelConfig) -> Iterator[str]:
         default = ModelConfig.model_fields[key].default
         if value != default:
             yield (
-                f"model.{key} = {toml_text(value)} is of no use without experts; legal: {key} = "
+                f"model.{key} = {toml_text(value)} has no effect without experts; legal: {key} = "
                 f"{toml_text(default)}, or model.experts above 0"
             )
     if model.expert_hidden != model.ffn_hidden:
         yield (
-            f"model.expert_hidden = {model.expert_hidden} is of no use without experts; legal: "
-            f"{model.ffn_hidden} as model.ffn_hidden, or model.experts above 0"
+            f"model.expert_hidden = {model.expert_hidden} has no effect without experts; legal: "
+            f"{model.ffn_hidden}, the value of model.ffn_hidden, or model.experts above 0"
         )
 
 
 def _size_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each pair of numbers of experts and of groups that do not fit
+    """Yield a mistake if the numbers of experts, of chosen experts and of router groups do not fit
     together.
     """
     if not 1 <= model.experts_per_token <= model.experts:
         yield (
-            f"model.experts_per_token = {model.experts_per_token} of model.experts = "
+            f"model.experts_per_token = {model.experts_per_token}, but model.experts = "
             f"{model.experts}; legal: 1 to {model.experts}"
         )
         return
     if model.experts_per_token == 1 and model.router_normalize:
         yield (
-            "model.router_normalize = true makes the weight of a single expert 1, and its router "
-            "has no gradient; legal: router_normalize = false, or model.experts_per_token above 1"
+            "model.router_normalize = true gives a single expert the weight 1, so the router has "
+            "no gradient; legal: router_normalize = false, or model.experts_per_token above 1"
         )
     if model.experts % model.router_groups:
         yield (
@@ -93,29 +93,27 @@ def _size_rules(model: ModelConfig) -> Iterator[str]:
     least = -(-model.experts_per_token // each)
     if not least <= model.router_top_groups <= model.router_groups:
         yield (
-            f"model.router_top_groups = {model.router_top_groups} of {model.router_groups} groups "
-            f"of {each} experts, of which {model.experts_per_token} are chosen; legal: {least} to "
-            f"{model.router_groups}"
+            f"model.router_top_groups = {model.router_top_groups}: each of the "
+            f"{model.router_groups} groups contains {each} of the experts, and a token uses "
+            f"{model.experts_per_token}; legal: {least} to {model.router_groups}"
         )
 
 
 def _form_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each property of a layer that is not supported with experts."""
+    """Yield a mistake for each key about the form of a layer that is not supported with experts."""
     if model.mlp_bias:
         yield (
             f"model.bias = {toml_text(model.bias)}: experts have no biases; legal: "
             'bias = false, "attention" or "qkv"'
         )
     if "mlp" not in model.sublayers:
-        yield 'model.sublayers has no "mlp", which experts replace; legal: "mlp" among them'
+        yield 'model.sublayers has no "mlp", which experts replace; legal: sublayers with "mlp"'
     if model.block_norm == "post":
-        yield 'model.block_norm = "post" with experts; legal: "pre" or "sandwich"'
+        yield 'model.block_norm = "post" cannot be combined with experts; legal: "pre", "sandwich"'
 
 
 def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Yield a mistake for each setting that does not support experts, with the legal
-    alternative.
-    """
+    """Yield (setting, legal alternative) for each setting that cannot be combined with experts."""
     adapt, method = sections.adapt, sections.data_parallel
     if adapt is not None and adapt.adapts:
         yield f'adapt.method = "{adapt.method}"', 'adapt.method = "none" or "full"'
@@ -123,21 +121,21 @@ def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
         yield f'data_parallel.method = "{method.method}"', 'data_parallel.method = "all_reduce"'
     if sections.quantize is not None and sections.quantize.weights != "none":
         yield f'quantize.weights = "{sections.quantize.weights}"', 'quantize.weights = "none"'
-    # the host counts the tokens of each expert, in the middle of a layer
+    # a layer with experts cannot be compiled, because the host counts the tokens of each expert in
+    # the middle of the layer
     yield from where_known(_compiles, sections.run)
     yield from where_known(_own_loss, sections.model, sections.run)
     yield from where_known(_cuts_sequences, sections.model, sections.parallel)
 
 
 def may_deal(sections: Sections) -> bool:
-    """Return True if no setting of `sections` needs all experts on every rank."""
+    """Return True if experts may be distributed over ranks, because no setting of `sections` needs
+    all experts on every rank."""
     return not any(True for _ in _dealing(sections))
 
 
 def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Yield a mistake for each setting that needs all experts on every rank, with the legal
-    alternative.
-    """
+    """Yield (setting, legal alternative) for each setting that needs all experts on every rank."""
     if sections.run is not None and sections.run.reproducible:
         # the reduction tree has a leaf for the gradient of each microbatch, but with distributed
         # experts the gradient of one microbatch is on several ranks
@@ -150,7 +148,7 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
     if log.tasks_every_steps:
-        # data ranks have different questions, so they would not exchange tokens equally often
+        # data ranks answer different questions, so they would not exchange tokens equally often
         yield f"log.tasks_every_steps = {log.tasks_every_steps}", "0"
 
 
@@ -160,13 +158,14 @@ def _compiles(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
-    # the number of terms of such a loss is not known when the gradients of routers are computed
+    # the number of terms of a user's own loss is not known when the gradients of routers are
+    # computed
     if run.loss and model.router_losses:
         yield f'run.loss = "{run.loss}" with losses of routers', 'balance = "bias" or "none"'
 
 
 def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # each rank would count the experts of its own part of a sequence
+    # each context rank would count only the expert choices in its own part of a sequence
     if model.balance == "sequence" and parallel.context > 1:
         key = f'balance = "sequence" at parallel.context = {parallel.context}'
         yield key, 'balance = "bias", "batch" or "none"'

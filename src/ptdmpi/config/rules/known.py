@@ -1,5 +1,5 @@
-"""A helper for rules about several sections, which are checked only if all these sections could be
-read.
+"""A helper for rules about several sections. Such a rule is checked only if all its sections could
+be read.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +28,7 @@ def where_known(
 
 
 def where_known(rule: Callable[..., Iterator[Mistake]], /, *sections: Any) -> Iterator[Mistake]:
-    """Yield the mistakes that `rule` finds in these sections; nothing if one of them is None."""
+    """Yield the mistakes that `rule` finds in these sections; yield nothing if one of the sections
+    is None, because it could not be read."""
     if all(section is not None for section in sections):
         yield from rule(*sections)

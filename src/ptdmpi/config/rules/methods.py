@@ -25,8 +25,8 @@ from ptdmpi.config.zero import covers_state
 
 
 def method_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [data_parallel], and the settings of other sections that its method
-    excludes.
+    """Yield the mistakes in [data_parallel], and a mistake for each setting of another section that
+    cannot be combined with the data-parallel method.
     """
     section = sections.data_parallel
     yield from where_known(_unused, section)
@@ -55,8 +55,8 @@ def _compressor_rules(section: DataParallelConfig) -> Iterator[str]:
     ):
         yield (
             f'data_parallel.error_feedback = "{section.error_feedback}" compresses the mean again, '
-            "and the mean of what power_sgd sends has its low rank already; legal: error_feedback "
-            '= "none", "mem_sgd" or "ef21", or another compressor'
+            "but the mean of the codes of power_sgd already has low rank; legal: error_feedback = "
+            '"none", "mem_sgd" or "ef21", or another compressor'
         )
 
 
@@ -65,7 +65,7 @@ def _moment_rules(section: DataParallelConfig, optimizer: OptimizerConfig) -> It
         return
     if section.average_moments and not optimizer.moments:
         yield (
-            "data_parallel.average_moments = true averages moments, and optimizer.kind = "
+            "data_parallel.average_moments = true averages moments, but optimizer.kind = "
             f'"{optimizer.kind}" without momentum has none; legal: average_moments = false, '
             "optimizer.momentum above 0, or another kind"
         )
@@ -76,87 +76,89 @@ def _reproducible_rules(section: DataParallelConfig, run: RunConfig) -> Iterator
         return
     if run.reproducible:
         yield (
-            "run.reproducible = true adds up the microbatches of all replicas along one tree, "
-            f"whatever d is, and {_named(section)} has an update that depends on d or on its own "
-            'order of sums; legal: run.reproducible = false, or method = "all_reduce"'
+            "run.reproducible = true sums the gradients of all microbatches along one tree, "
+            f"whatever d is, but the update of {_named(section)} depends on d or sums in another "
+            'order; legal: run.reproducible = false, or method = "all_reduce"'
         )
 
 
 def _loss_scale_rules(section: DataParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
     if section.method == "compressed" and precision.scales_loss:
         yield (
-            'precision.compute = "fp16" scales the loss until gradients overflow, and '
-            f"{_named(section)} would remember what overflowed, in units of a scale that changes; "
-            'legal: compute = "bf16", "fp32" or "fp64"'
+            'precision.compute = "fp16" changes the scale of the loss during a run, but the error '
+            f"memories of {_named(section)} would contain gradients with an old scale or with "
+            'overflows; legal: compute = "bf16", "fp32" or "fp64"'
         )
 
 
 def _unused(section: DataParallelConfig) -> Iterator[str]:
-    """Yield the keys that the chosen method or compressor does not use."""
+    """Yield a mistake for each key that is set but is not used by the chosen method or
+    compressor."""
     fields = type(section).model_fields.items()
     given = {key for key, field in fields if getattr(section, key) != field.default}
     for key, methods in USED_BY.items():
         if key in given and section.method not in methods:
             yield (
-                f"data_parallel.{key} belongs to {_of('method', methods)}, not to "
+                f"data_parallel.{key} has an effect only with {_of('method', methods)}, not with "
                 f'"{section.method}"; legal: {key} = {_default(section, key)}'
             )
     for key, compressors in COMPRESSED_BY.items():
         wrong = section.method in COMPRESSING and section.compressor not in compressors
         if key in given and wrong:
             yield (
-                f"data_parallel.{key} belongs to {_of('compressor', compressors)}, not to "
-                f'"{section.compressor}"; legal: {key} = {_default(section, key)}'
+                f"data_parallel.{key} has an effect only with {_of('compressor', compressors)}, "
+                f'not with "{section.compressor}"; legal: {key} = {_default(section, key)}'
             )
     compresses = section.method == "compressed"
     if compresses and "rounds" in given and section.error_feedback != "neolithic":
         yield (
-            'data_parallel.rounds belongs to error_feedback = "neolithic", not to '
+            'data_parallel.rounds has an effect only with error_feedback = "neolithic", not with '
             f'"{section.error_feedback}"; legal: rounds = {_default(section, "rounds")}'
         )
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """Yield the keys that no known method combines, if replicas differ."""
+    """Yield a mistake for each combination of keys that no published method has, for methods after
+    whose steps the weights of replicas may differ."""
     if section.method not in DIFFERING:
         return
     if not encodes(section):
         for key in ("error_feedback", "consensus_rate"):
             if getattr(section, key) != type(section).model_fields[key].default:
                 yield (
-                    f'data_parallel.{key} is of codes, and compressor = "none" makes none; legal: '
+                    f'data_parallel.{key} has no effect with compressor = "none"; legal: '
                     f"{key} = {_default(section, key)}, or another compressor"
                 )
         return
     method = f'data_parallel.method = "{section.method}" with compressor = "{section.compressor}"'
     if section.average_moments:
-        yield f"{method} sends parameters alone; legal: average_moments = false"
+        yield f"{method} sends only parameters, no moments; legal: average_moments = false"
     if section.method == "local":
         if section.error_feedback not in ("none", "mem_sgd"):
             yield (
-                f'{method} and error_feedback = "{section.error_feedback}" is in no paper that is '
-                'known here; legal: error_feedback = "none" or "mem_sgd"'
+                f'{method} and error_feedback = "{section.error_feedback}" is a combination that '
+                'we know from no paper; legal: error_feedback = "none" or "mem_sgd"'
             )
         return
     if section.compressor == "power_sgd":
         legal = ", ".join(f'"{name}"' for name in get_args(CompressorName)[1:-1])
-        yield f"{method}: its factors are summed over all replicas; legal: {legal}"
+        yield f"{method} would have to sum its factors over all replicas; legal: {legal}"
     for key in ("average_every", "overlap"):
         if getattr(section, key):
-            yield f"{method}: neighbours know no more than codes; legal: {key} = " + _default(
+            yield f"{method}: neighbours receive only codes; legal: {key} = " + _default(
                 section, key
             )
     if section.topology in NOT_STEADY:
         legal = ", ".join(f'"{name}"' for name in STEADY)
         yield (
-            f'{method} needs one symmetric graph, and topology = "{section.topology}" is another '
-            f"in each step, or directed; legal: {legal}, or a file of edges"
+            f'{method} needs one symmetric graph, but the graph of topology = "{section.topology}" '
+            f"is directed or changes in each step; legal: {legal}, or a file of edges"
         )
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if the low-rank factors are not smaller than any of the tiles that they
-    replace.
+    """Yield a mistake if PowerSGD would shrink no tile: if for every tile of the model the two
+    low-rank factors have at least as many numbers as the tile.
     """
     if section.method == "all_reduce":
         return
@@ -167,8 +169,8 @@ def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str
     most = max((lines * length - 1) // (lines + length) for lines, length in tiles)
     if section.rank > most:
         yield (
-            f"data_parallel.rank = {section.rank}: two factors of that rank have no fewer numbers "
-            f"than any tile of this model; legal: 1 to {most}"
+            f"data_parallel.rank = {section.rank}: two factors of this rank have as many numbers "
+            f"as each tile of this model, or more; legal: 1 to {most}"
         )
 
 
@@ -181,8 +183,8 @@ def _default(section: DataParallelConfig, key: str) -> str:
 
 
 def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a mistake for each setting that shards or offloads state that the data-parallel method
-    needs as a whole, to change it or to send it.
+    """Yield a mistake for each setting that shards or offloads state which the data-parallel method
+    must change or send completely.
     """
     if section.method == "all_reduce":
         return
@@ -190,13 +192,13 @@ def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> I
     if covers_state(parallel.zero):
         why = "each rank needs the whole gradient"
         if section.method in DIFFERING:
-            why = "replicas differ, so that no rank could hold a part of another's state"
+            why = "replicas differ, so no rank can store a part of another rank's state"
         yield (
-            f"parallel.zero = {parallel.zero} shares out what all data ranks have alike, and under "
-            f'{method} {why}; legal: zero = 0, or method = "all_reduce"'
+            f"parallel.zero = {parallel.zero} shards state that is equal on all data ranks, but "
+            f'under {method} {why}; legal: zero = 0, or method = "all_reduce"'
         )
     if replicas_differ(section) and parallel.offload != "none":
         yield (
-            f'parallel.offload = "{parallel.offload}" keeps state off the device, and {method} '
-            'mixes it there in every round; legal: offload = "none"'
+            f'parallel.offload = "{parallel.offload}" keeps state off the device, but {method} '
+            'uses this state on the device in every round; legal: offload = "none"'
         )

@@ -12,7 +12,8 @@ MIN_MASKED_LENGTH = 8
 
 
 def shape_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in the sizes of a model, and in the requirements of its objective."""
+    """Yield the mistakes in the sizes of a model, in its sublayers, and in the keys of its training
+    objective."""
     if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
@@ -60,15 +61,15 @@ def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in keys of masked language models and of heads for tasks."""
+    """Yield the mistakes in the keys for masked language models and for heads for tasks."""
     if model.classifies != bool(model.classes):
         yield (
-            f'model.classes = {model.classes} and model.output_head = "{model.output_head}" do not '
-            "go together: [task] sets both"
+            f"model.classes = {model.classes} does not fit model.output_head = "
+            f'"{model.output_head}": leave both out, because [task] sets them'
         )
     for key in ("tie_embeddings", "sentence_order"):
         if model.classifies and getattr(model, key):
-            yield f'model.{key} = true: model.output_head = "classes" has no such head'
+            yield f'model.{key} = true: a model with output_head = "classes" has no such head'
     if not model.masked:
         for key, value in (
             ('output_head = "mlm"', model.output_head == "mlm"),
@@ -76,12 +77,12 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
             ("sentence_order = true", model.sentence_order),
         ):
             if value:
-                yield f'model.{key} belongs to model.attention = "bidirectional"'
+                yield f'model.{key} is legal only with model.attention = "bidirectional"'
         return
     if model.sliding_window:
         yield (
-            f"model.sliding_window = {model.sliding_window} belongs to "
-            'model.attention = "causal"; legal: 0'
+            f"model.sliding_window = {model.sliding_window} is legal only with "
+            'model.attention = "causal"; legal here: 0'
         )
     if model.seq_length < MIN_MASKED_LENGTH:
         yield (
@@ -91,20 +92,20 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
-    """Yield the keys of [log] that need a model that predicts the next token, if the model is
-    masked."""
+    """Yield a mistake for each key of [log] that needs predictions of the next token, if the model
+    is a masked model. A masked model cannot predict the next token."""
     if model.masked and log.bigram_baseline:
-        yield "log.bigram_baseline predicts the next token, not masked ones"
+        yield "log.bigram_baseline predicts the next token, but this model predicts masked tokens"
     if model.masked and log.tasks:
-        yield "log.tasks asks for the next token: this model sees both sides of a token"
+        yield "log.tasks needs predictions of the next token, but this model predicts masked tokens"
 
 
 def quantize_rules(quantize: QuantizeConfig) -> Iterator[str]:
-    """Yield a mistake for each key of [quantize] that has no effect. The rules about layouts check
-    that no layout cuts a block.
+    """Yield a mistake for each key of [quantize] that has no effect. The module `legality` checks
+    that a layout does not divide a block between ranks.
     """
     default = QuantizeConfig.model_fields["block"].default
     if quantize.weights == "none" and quantize.block != default:
         yield (
-            f'quantize.block is of no use to quantize.weights = "none"; legal: block = {default}'
+            f'quantize.block has no effect with quantize.weights = "none"; legal: block = {default}'
         )

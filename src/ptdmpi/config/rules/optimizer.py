@@ -58,7 +58,7 @@ def optimizer_rules(sections: Sections) -> Iterator[str]:
 def _matrices_and_offload(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.offload != "none":
         yield (
-            f'parallel.offload = "{parallel.offload}" updates the state in chunks on the host, and '
+            f'parallel.offload = "{parallel.offload}" updates the state in chunks on the host, but '
             f'{MUON} orthogonalizes whole matrices; legal: offload = "none", or another kind'
         )
 
@@ -66,7 +66,7 @@ def _matrices_and_offload(parallel: ParallelConfig) -> Iterator[str]:
 def _matrices_and_adapters(adapt: AdaptConfig) -> Iterator[str]:
     if adapt.method == "ia3":
         yield (
-            f'adapt.method = "ia3" trains vectors, and {MUON} orthogonalizes matrices; legal: '
+            f'adapt.method = "ia3" trains vectors, but {MUON} orthogonalizes matrices; legal: '
             'adapt.method = "lora", or optimizer.kind = "adamw"'
         )
 
@@ -74,25 +74,27 @@ def _matrices_and_adapters(adapt: AdaptConfig) -> Iterator[str]:
 def _matrices_and_moments(section: DataParallelConfig) -> Iterator[str]:
     if section.average_moments:
         yield (
-            f"data_parallel.average_moments = true: {MUON} keeps other moments of matrices than of "
-            "the rest; legal: average_moments = false, or another kind"
+            f"data_parallel.average_moments = true: {MUON} keeps other moments for matrices than "
+            "for other parameters; legal: average_moments = false, or another kind"
         )
 
 
 def _offload_rules(
     optimizer: OptimizerConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> Iterator[str]:
-    """Yield a mistake if there is no state to offload: neither moments nor master weights."""
+    """Yield a mistake if `parallel.offload` is set but there is no state to offload: neither
+    moments nor separate master weights."""
     has_masters = PRECISIONS[precision.compute].has_masters
     if parallel.offload != "none" and not optimizer.moments and not has_masters:
         yield (
-            'parallel.offload: optimizer.kind = "sgd" without momentum keeps nothing of a '
-            'parameter but its weight; legal: offload = "none"'
+            'parallel.offload: optimizer.kind = "sgd" without momentum keeps no state that could '
+            'be offloaded; legal: offload = "none"'
         )
 
 
 def _step_rules(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if warm-up and decay have more steps than the run."""
+    """Yield a mistake if the warm-up, or warm-up and final decay together, have more steps than the
+    run."""
     last = 0
     if optimizer.decay == "wsd":
         last = optimizer.last_steps(run.steps)
@@ -105,22 +107,23 @@ def _step_rules(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
         left = run.steps - optimizer.warmup_steps
         legal = f"decay_steps of at most {left}" if left else "fewer warmup_steps"
         yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps} and the {last} that "
-            f'decay = "wsd" ends with are more than run.steps = {run.steps}; legal: {legal}'
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} and the {last} last steps of "
+            f'decay = "wsd" are together more than run.steps = {run.steps}; legal: {legal}'
         )
 
 
 def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> Iterator[str]:
     if optimizer.ema_decay and section.method in DIFFERING:
         yield (
-            "optimizer.ema_decay follows the weights of every update, and data_parallel.method = "
-            f'"{section.method}" mixes them after it; legal: ema_decay = 0, or method = '
+            "optimizer.ema_decay averages the weights after every update, but data_parallel.method "
+            f'= "{section.method}" mixes them later; legal: ema_decay = 0, or method = '
             '"all_reduce"'
         )
 
 
 def _own_mistake(name: str) -> str:
-    """Return the mistake in the name of the user's own optimizer; "" if there is no mistake."""
+    """Return the mistake in the user's own optimizer, which `name` names; "" if there is no
+    mistake."""
     if not name:
         return 'optimizer.kind = "own" needs optimizer.own = "module:class"'
     try:
@@ -133,8 +136,8 @@ def _own_mistake(name: str) -> str:
     names = own.moments
     if not isinstance(names, tuple | list) or not all(_names_a_moment(name) for name in names):
         return (
-            f"optimizer.own: {name} has moments = {names!r}; legal: a tuple of names, without / "
-            f"and #, and without {WEIGHTS}"
+            f"optimizer.own: {name} has moments = {names!r}; legal: a tuple of names without the "
+            f"characters / and #, and without the name {WEIGHTS}"
         )
     if len(set(names)) < len(names):
         return f"optimizer.own: {name} has moments = {names!r}; legal: each name once"
@@ -142,27 +145,28 @@ def _own_mistake(name: str) -> str:
 
 
 def _names_a_moment(name: object) -> bool:
-    """Return True if a checkpoint can store state under this name, next to the weights."""
+    """Return True if a checkpoint can store a kind of optimizer state under this name."""
     if not isinstance(name, str) or not name.isprintable() or set(name) & set("/#"):
         return False
     return name not in ("", WEIGHTS)
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a mistake for each key that is set although only another kind of optimizer, or of
-    decay, uses it.
+    """Yield a mistake for each key that is set but has no effect with the chosen kind of optimizer
+    or of decay.
     """
     kind, fields = optimizer.kind, OptimizerConfig.model_fields
     for key, kinds in OPTIMIZED_BY.items():
         if getattr(optimizer, key) != fields[key].default and kind not in kinds:
             legal = toml_text(fields[key].default)
             yield (
-                f'optimizer.{key} is of no use to optimizer.kind = "{kind}"; legal: {key} = {legal}'
+                f'optimizer.{key} has no effect with optimizer.kind = "{kind}"; legal: {key} = '
+                f"{legal}"
             )
     if kind == "sgd" and optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov = true needs optimizer.momentum above 0"
     if optimizer.decay != "wsd" and optimizer.decay_steps != fields["decay_steps"].default:
         yield (
-            f'optimizer.decay_steps belongs to decay = "wsd": decay = "{optimizer.decay}" has '
-            f"no constant part before it; legal: decay_steps = {fields['decay_steps'].default}"
+            f'optimizer.decay_steps has an effect only with decay = "wsd", not with decay = '
+            f'"{optimizer.decay}"; legal: decay_steps = {fields["decay_steps"].default}'
         )

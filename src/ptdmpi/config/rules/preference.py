@@ -1,5 +1,5 @@
-"""Rules about the section [preference]: the requirements of a loss of pairs, and the settings that
-cannot be combined with it.
+"""Rules about the section [preference]: the requirements of training on pairs of answers, and the
+settings that cannot be combined with it.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from ptdmpi.config.sections import DataConfig, LogConfig, RunConfig, TaskConfig
 
 
 def preference_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each setting that cannot be combined with a loss of pairs, with the legal
-    values.
+    """Yield a mistake for each setting that cannot be combined with training on pairs of answers.
+    Each mistake names the legal values.
     """
     if sections.preference is None or not sections.preference.compares:
         return
@@ -24,7 +24,7 @@ def preference_rules(sections: Sections) -> Iterator[str]:
         *where_known(_log, sections.log),
     ]
     for key, legal in refusals:
-        yield f"[preference] compares two answers of a pair, without {key}; legal: {legal}"
+        yield f"[preference] cannot be combined with {key}; legal: {legal}"
 
 
 def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -34,7 +34,7 @@ def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 def _run(run: RunConfig) -> Iterator[tuple[str, str]]:
     if run.loss:
-        yield f'run.loss = "{run.loss}"', "one of both"
+        yield f'run.loss = "{run.loss}"', "only one of the two"
 
 
 def _model(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -49,6 +49,7 @@ def _task(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
 def _log(log: LogConfig) -> Iterator[tuple[str, str]]:
     if log.gradient_noise_every_steps:
-        # the measurement of gradient noise weights gradients by their numbers of tokens
+        # the measurement of gradient noise weights gradients by numbers of tokens, but this loss
+        # counts pairs
         every = log.gradient_noise_every_steps
         yield f"log.gradient_noise_every_steps = {every}", "gradient_noise_every_steps = 0"

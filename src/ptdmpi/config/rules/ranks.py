@@ -1,5 +1,5 @@
-"""Rules about the distribution of a run over ranks: axes, layout, the division of the data,
-gradient noise.
+"""Rules about the distribution of a run over ranks: the sizes of the axes, the layout, the division
+of datasets over data ranks, and the measurement of gradient noise.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
         return
     legal = f"0 to {ranks - 1}" if ranks > 1 else "only 0"
     yield (
-        f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
+        f"run.spare_ranks = {spare} leaves no rank to train, because only {ranks} were started; "
         f"legal: {legal}"
     )
 
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the product of the axes is not `ranks`. The `spare` spare ranks are not
-    among the `ranks` ranks.
+    """Yield a mistake if the product of the sizes of the axes is not `ranks`. `ranks` does not
+    include the `spare` spare ranks.
     """
     model_ranks = parallel.model_ranks
     words = "tensor * pipeline"
@@ -45,7 +45,7 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
     if parallel.context > 1:
         words = "tensor * context * pipeline"
         sizes = f"{parallel.tensor} * {parallel.context} * {parallel.pipeline}"
-    beside = f" beside {counted(spare, 'spare one')}" if spare else ""
+    beside = f" in addition to {counted(spare, 'spare rank')}" if spare else ""
     if parallel.data == "auto":
         if ranks % model_ranks:
             yield (
@@ -64,8 +64,8 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
 
 
 def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why the layout on `ranks` ranks is not legal. Rules about sections that
-    could not be read are skipped.
+    """Yield the mistakes in the layout of a run on `ranks` ranks, one line each. Rules about
+    sections that could not be read are skipped.
     """
     parallel = sections.parallel
     if parallel is None:
@@ -77,7 +77,7 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
     recompute = sections.recompute or RecomputeConfig()
     layout = Layout.of(parallel, batch or BatchConfig(global_size=1), recompute, data)
     if parallel.shard_group == "node" and not covers_state(parallel.zero):
-        # the layout does not know this group yet
+        # `Layout.of` treats "node" as "all", so the rules about layouts do not see this mistake
         yield groups_need_zero("node")
     model = sections.model
     if model is not None:
@@ -86,17 +86,20 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
 
 
 def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if gradients are to be summed both along one tree and in shards."""
+    """Yield a mistake if the run must sum the gradients of microbatches along one tree, and
+    `parallel.zero` sums them in shards after each microbatch."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
-            "run.reproducible = true adds up the microbatches' gradients along one tree, and "
-            f"parallel.zero = {parallel.zero} one by one, in shards; legal: zero = 0 or 1"
+            "run.reproducible = true sums the gradients of all microbatches along one tree, but "
+            f"parallel.zero = {parallel.zero} sums them after each microbatch, in shards; legal: "
+            "zero = 0 or 1"
         )
 
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why gradient noise cannot be measured. The measurement needs data ranks
-    that each compute a complete gradient and then sum the gradients.
+    """Yield a mistake for each setting with which gradient noise cannot be measured. The
+    measurement needs several data ranks, each of which computes a complete gradient, and the sum of
+    these gradients.
     """
     log = sections.log
     if log is None or not log.gradient_noise_every_steps:
@@ -113,7 +116,7 @@ def _noise_key(log: LogConfig) -> str:
 def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Iterator[str]:
     key = _noise_key(log)
     if ranks <= parallel.model_ranks:
-        yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
+        yield f"{key} gradients of data ranks, so d must be at least 2; legal: 0"
     if covers_state(parallel.zero):
         yield (
             f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
@@ -124,7 +127,7 @@ def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Ite
 def _noise_of_trees(log: LogConfig, run: RunConfig) -> Iterator[str]:
     if run.reproducible:
         yield (
-            f"{_noise_key(log)} gradients of data ranks, and run.reproducible = true sums "
+            f"{_noise_key(log)} gradients of data ranks, but run.reproducible = true sums "
             "microbatches along one tree, in which no rank has a gradient of its own; legal: 0"
         )
 
@@ -133,7 +136,7 @@ def _noise_of_methods(log: LogConfig, method: DataParallelConfig) -> Iterator[st
     if replicas_differ(method):
         yield (
             f"{_noise_key(log)} gradients of data ranks with their sum, which data_parallel.method "
-            f'= "{method.method}" does not take; legal: 0, or method = "all_reduce"'
+            f'= "{method.method}" does not compute; legal: 0, or method = "all_reduce"'
         )
 
 
@@ -146,9 +149,9 @@ def split_rules(sections: Sections, ranks: int) -> Iterator[str]:
 def _split_and_losses(data: DataConfig, run: RunConfig) -> Iterator[str]:
     if data.split == "by_rank" and run.on_failure == "shrink":
         yield (
-            'data.split = "by_rank" gives each data rank datasets that no other reads, and '
-            'run.on_failure = "shrink" would go on without those of a lost one; legal: on_failure '
-            '= "abort", or split = "shared"'
+            'data.split = "by_rank" gives each data rank its own datasets, but run.on_failure = '
+            '"shrink" would continue without the datasets of a lost rank; legal: on_failure = '
+            '"abort", or split = "shared"'
         )
 
 
@@ -163,7 +166,6 @@ def _split_shares(ranks: int, data: DataConfig, parallel: ParallelConfig) -> Ite
         below = count // size * size
         legal = " or ".join(str(n) for n in (below, below + size) if n)
         yield (
-            f'data.split = "by_rank" deals {count} training datasets to {size} data ranks, '
-            f"which get equally many; legal: {legal} [[data.train]], or another "
-            "parallel.data"
+            f'data.split = "by_rank" cannot divide {count} training datasets equally over {size} '
+            f"data ranks; legal: {legal} [[data.train]], or another parallel.data"
         )

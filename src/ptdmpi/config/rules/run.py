@@ -16,7 +16,7 @@ MOST_SAMPLES = 2**63 - 1
 
 
 def run_rules(run: RunConfig) -> Iterator[str]:
-    """Yield the mistakes for which only the section [run] is needed."""
+    """Yield the mistakes in combinations of keys of the section [run]."""
     if run.profile_steps and not run.profiled:
         yield f'run.profile_steps = "{run.profile_steps}": the first step is after the last one'
     if run.on_corruption == "restart" and not run.verify_every:
@@ -26,18 +26,19 @@ def run_rules(run: RunConfig) -> Iterator[str]:
 
 
 def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield a mistake if the run has so many samples that their numbers overflow."""
+    """Yield a mistake if the run has so many samples that a sample number would overflow 64
+    bits."""
     most = MOST_SAMPLES // batch.global_size
     if run.steps > most:
         yield (
             f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
-            f"samples than 64 bits number; legal: at most {most} steps"
+            f"samples than a 64-bit integer can count; legal: at most {most} steps"
         )
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each key that has an effect only with validations, or with tasks, if the
-    run has none.
+    """Yield a mistake for each key that has an effect only in a run with validations, or with
+    tasks, if the run has no validations or no tasks.
     """
     wishes = {}
     if sections.run is not None:
@@ -64,8 +65,8 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def own_loss_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each setting that cannot be combined with the user's own loss, and for a
-    wrong name of that loss.
+    """Yield a mistake for each setting that cannot be combined with the user's own loss, and a
+    mistake if the name of the loss is wrong.
     """
     if sections.run is None or not sections.run.loss:
         return
@@ -76,21 +77,21 @@ def own_loss_rules(sections: Sections) -> Iterator[str]:
     model = sections.model
     if model is not None and (model.classifies or model.sentence_order):
         yield (
-            "run.loss replaces the loss of tokens, and this model also predicts classes or the "
-            "order of segments; legal: another output_head, or sentence_order = false"
+            "run.loss replaces the loss of tokens, but this model predicts classes or the order of "
+            "segments; legal: another output_head, or sentence_order = false"
         )
     log = sections.log
     if log is not None and log.gradient_noise_every_steps:
         yield (
             f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps} weights gradients "
-            "by their tokens, and run.loss counts its own terms; legal: 0"
+            "by numbers of tokens, but run.loss counts its own terms; legal: 0"
         )
 
 
 def compile_rules(sections: Sections) -> Iterator[str]:
     """Yield a mistake for each setting that cannot be combined with `run.compile`. A layer is
-    compiled as one forward and one backward graph. Therefore the layer must not communicate, and it
-    must run the same operations in every step.
+    compiled as one graph for the forward and one graph for the backward. So the layer must not send
+    messages, and must run the same operations in every step.
     """
     if sections.run is None or not sections.run.compile:
         return
@@ -101,7 +102,7 @@ def compile_rules(sections: Sections) -> Iterator[str]:
         *where_known(_not_compiled_adapters, sections.adapt),
     ]
     for key, legal in refusals:
-        yield f"run.compile = true compiles a layer as one graph, without {key}; legal: {legal}"
+        yield f"run.compile = true cannot be combined with {key}; legal: {legal}"
 
 
 class _Refusal(NamedTuple):
@@ -118,7 +119,7 @@ def _not_compiled_parallel(parallel: ParallelConfig) -> Iterator[_Refusal]:
         yield _Refusal(f"parallel.zero = {parallel.zero}", "zero = 0 or 1")
     if parallel.schedule.startswith("zb"):
         key = f'parallel.schedule = "{parallel.schedule}"'
-        yield _Refusal(key, "one whose backward is whole")
+        yield _Refusal(key, "a schedule that does not split the backward")
 
 
 def _not_compiled_model(model: ModelConfig) -> Iterator[_Refusal]:
@@ -134,7 +135,7 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
-    # dropout of adapters is decided by Python in each step; adapters without dropout have not been
-    # tested with compilation
+    # Python code decides the dropout of adapters in each step, which a graph cannot do; adapters
+    # without dropout were not tested with compilation
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

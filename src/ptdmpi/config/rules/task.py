@@ -1,5 +1,5 @@
 """Rules about the section [task]: the requirements of a head for a task, and the settings that
-cannot be combined with it.
+cannot be combined with a task.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def task_rules(sections: Sections) -> Iterator[str]:
     if task.kind == "classification" and len(set(task.labels)) < max(2, len(task.labels)):
         yield "task.labels must name two or more labels, each once"
     if task.kind == "choice" and task.choices < 2:
-        yield f"task.choices = {task.choices}: legal: 2 or more, the candidates of each question"
+        yield f"task.choices = {task.choices}; legal: 2 or more candidates for each question"
     else:
         yield from where_known(_whole_questions, task, sections.batch)
     yield from where_known(_no_tokens, sections.log)
@@ -37,7 +37,7 @@ def _unused_keys(task: TaskConfig) -> Iterator[str]:
         keys.append("tokenizer")
     for key in keys:
         if key != used and getattr(task, key):
-            yield f'task.{key} is of no use to task.kind = "{task.kind}"; legal: leave it out'
+            yield f'task.{key} has no effect with task.kind = "{task.kind}"; leave it out'
 
 
 def _whole_questions(task: TaskConfig, batch: BatchConfig) -> Iterator[str]:
@@ -49,17 +49,17 @@ def _whole_questions(task: TaskConfig, batch: BatchConfig) -> Iterator[str]:
             below = size // task.sequences * task.sequences
             near = f"{below} or {below + task.sequences}" if below else f"{task.sequences}"
             yield (
-                f"batch.{key} = {size} counts sequences, of which task.choices = "
-                f"{task.choices} make a question; legal nearby: {near}"
+                f"batch.{key} = {size} counts sequences, and a question has task.choices = "
+                f"{task.choices} sequences; legal nearby: {near}"
             )
 
 
 def _no_tokens(log: LogConfig) -> Iterator[str]:
     for key in ("tasks", "bigram_baseline"):
         if getattr(log, key):
-            yield f"log.{key} predicts tokens: a head for a task has none to predict"
+            yield f"log.{key} needs predictions of tokens, but a head for a task predicts classes"
 
 
 def _no_shards(data: DataConfig) -> Iterator[str]:
     if data.document_boundaries:
-        yield "data.document_boundaries belongs to shards: each text of a task is a document"
+        yield "data.document_boundaries applies only to shards; each text of a task is a document"

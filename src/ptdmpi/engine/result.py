@@ -15,7 +15,7 @@ from ptdmpi.watch.stopwatch import Stopwatch
 class StepResult:
     """The results of a training step. `loss` and `grad_norm` are equal on all ranks.
 
-    `loss` is the total loss: the weighted sum of the means of all losses, in nats per valid token
+    `loss` is the total loss: the sum of the means of all losses that train, in nats per valid token
     of the global batch. `losses` has each loss by name. `grad_norm` is the norm of the gradient
     before clipping. `skipped` is True if the loss or the gradient is not finite, so that nothing
     was updated. `overflow` is True if the step was skipped and the loss scale of fp16 can still be

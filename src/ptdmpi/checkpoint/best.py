@@ -50,8 +50,8 @@ def point(directory: Path, damaged: Collection[str] = ()) -> None:
 
 def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the checkpoints that must not be removed: the `count` best ones, and the checkpoint
-    that the file `best` names. The latter is kept even if the run no longer keeps its best
-    checkpoints (`count` 0)."""
+    that the file `best` names. The checkpoint named in `best` is kept even if the run no longer
+    keeps its best checkpoints (`count` 0)."""
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():

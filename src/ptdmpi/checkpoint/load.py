@@ -108,9 +108,9 @@ def load_tensors(
     Return the manifest, or the reason why the checkpoint cannot be read. `judge` may refuse the
     checkpoint before a tensor is read, by an InputError on every rank. `read` reads the manifest.
     Tensors of the data-parallel method that the checkpoint lacks get the values of a new run.
-    `head` has the names of the parameters of a task head; those that the checkpoint lacks keep
-    their values (see `drawn`). With a head, the model may have fewer learned positions than the
-    checkpoint; then only the first positions are loaded.
+    `head` has the names of the parameters of a task head; the parameters that the checkpoint lacks
+    keep their values (see `drawn`). With a head, the model may have fewer learned positions than
+    the checkpoint; then only the first positions are loaded.
 
     Each rank reads its slices. A rank that reads a whole piece compares the piece with its
     checksum. If a run with another layout wrote the checkpoint, no rank may have read a certain

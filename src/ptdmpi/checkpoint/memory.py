@@ -67,7 +67,7 @@ class MemoryCopies:
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
         """Prepare the copies in `folder`. Rank 0 calls `describe(step, files)`, which returns the
-        text of the manifest; the files are those that all ranks have written."""
+        text of the manifest; `files` has the files that all ranks have written."""
         self.folder = folder
         self.state = state
         self.describe = describe

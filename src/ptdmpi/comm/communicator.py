@@ -242,7 +242,8 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to send a tensor to rank `peer`. The tensor must stay as it is until `wait`."""
+        """Begin to send a tensor to rank `peer`. The tensor must not change until `wait`
+        returns."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 

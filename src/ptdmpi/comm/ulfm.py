@@ -62,7 +62,7 @@ def revoke(world: World) -> None:
     """Revoke all communicators of this world, so that the MPI call of every rank that waits raises
     an error.
 
-    All communicators must be revoked, also those that have lost no rank. A rank in such a
+    All communicators must be revoked, even communicators that have lost no rank. A rank in such a
     communicator may wait for another rank that has left its work because of the loss. The waiting
     rank continues only if its communicator is revoked.
     """

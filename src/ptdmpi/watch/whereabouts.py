@@ -49,7 +49,7 @@ class Report(NamedTuple):
     # the failure of the rank: (time of the wall clock, the error)
     failure: tuple[float, str] | None = None
     shown: bool = False  # True if this rank has written its stacks
-    leaves: bool = False  # True in the last report of a rank that ends in an orderly way
+    leaves: bool = False  # True in the last report of a rank that ends after the training
 
 
 @dataclass(frozen=True)

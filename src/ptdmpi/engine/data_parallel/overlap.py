@@ -45,7 +45,7 @@ class BegunSums:
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """After `op` was computed, begin those sums of its stage that have not begun."""
+        """After `op` was computed, begin the sums of the op's stage that have not begun."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)

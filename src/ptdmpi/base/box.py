@@ -1,5 +1,5 @@
-"""Slices of tensors (`Box`: a range of indices in every dim), for all code that cuts tensors into
-parts."""
+"""Slices of tensors, for all code that cuts tensors into parts. A slice (`Box`) has a range of
+indices in every dim."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
-    """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as slices in
-    ascending order. In every dim the slices are the rest of a row, complete rows, and the beginning
-    of a row."""
+    """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
+    tensor, counted in row-major order. In every dim the slices are the end of a row, complete rows,
+    and the beginning of a row."""
     if start >= stop:
         return
     if len(shape) == 1:
         yield Box((start,), (stop,))
         return
     row = math.prod(shape[1:])
-    # complete rows between the two
+    # the complete rows are [first, last)
     first = -(-start // row)
     last = stop // row
     if first > last:  # all elements are in one row
@@ -69,8 +69,7 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> Self:
-        """Return the same slice, except that it has the indices from `start` to `stop` in dim
-        `dim`."""
+        """Return the same slice, except that its range in dim `dim` is [start, stop)."""
         return replace(
             self,
             start=(*self.start[:dim], start, *self.start[dim + 1 :]),
@@ -96,12 +95,12 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def relative(self, origin: "Box") -> Self:
-        """Return the same slice with indices counted from the first element of `origin`, such as
-        the slice of the tensor that a rank stores."""
+        """Return the same slice with indices counted from the first element of `origin`. For
+        example, `origin` may be the slice of a tensor that a rank stores."""
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> Self:
-        """Return the same slice with indices in the full tensor, if the indices of this slice are
+        """Return the same slice with indices in the full tensor. The indices of this slice are
         counted from the first element of `origin`."""
         return self._moved(origin, 1)
 
@@ -111,7 +110,7 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def transposed(self) -> Self:
-        """Return the slice of the transposed tensor that has the same elements."""
+        """Return the slice that selects the same elements in the transposed tensor."""
         return replace(self, start=self.start[::-1], stop=self.stop[::-1])
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub, by their names."""
+"""Download of models and data sets from the Hugging Face hub, by their names."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from ptdmpi.base.errors import InputError
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Endings of file names. A missing file with such an ending is reported as an error, without a
-# request to the network.
+# search for a repository of this name in the network.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if `name` can be a repository of the hub, such as "org/name". Return False for a
-    path: its first folder exists, or it ends like the name of a file.
+    """Return True if `name` can be the name of a repository of the hub, such as "org/name". Return
+    False for a path: a name whose first folder exists, or which ends like a file name.
     """
     folder, _, rest = name.partition("/")
     if not _NAME.fullmatch(name) or rest.endswith(_FILES):
@@ -25,10 +25,10 @@ def is_hub_name(name: str) -> bool:
 
 def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str]) -> Path:
     """Return the local folder of a repository, with the files that match one of the `patterns`. For
-    a model, files in subfolders are left out.
+    a model, files in subfolders are not included.
 
-    Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if that
-    fails, with the command to run on a machine with network.
+    Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if the
+    download fails; the message has a command for a machine with network.
     """
     from huggingface_hub import snapshot_download
 
@@ -36,14 +36,14 @@ def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[
     left_out: list[str] = []
     if kind == "model":
         option = ""
-        left_out = ["*/*"]  # the same weights in other formats
+        left_out = ["*/*"]  # subfolders have the same weights in other formats
     try:
         return Path(
             snapshot_download(
                 name, repo_type=kind, allow_patterns=list(patterns), ignore_patterns=left_out
             )
         )
-    except Exception as error:  # the libraries below raise errors of many classes
+    except Exception as error:  # the libraries that download raise exceptions of many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise InputError(
             f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "

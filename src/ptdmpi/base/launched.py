@@ -1,11 +1,11 @@
-"""Values of the environment that are read before MPI is imported: the size and the rank that the
-launcher sets, and the folder for copies of the state."""
+"""Environment variables that are read before MPI is imported: the number of ranks and the rank,
+which the launcher sets, and the folder for copies of the state."""
 
 import os
 from collections.abc import Mapping
 
-# Each launcher's variable for the ranks of this job step. SLURM_NTASKS is not used, because a batch
-# script also has it when it starts a program without srun.
+# The variables in which the launchers store the number of ranks of this job step. SLURM_NTASKS is
+# not used, because it is also set in a batch script that starts a program without srun.
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"  # set by Open MPI's mpirun
 SIZE_VARIABLES = (
     OPEN_MPI,
@@ -21,7 +21,8 @@ RANK_VARIABLES = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-# Set by `ptdmpi run`: the folder on each node for copies of the state in its memory.
+# The variable in which `ptdmpi run` stores the folder on each node for copies of the state in
+# memory.
 COPIES = "PTDMPI_COPIES"
 
 
@@ -32,7 +33,7 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process by its launcher; 0 without a launcher."""
+    """Return the rank that the launcher has given to this process; 0 without a launcher."""
     if launched_size(environ) == 1:
         return 0
     ranks = [environ.get(name, "") for name in RANK_VARIABLES]
@@ -40,13 +41,13 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True in a rank that `ptdmpi run` has started."""
+    """Return True if this process was started by `ptdmpi run`."""
     return COPIES in environ
 
 
 def launcher_kills(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the launcher of this rank kills the rank after Ctrl-C or SIGTERM, before the
-    rank could save.
+    """Return True if the launcher of this rank kills the rank after Ctrl-C or SIGTERM before the
+    rank can save.
 
     Open MPI's mpirun waits only a quarter of a second before it kills its ranks (PRRTE,
     `kill_local_procs` in odls/base). Under `ptdmpi run` these signals do not reach mpirun.

@@ -32,15 +32,15 @@ class FileLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error means that this file system has no locks; then every process gets the
-            # lock
+            # any other error means that this file system has no locks; in that case every process
+            # gets the lock
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         if job:
             holder += f", job {job}"
-        # on a full disk the lock is taken, but the file does not name its process
+        # if the disk is full, the lock is taken, but the file does not name the process
         with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, holder.encode(), 0)
@@ -51,15 +51,15 @@ class FileLock:
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Return True if the path still names this file. After the file was removed or replaced,
-        other processes would lock another file."""
+        """Return True if the path still names this file. If the file was removed or replaced, other
+        processes would lock another file."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Release the lock. The file stays: if it were removed, two processes could lock two
+        """Release the lock. The file is not removed, because otherwise two processes could lock two
         different files of the same name."""
         os.close(self._file)
 

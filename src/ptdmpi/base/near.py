@@ -1,4 +1,4 @@
-"""The legal numbers that are nearest to a wrong number, for error messages."""
+"""The search for the legal numbers nearest to a wrong number, for error messages."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ MOST_TRIED = 10**6
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> list[int]:
-    """Return all divisors of `number` >= 1, ascending.
+    """Return all divisors of `number` >= 1, in ascending order.
 
     Only prime factors up to MOST_TRIED are tried, and the remaining factor is assumed to be a
     prime. The result is wrong only for numbers above MOST_TRIED**2 with two larger prime factors,
@@ -31,6 +31,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
-    """Return the `count` legal numbers nearest to `number`, ascending: "2 or 4 or 8"."""
+    """Return a text with the `count` legal numbers nearest to `number`, in ascending order, such as
+    "2 or 4 or 8"."""
     chosen = sorted(sorted(set(legal), key=lambda k: (abs(k - number), k))[:count])
     return " or ".join(map(str, chosen))

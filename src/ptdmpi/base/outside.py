@@ -29,7 +29,7 @@ MENDABLE = {
 
 
 def explained(error: BaseException) -> tuple[str, int] | None:
-    """Return one line and an exit code for an error whose cause is outside the program.
+    """Return a one-line message and an exit code for an error whose cause is outside the program.
 
     Such errors come from a missing package or MPI library, a path, a disk, or a child process that
     died. Return None for any other error.
@@ -57,14 +57,15 @@ def explained(error: BaseException) -> tuple[str, int] | None:
 
 
 def escaped(text: str) -> str:
-    """Return the text as one line; a file name may contain line ends."""
+    """Return the text as one line, with "\\n" in place of line ends, which a file name may
+    contain."""
     return "\\n".join(text.splitlines())
 
 
 def _loads_mpi(error: Exception) -> bool:
     """Return True if mpi4py raised the error because it found no MPI library.
 
-    Return False if a library was found but did not start because another rank was lost.
+    Return False if a library was found, but did not start because another rank was lost.
     """
     where = "mpi4py" if isinstance(error, ImportError) else "_mpiabi"
     frames = traceback.extract_tb(error.__traceback__)

@@ -21,7 +21,7 @@ def plugin(group: str, name: str) -> Any:
     """Return the object that `name` names, such as "my_package.losses:smoothed".
 
     `group` is the kind of object: "losses", "datasets", "optimizers" or "sublayers". Raises
-    InputError if nothing has this name, or if its import fails.
+    InputError if there is no object with this name, or if its import fails.
     """
     if IMPORTED.fullmatch(name):
         return _imported(name)
@@ -37,7 +37,7 @@ def plugin(group: str, name: str) -> Any:
 
 def is_plugin(group: str, name: str) -> bool:
     """Return True if `name` has the form "module:object", or if an installed package has registered
-    it.
+    this name.
     """
     return IMPORTED.fullmatch(name) is not None or name in _registered(group)
 
@@ -48,7 +48,7 @@ def _registered(group: str) -> dict[str, str]:
 
 
 def _imported(name: str) -> Any:
-    """Import `module:object`. Raise InputError if that fails."""
+    """Import the object with the name "module:object". Raise InputError if the import fails."""
     module, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module)

@@ -11,7 +11,7 @@ from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
 FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line
-SOON_S = 2.0  # the same for work that a user waits for
+SOON_S = 2.0  # seconds until the first line for work during which a user waits
 EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 
@@ -19,12 +19,13 @@ EVERY_S = 30.0  # the longest time between two lines, in seconds
 def progress(
     what: str, total: float | None, unit: str, first_s: float = FIRST_S
 ) -> Iterator[Callable[[float], object]]:
-    """Show progress on stderr; yield a function to call with the number of units just done.
+    """Show the progress of some work on stderr. Yield a function, which the caller calls with the
+    number of units that were just done.
 
-    `what` names the work. `total` is the number of units; None: unknown. `unit` is the name of one
-    unit; "B" counts bytes. In a log the first line is printed after `first_s` seconds. The time
-    between lines then doubles after each line, up to `EVERY_S`. Nothing is shown with --quiet, or
-    on ranks other than rank 0.
+    `what` names the work. `total` is the number of units, or None if it is unknown. `unit` is the
+    name of one unit; "B" means bytes. In a log the first line is printed after `first_s` seconds.
+    After each line the time until the next line doubles, up to `EVERY_S`. Nothing is shown with
+    --quiet, or on ranks other than rank 0.
     """
     if quiet() or launched_rank():
         yield lambda more: None
@@ -38,8 +39,8 @@ def progress(
 
 
 class _Lines:
-    """Progress as lines in a log, each with the completed share of the work and the estimated
-    seconds left.
+    """Progress as lines in a log. Each line has the completed percentage of the work and the
+    estimated remaining time in seconds.
     """
 
     def __init__(self, what: str, total: float | None, unit: str, first_s: float) -> None:
@@ -52,7 +53,7 @@ class _Lines:
         self.printed_s = self.begin_s
 
     def update(self, more: float) -> None:
-        """Count `more` units; print a line if it is time for one."""
+        """Add `more` completed units. Print a line if the time until the next line is over."""
         self.done += more
         now_s = time.monotonic()
         if now_s - self.printed_s >= self.wait_s:
@@ -61,7 +62,7 @@ class _Lines:
             self.say(now_s - self.begin_s, sys.stderr)
 
     def say(self, elapsed_s: float, stream: TextIO) -> None:
-        """Print a line to `stream`."""
+        """Print a line about the progress after `elapsed_s` seconds to `stream`."""
         done = self._amount(self.done)
         if self.total and self.unit != "B":  # for example "3 of 8 files"
             done = f"{self.done:,.0f}"

@@ -1,5 +1,5 @@
-"""Printing of lines on stdout, and of notes on stderr. Only rank 0 prints notes, and only without
---quiet.
+"""Printing of lines on stdout, and of notes on stderr. Notes are printed only by rank 0, and not
+with --quiet.
 """
 
 import os
@@ -10,7 +10,7 @@ import click
 
 from ptdmpi.base.launched import launched_rank
 
-QUIET = "ptdmpi.quiet"  # the key of this setting in the `meta` dictionary of click's context
+QUIET = "ptdmpi.quiet"  # the key of the --quiet setting in the `meta` dictionary of click's context
 
 
 def quiet() -> bool:
@@ -26,16 +26,17 @@ def note(line: str) -> None:
 
 
 def put(line: str, stream: TextIO) -> None:
-    """Print a line on stdout or stderr. Drop the line if the stream is a file on a full or broken
-    disk, because a run must not end because of a lost line. Raises BrokenPipeError.
+    """Print a line on stdout or stderr. If the stream is a file on a full or broken disk, discard
+    the line, because a lost line must not end a run. Raises BrokenPipeError if the reader of the
+    stream has ended.
     """
     try:
         print(line, file=stream, flush=True)
     except BrokenPipeError:
         raise
     except OSError:
-        # the line is still in the stream's buffer; if it stays there, Python reports an error at
-        # its exit
+        # the line is still in the stream's buffer; flush it to /dev/null, because Python would
+        # report an error at its exit otherwise
         kept = os.dup(stream.fileno())
         send_nowhere(stream)
         stream.flush()

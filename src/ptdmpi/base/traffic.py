@@ -1,28 +1,27 @@
-"""The number of bytes that a rank sends, for each kind of message: counted while it runs, or
-computed by closed forms.
+"""The number of bytes that a rank sends, for each kind of message. The bytes are counted during a
+run, or computed by closed formulas.
 
-The counts and the closed forms use one convention for bytes, which does not depend on the algorithm
-or the transport. For a collective on x bytes of tensors, it counts the bytes that each of n ranks
-must send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054,
-section 7) count in the same way for large n: 2 x for an all-reduce.
+The counts and the formulas use one convention for bytes, which does not depend on the algorithm or
+the transport. For a collective on x bytes of tensors, the convention counts the bytes that each of
+n ranks must send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv
+1910.02054, section 7) count in the same way for large n: 2 x for an all-reduce.
 
-    all_reduce      2 x (n - 1) / n     each rank brings x bytes
-    all_gather        x (n - 1) / n     x are gathered on each rank
-    reduce_scatter    x (n - 1) / n     each rank brings x bytes
-    all_to_all        x                 counted where it is sent, without the rank's own part of it
-    broadcast         x                 counted on every rank of the group: each passes it on
-    send              x                 counted where it is sent
-    neighbours        x                 counted where it is sent, once for each who receives it
+    all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
+    all_gather        x (n - 1) / n     each rank has x bytes after the call
+    reduce_scatter    x (n - 1) / n     each rank has x bytes before the call
+    all_to_all        x                 counted on the sender, without the part for the rank itself
+    broadcast         x                 counted on every rank of the group
+    send              x                 counted on the sender
+    neighbours        x                 counted on the sender, once for each receiver
 
-Only tensors that are sent through a transport are counted, not small objects, votes, heartbeats and
-checkpoints.
+Only tensors that are sent through a transport are counted. Small objects, votes, heartbeats and
+checkpoints are not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# For each collective, how many times its bytes leave each rank; the rank's own n-th part is not
-# counted.
+# The factor p in the formula p x (n - 1) / n of each of these collectives.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
@@ -33,8 +32,8 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """The messages of one rank in a group of `ranks`, by kind: their number, and the bytes x of the
-    convention above. The number and the bytes are integers, so that sums of them are exact."""
+    """The messages of one rank in a group of `ranks` ranks, by kind: the number of messages, and
+    the sum of their bytes x (see the module). All numbers are integers, so that sums are exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)
@@ -46,15 +45,15 @@ class Tally:
         self.whole_bytes[kind] += messages * size
 
     def join(self, other: "Tally") -> None:
-        """Count the messages of `other`, a tally of the same ranks, too."""
+        """Add the counts of `other`, which is a tally of a group with the same number of ranks."""
         for kind, n in other.messages.items():
             self.messages[kind] += n
             self.whole_bytes[kind] += other.whole_bytes[kind]
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Return kind of message -> bytes that this rank sends, by the convention of this module,
-        rounded down.
+        """Return the bytes that this rank sends, by kind of message. The bytes follow the
+        convention of this module, and are rounded down.
         """
         n = self.ranks
         return {
@@ -67,7 +66,8 @@ class Tally:
         return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Return the messages since this tally was equal to `earlier`."""
+        """Return a tally of the messages after the moment at which this tally was equal to
+        `earlier`."""
         return Tally(
             self.ranks,
             {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
@@ -93,8 +93,8 @@ class Traffic:
 
     @property
     def by_kind(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return group -> kind -> {"messages": their number, "bytes": those that this rank sends},
-        without empty entries."""
+        """Return group -> kind -> {"messages": number of messages, "bytes": bytes that this rank
+        sends}, without empty entries."""
         sent = self.sent_bytes
         return {
             group: {
@@ -105,7 +105,7 @@ class Traffic:
         }
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """Return the messages since this traffic was equal to `earlier`."""
+        """Return the traffic after the moment at which this traffic was equal to `earlier`."""
         tallies = self.tallies.items()
         return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 

@@ -1,14 +1,15 @@
-"""Formatting for people: counted things, large counts, file sizes; text from files."""
+"""Formatting of text for people: numbers with nouns, large numbers, file sizes, and text from files
+without control characters."""
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes (\\x1b) in place of control characters other than line ends. So
-    text from a file cannot change a terminal."""
+    """Return the text with escapes (such as \\x1b) in place of control characters other than line
+    ends. Therefore text from a file cannot control the terminal."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 
 def printable_line(line: str) -> str:
-    """Return the text as `printable` does, with escapes in place of line ends, too."""
+    """Return the same as `printable`, but with escapes in place of line ends, too."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
 
 
@@ -24,7 +25,7 @@ def counted(number: int, noun: str) -> str:
 
 def short(number: float) -> str:
     """Return a short form of a number: 174600000000 -> 174.6B, 1700 -> 1.7K. Numbers below 1,000
-    get no letter."""
+    have no letter."""
     for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:,.1f}{letter}"

@@ -23,10 +23,10 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """Return a SHA-256 hash of the manifest's entries of the weights: names, shapes, types, slices
-    and their checksums. For quantized weights the hash covers the entries of codes and scales. A
-    slice is compared with its checksum when it is read, so the hash identifies the values without
-    reading them. The same values cut into other slices have another fingerprint."""
+    """Return a SHA-256 hash of the manifest's entries about the weights: their names, shapes,
+    types, slices and checksums. For quantized weights the hash covers the entries of codes and
+    scales. The checksums identify the values of the weights, so the weights need not be read for
+    the hash. The same values cut into other slices have another hash."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -38,9 +38,9 @@ def fingerprint(manifest: Manifest) -> str:
 
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
-    """Return the newest complete checkpoint that `path` names, and its identity. Raise InputError
-    if there is no checkpoint, or if its matrices are not quantized in this `form` (None: any
-    form)."""
+    """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
+    weights. Raise InputError if there is no checkpoint, or if its matrices are not quantized in
+    this `form` (None: any form)."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -58,7 +58,7 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
 
 def form_at(path: Path) -> LowBit | None:
     """Return the quantized form of the matrices in the newest complete checkpoint of `path`; None
-    if they are stored in full. Raise InputError if there is no such checkpoint."""
+    if the matrices are not quantized. Raise InputError if there is no complete checkpoint."""
     return sound_manifest(newest(path)).form
 
 
@@ -76,20 +76,20 @@ def base_told(config: Config) -> Iterator[str]:
 
 
 def _words(form: LowBit) -> str:
-    """Return a quantized form in words, such as "nf4, blocks of 64"."""
+    """Return a text for a quantized form, such as "nf4, blocks of 64"."""
     return f"{form.codes}, blocks of {form.block}"
 
 
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights of the checkpoint `adapt.base`, and record it in the course. If the
-    checkpoint has a head for the task, load the head, too, which trains. Return the names of the
-    head's parameters that keep their initial values.
+    """Load the frozen weights of the checkpoint `adapt.base`, and record the checkpoint in the
+    course of the run. If the checkpoint has a head for the task, load the head's parameters, too;
+    the run trains them. Return the names of the head's parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
-    The caller's hash is used only if the checkpoint records no tokenizer. Raise InputError on every
-    rank.
+    The hash is used only if the checkpoint records no tokenizer. Raise InputError, on every rank,
+    if the checkpoint cannot be used.
     """
     path = Path(course.config.adapt.base)
     form = LowBit.of(course.config.quantize)
@@ -97,7 +97,7 @@ def take_base(
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
-        """Raise InputError if this run may not train adapters on that base."""
+        """Raise InputError if this run may not train adapters on the base model `where`."""
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
     loaded = load_frozen(state, world, directory, judge=judge, head=head)

@@ -1,5 +1,5 @@
 """The checkpoints with the lowest validation losses. The manifest of a checkpoint records its
-validation loss, if it has one."""
+validation loss, if the run has validated it."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ KEY = "validation_loss"
 
 def in_manifest(loss: float | None) -> Mapping[str, Any]:
     """Return the manifest's entry for a validation loss in nats per token. If the loss is None or
-    not finite, the entry is empty, and the checkpoint is never the best."""
+    not finite, the entry is empty, and the checkpoint is never chosen as the best one."""
     if loss is None or not math.isfinite(loss):
         return {}
     return {KEY: loss}
@@ -25,8 +25,8 @@ def in_manifest(loss: float | None) -> Mapping[str, Any]:
 
 def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the `count` complete checkpoints of a run with the lowest validation losses, in
-    ascending order of the loss (of equal losses the earliest step first). `damaged`: the names of
-    unreadable checkpoints."""
+    ascending order of the loss. If losses are equal, the earlier step comes first. `damaged` has
+    the names of unreadable checkpoints, which are skipped."""
     if not count:
         return []
     validated = []
@@ -39,8 +39,8 @@ def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Pat
 
 
 def point(directory: Path, damaged: Collection[str] = ()) -> None:
-    """Write the name of the best checkpoint to the file `best`, in one rename; remove the file if
-    no checkpoint was validated. Raise OSError."""
+    """Write the name of the best checkpoint to the file `best`, by an atomic rename. Remove the
+    file `best` if no checkpoint was validated. Raise OSError if the file cannot be written."""
     lowest = best(directory, 1, damaged)
     if lowest:
         write_whole(directory / files.BEST, lowest[0].name + "\n")
@@ -49,8 +49,9 @@ def point(directory: Path, damaged: Collection[str] = ()) -> None:
 
 
 def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
-    """Return the checkpoints that retention must keep: the `count` best ones, and the one that the
-    file `best` names, even if the run no longer keeps its best checkpoints."""
+    """Return the checkpoints that must not be removed: the `count` best ones, and the checkpoint
+    that the file `best` names. The checkpoint named in `best` is kept even if the run no longer
+    keeps its best checkpoints (`count` 0)."""
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():

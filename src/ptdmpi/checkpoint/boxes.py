@@ -1,11 +1,11 @@
-"""The files of a checkpoint: logical tensors cut into slices (`Box`), which are written and read in
-one pass.
+"""The files of a checkpoint: logical tensors cut into slices (`Box`). A slice and its checksum are
+written, or read, in one pass.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
 any tool can open it. This module writes the safetensors format itself for two reasons: the
-checksums are computed while the data is written, not in a second reading, and the data comes
-straight from the memory of the parameters. Reading uses the offsets in the manifest: exactly the
-bytes of a slice are read, straight into their destination.
+checksums are computed while the data is written, not in a second pass over the file, and the data
+is written directly from the memory of the parameters. Reading uses the offsets in the manifest:
+only the bytes of the wanted slice are read, directly into the destination array.
 """
 
 import json
@@ -37,10 +37,12 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# A chunk of this size stays in the cache between its checksum and its write.
+# Data is written in chunks of this size: a chunk stays in the processor's cache between the
+# computation of its checksum and its write.
 CHUNK_BYTES = 1 << 20
-# A rank may need only every n-th run of bytes. Gaps up to this size are read, too, because the disk
-# reads complete blocks, and another call costs as much. Larger gaps are skipped.
+# A rank may need runs of bytes with gaps between them. Gaps up to this size are read, too, because
+# the disk reads complete blocks, and a separate call for each run would take as long. Larger gaps
+# are skipped.
 GAP_BYTES = 4096
 
 
@@ -48,13 +50,13 @@ Array = NDArray[Any]
 
 
 class Damaged(Exception):
-    """An error: bytes of a checkpoint are missing or differ from those that were written."""
+    """An error: bytes of a checkpoint are missing, or differ from the bytes that were written."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A slice of a logical tensor that is to be written to a file. `values` returns the values of
-    the slice on request."""
+    """A slice of a logical tensor that will be written to a file. A call of `values` returns the
+    values of the slice."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -69,8 +71,9 @@ class Outgoing:
 
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Return the header of a safetensors file that has these tensors (key, dtype, shape) in this
-    order: all bytes up to the first byte of data, whose offset is a multiple of 64."""
+    """Return the header of a safetensors file with the tensors `parts` (key, dtype, shape), in this
+    order. The header has all bytes before the first byte of data, whose offset is a multiple of 64.
+    """
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
@@ -87,8 +90,8 @@ def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def write(path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write and sync one file. Return the size of the file and the pieces of tensors in it, for the
-    manifest."""
+    """Write one file, and wait until it is on the disk. Return the size of the file and its slices
+    of tensors, for the manifest."""
     keys = [f"{part.tensor}#{number}" for number, part in enumerate(parts)]
     head = header([(k, p.dtype, p.box.size) for k, p in zip(keys, parts, strict=True)])
     offset = len(head)
@@ -107,7 +110,8 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
         file.flush()
-        # sync before the manifest names the file: a rename may reach the disk before the data
+        # wait for the disk before the manifest names the file, because a rename may reach the disk
+        # before the data
         os.fsync(file.fileno())
     return Written(path.name, offset, tensors)
 
@@ -125,11 +129,12 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """A reader of slices of logical tensors, however the checkpoint cuts the tensors.
+    """A reader of slices of logical tensors. The slices may differ from the pieces into which the
+    checkpoint cuts the tensors.
 
     A piece that is read completely is compared with its checksum at the same time. `checked` has an
-    entry for each of `pieces`, 1 if the piece was compared. `means` is the property of the
-    manifest. Threads must not share a reader.
+    entry for each of `pieces`, which is 1 if the piece was compared with its checksum. `means` is
+    `Manifest.means`. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -172,7 +177,8 @@ class Reader:
         )
 
     def read_whole(self, name: str, target: Array) -> None:
-        """Fill `target`, which has the tensor's shape, as `read` does."""
+        """Fill `target`, which has the shape of the tensor `name`, with the whole tensor. Raise the
+        same errors as `read`."""
         self.read(name, Box.whole(target.shape), target)
 
     def read(self, name: str, wanted: Box, target: Array) -> None:
@@ -206,8 +212,9 @@ class Reader:
                 place[...] = values
 
     def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
-        """Fill `target` with the mean of the tensors `names`, computed as replicas compute it: they
-        are summed in their order, in their type, and then divided."""
+        """Fill `target` with the mean of the tensors `names`. As in a training run, the tensors are
+        summed in the order of the replicas, in their own data type, and the sum is divided by their
+        number."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
         own = np.empty_like(total)
         for name in names:
@@ -216,9 +223,10 @@ class Reader:
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
-        """Fill `target` with dequantized values, computed in float32: levels times scales, plus the
-        lowest value if a block has one. Complete blocks are read, and the wanted part is taken from
-        them."""
+        """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32: the
+        level of each code times the scale of its block, plus the block's lowest value if the form
+        stores one. Complete blocks are read, and the wanted elements are taken from these blocks.
+        """
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
         top, left = wanted.start
@@ -243,8 +251,8 @@ class Reader:
         target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
-        """Read piece `number` only to compare it with its checksum. Raise Damaged if the piece
-        differs from its checksum."""
+        """Read piece `number` only to compare it with its checksum. Raise Damaged if the checksum
+        does not match."""
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
@@ -272,12 +280,12 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Read a part of a piece: run by run, or together with the gaps between the runs if they
-        are small."""
+        """Read the part `common` of a piece into `values`. The part consists of runs of consecutive
+        bytes; small gaps between the runs are read, too."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # all dims after the last cut dim are complete, so that a run of consecutive bytes covers
-        # them
+        # `cut` is the last dim that is not read completely; one run of consecutive bytes covers all
+        # dims after it
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row
@@ -298,12 +306,11 @@ class Reader:
         if self._open is None or self._open[0] != file:
             self.__exit__(None, None, None)
             try:
-                # if the path is a pipe, which has no offsets, raise an error instead of waiting for
-                # ever
+                # with O_NONBLOCK a path that is a pipe raises an error, instead of waiting for ever
                 flags = os.O_RDONLY | os.O_NONBLOCK
                 self._open = file, os.open(self.directory / file, flags)
-                # let the kernel read farther ahead: it reads the next chunk while this chunk's
-                # checksum is computed
+                # with this advice the kernel reads the next chunk while the checksum of this chunk
+                # is computed
                 os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
@@ -322,8 +329,8 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the values that each byte encodes, beginning with the value in its lowest bits: [256,
-    elements of a byte]."""
+    """Return the levels that each value of a byte encodes: [256, elements per byte]. The first
+    level is the one in the lowest bits of the byte."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:
@@ -332,8 +339,8 @@ def _levels(form: LowBit) -> Array:
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Yield the byte offsets in a piece, which has lengths `sizes`, of the indices that the first
-    `dims` dims of `inner` select."""
+    """Yield byte offsets in a piece of shape `sizes`: one offset for each index that the first
+    `dims` dims of the slice `inner` select."""
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

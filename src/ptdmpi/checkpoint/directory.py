@@ -3,15 +3,16 @@ may be removed.
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
     checkpoints/latest                   the name of the newest one, for users and scripts
-    checkpoints/best                     that of the lowest validation loss (`checkpoint.keep_best`)
-    checkpoints/step-00000200.tmp        being written, or left by a crash
-    checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
-    checkpoints/step-00000100.damaged    the same, for one that was found damaged
-    checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
-    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
+    checkpoints/best                     the name of the one with the lowest validation loss
+    checkpoints/step-00000200.tmp        a checkpoint that is being written, or left by a crash
+    checkpoints/step-00000100.replaced   replaced by a newer save; restored after a crash
+    checkpoints/step-00000100.damaged    damaged, and replaced by a newer save of this step
+    checkpoints/step-00000100.abandoned  not continued: the run began anew, or at an earlier step
+    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named at that time
 
-A name `step-NNNNNNNN` appears by one rename, when the whole content is on the disk, and disappears
-by one rename. A crash therefore never leaves an incomplete checkpoint with such a name.
+One rename gives a directory the name `step-NNNNNNNN` when all its files are on the disk, and one
+rename takes this name away again. A crash therefore never leaves an incomplete checkpoint with such
+a name.
 """
 
 import os
@@ -36,7 +37,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Return True if `name` is the name of a complete checkpoint."""
+    """Return True if `name` is a possible name of a complete checkpoint: "step-00000100"."""
     return re.fullmatch(r"step-\d{8,}", name) is not None
 
 
@@ -82,10 +83,11 @@ def named(path: Path) -> Path:
 
 
 def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
-    """Make an empty directory for the checkpoint of `step`, and return it. Leftovers of crashes are
-    removed first.
+    """Make an empty directory for the checkpoint of `step`, and return its path. Incomplete
+    checkpoints that crashes have left are removed first.
 
-    Raise InputError if the file system has not enough space.
+    Raise InputError if the run directory is missing or the file system has fewer than
+    `needed_bytes` free.
     """
     if not directory.parent.is_dir():
         raise InputError(f"{directory.parent} is gone")
@@ -97,9 +99,9 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of crashes and failed saves. This function must not be called during a
-    save."""
-    # remove leftovers before anything is written, because they may fill the disk
+    """Remove the incomplete checkpoints that crashes and failed saves have left. This function must
+    not be called during a save."""
+    # remove these directories before a new file is written, because they may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -124,9 +126,11 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
-    # the rename is atomic (POSIX): before it the checkpoint does not exist, after it it is complete
+    # the rename is atomic (POSIX): the checkpoint does not exist before the rename, and is complete
+    # after it
     temporary.rename(final)
-    # a rename changes the directory, and survives a power failure only if the directory is synced
+    # a rename changes the directory's content, and survives a power failure only if the directory
+    # is synced to the disk
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):
@@ -135,13 +139,13 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Rename the checkpoints that the run does not continue. Record the checkpoint `source` that it
-    continues, and the path `named` that the user gave: later, that path may mean another
-    checkpoint.
+    """Rename the checkpoints that the run does not continue. Record the checkpoint `source` that
+    the run continues, and the path `named` that the user gave, because that path may mean another
+    checkpoint later.
 
-    Without renaming, the checkpoints with the highest steps would be taken as the newest, and the
-    next start would resume from them. If the source is in this directory, the checkpoints before it
-    are kept. `source` is None if the run began at step 0.
+    Without the renaming, the next start would resume from the abandoned checkpoint with the highest
+    step. If `source` is in this directory, `source` and all earlier checkpoints are kept. `source`
+    is None if the run began at step 0.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
@@ -157,8 +161,8 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
 
 
 def went_on_from(directory: Path, named: Path) -> bool:
-    """Return True if the run has resumed from the checkpoint that the path `named` means, and has
-    saved since then.
+    """Return True if the run has resumed from the checkpoint at the path `named`, and has saved a
+    checkpoint of its own since then.
     """
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
@@ -179,7 +183,7 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """Complete or undo the replacement of a checkpoint that a crash interrupted."""
+    """Complete or undo the replacement of a checkpoint that was interrupted by a crash."""
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):
@@ -196,9 +200,9 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Yield the checkpoints that need not be kept: complete ones that are not among the newest
-    `keep` complete ones, not at a multiple of `keep_every` steps, and not in `spared`. `keep = 0`
-    keeps all."""
+    """Yield the checkpoints that may be removed. These checkpoints are complete, are not among the
+    newest `keep` complete ones, are not at a multiple of `keep_every` steps, and are not in
+    `spared`. With `keep = 0` no checkpoint may be removed."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:

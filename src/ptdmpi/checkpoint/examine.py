@@ -1,5 +1,5 @@
 """Checks of checkpoints without a model, MPI or a GPU: whether a checkpoint is undamaged, and
-whether two are equal."""
+whether two checkpoints are equal."""
 
 import math
 from collections import Counter
@@ -25,14 +25,14 @@ from ptdmpi.checkpoint.manifest import (
 )
 from ptdmpi.config import InputError
 
-# The number of bytes of a tensor that are compared at a time.
+# Two tensors are compared in slabs of this number of bytes.
 SLAB_BYTES = 1 << 25
 
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints that `path` names, in ascending order of steps. `path` is a
-    checkpoint, the file `latest`, a run directory, or its `checkpoints/`. Raise InputError if there
-    is no checkpoint, or if it cannot be read."""
+    checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`. Raise
+    InputError if there is no checkpoint, or if `path` cannot be read."""
     try:
         return _checkpoints(path)
     except OSError as error:
@@ -60,7 +60,7 @@ def newest(path: Path) -> Path:
     complete."""
     named = checkpoints(path)
     chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
-    # raises InputError with the reason, if not even this checkpoint is complete
+    # if no checkpoint is complete, raise InputError with the reason for the newest one
     sound_manifest(chosen)
     return chosen
 
@@ -69,10 +69,11 @@ def newest(path: Path) -> Path:
 
 
 def problems(directory: Path) -> list[str]:
-    """Read a checkpoint completely, and return its problems, one line each.
+    """Read a checkpoint completely, and return one line for each problem; an empty list if the
+    checkpoint is undamaged.
 
     The checks are: the checksum of the manifest; sizes, headers and checksums of the files; and
-    whether the pieces of each tensor cover it without a gap or an overlap.
+    whether the pieces of each tensor cover the tensor without a gap or an overlap.
     """
     try:
         manifest = read_manifest(directory)
@@ -97,7 +98,8 @@ def problems(directory: Path) -> list[str]:
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # sort by first row: a slice cannot overlap a slice that begins after its last row
+    # sort the slices by their first row: a slice cannot overlap a slice that begins after its last
+    # row
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -107,7 +109,7 @@ def _uncovered(tensor: StoredTensor) -> Iterator[str]:
                 break
             if box.overlap(other):
                 yield f"pieces {box} and {other} overlap"
-    # if pieces do not overlap, and have as many elements as the tensor, they leave no gap
+    # pieces that do not overlap, and together have as many elements as the tensor, leave no gap
     held = sum(box.elements for box in boxes)
     if held != whole.elements:
         yield f"pieces hold {held} elements of {whole.elements}"
@@ -149,10 +151,10 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints in one tensor or in one value of the progress.
-    `greatest_absolute` is the greatest absolute difference of all elements; `greatest_relative` is
-    the same difference divided by the greatest magnitude in the first checkpoint. Both differences
-    are None if values cannot be compared."""
+    """A difference between two checkpoints in one tensor or in one value of the progress. `what`
+    describes the difference. `greatest_absolute` is the greatest absolute difference of all
+    elements; `greatest_relative` is the same difference divided by the greatest magnitude in the
+    first checkpoint's tensor. Both numbers are None if values cannot be compared."""
 
     name: str
     what: str
@@ -161,8 +163,8 @@ class Difference:
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    """Return the differences between two checkpoints, whatever layouts wrote them; an empty list if
-    all bits are equal.
+    """Return the differences between two checkpoints, which may have been written by runs with
+    different layouts. The list is empty if all values are bitwise equal.
 
     Raise InputError if either checkpoint cannot be read.
     """
@@ -175,8 +177,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        # kinds of tensors that only one of the checkpoints has, such as the optimizer's state,
-        # which a checkpoint of weights only lacks
+        # kinds of tensors that only one of the two checkpoints has, such as the optimizer state, if
+        # one checkpoint has only weights
         alone = kinds[0].keys() ^ kinds[1].keys()
         for kind in sorted(alone):
             for path, numbers in zip((first, second), kinds, strict=True):
@@ -229,7 +231,8 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
 
 
 def _relative(absolute: float, magnitude: float) -> float:
-    """Return an absolute difference divided by the greatest magnitude; infinity if that is 0."""
+    """Return an absolute difference divided by the greatest magnitude. If the magnitude is 0,
+    return infinity, or 0 for no difference."""
     if magnitude:
         return absolute / magnitude
     return math.inf if absolute else 0.0
@@ -246,7 +249,7 @@ def _bits(values: Array) -> Array:
 
 
 def as_json(difference: Difference) -> dict[str, Any]:
-    """Return a difference as JSON. Infinities and NaN become None."""
+    """Return a difference as a JSON object. Infinities and NaN become None."""
     values = asdict(difference)
     for key in ("greatest_absolute", "greatest_relative"):
         if values[key] is not None and not math.isfinite(values[key]):

@@ -1,5 +1,5 @@
-"""Loading a checkpoint into a rank of any layout, with a check of its checksums at the same
-time."""
+"""Loading of a checkpoint into the ranks of a run with any layout. The checksums are checked at the
+same time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ptdmpi.model.state import WEIGHTS, Counters, Piece, State, key
 
 POSITIONS = "embedding.position.weight"
 T = TypeVar("T")
-# raises InputError if this run may not use the tensors of the checkpoint
+# A function that raises InputError if this run may not use the tensors of the checkpoint.
 Judge = Callable[[Path, Manifest], None]
 
 
@@ -50,17 +50,17 @@ def load(
     """Load a checkpoint and return its manifest, or the reason why it cannot be read. The result is
     the same on every rank.
 
-    If replicas differ, each continues from its own values. All replicas continue from the mean if
-    the checkpoint contains only the mean, or if `mean` allows it and the number of replicas has
-    changed. If `whole` is False, a node may have only the files that its ranks read. If the
+    If replicas differ, each replica continues from its own values. All replicas continue from the
+    mean if the checkpoint contains only the mean, or if the number of replicas has changed and
+    `mean` is True. If `whole` is False, a node may have only the files that its ranks read. If the
     checkpoint is damaged, the state is undefined afterwards, and another checkpoint must be loaded.
-    Raise SharedInputError if the checkpoint is undamaged but not of this model, or if `judge`
-    refuses it.
+    Raise SharedInputError if the checkpoint is undamaged but belongs to another model, or if
+    `judge` refuses the checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
-        """Raise InputError if the replicas of this run, or the run itself, cannot continue from the
-        checkpoint."""
+        """Raise InputError if the number of replicas does not fit the checkpoint, or if `judge`
+        refuses the checkpoint."""
         _require_replicas(state, path, manifest, mean)
         judge(path, manifest)
 
@@ -87,8 +87,8 @@ def _require_replicas(state: State, directory: Path, manifest: Manifest, mean: b
 
 
 def took_mean(state: State, manifest: Manifest) -> bool:
-    """Return True if the loaded state is the mean of replicas that the checkpoint stores
-    separately."""
+    """Return True if the loaded state is a mean of replicas: the checkpoint stores the replicas
+    separately, and this run has loaded their mean."""
     stored = manifest.replicas
     differ = any(kind.kept.differs for kind in state.kinds.values())
     return stored > 0 and not (differ and stored == state.peers.size)
@@ -104,17 +104,18 @@ def load_tensors(
     read: Callable[[Path], Manifest] = sound_manifest,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the tensors of some kinds. Return the manifest, or the reason why it cannot be read.
-    `judge` may refuse the checkpoint before a tensor is read, by an InputError on every rank.
-    `read` reads the manifest. A kind of the data-parallel method that the checkpoint lacks begins
-    as at the first step. `head`: names of the parameters of a task's head, which keep their values
-    if the checkpoint lacks them (`drawn`). With a head, sequences may be shorter than the
-    checkpoint's, and only the first of the learned positions are loaded.
+    """Load the tensors of the given `kinds`, such as the weights or a kind of optimizer state.
+    Return the manifest, or the reason why the checkpoint cannot be read. `judge` may refuse the
+    checkpoint before a tensor is read, by an InputError on every rank. `read` reads the manifest.
+    Tensors of the data-parallel method that the checkpoint lacks get the values of a new run.
+    `head` has the names of the parameters of a task head; the parameters that the checkpoint lacks
+    keep their values (see `drawn`). With a head, the model may have fewer learned positions than
+    the checkpoint; then only the first positions are loaded.
 
-    Each rank reads its slices. If it reads a piece completely, it compares the piece with its
-    checksum. If another layout wrote the checkpoint, some pieces may not have been read completely
-    by any rank. The ranks share the pieces that no rank has read completely, and read them once
-    more for the comparison. Raise the same errors as `load`.
+    Each rank reads its slices. A rank that reads a whole piece compares the piece with its
+    checksum. If a run with another layout wrote the checkpoint, no rank may have read a certain
+    piece completely. Such pieces are divided among the ranks and read once more for the comparison.
+    Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -131,7 +132,7 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # `sound_manifest` checks all files, so all nodes see them; otherwise a node may have only
+        # with `sound_manifest` all nodes see all files; with `read_manifest` a node may have only
         # the files that its ranks read
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
@@ -151,7 +152,8 @@ def load_frozen(
     judge: Judge = lambda path, manifest: None,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the frozen weights, and the weights of a `head` for a task, as `load_tensors` does."""
+    """Load the frozen weights of a model with adapters, and the weights of a task head, whose
+    parameter names are `head`. Return and raise the same as `load_tensors`."""
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
@@ -170,10 +172,11 @@ def load_frozen(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request for tensors of a checkpoint: which pieces and kinds, and whether of a `whole` model
-    or of adapters. `shorter`: sequences may be shorter than the stored positions. `judge` may
-    refuse the checkpoint. If not all nodes share the checkpoint (`shared`), a rank checks only
-    pieces that its node has.
+    """A request of a rank for tensors of a checkpoint: the slices (`pieces`) and their kinds.
+    `whole` is True for a checkpoint of a full model, and False for a checkpoint of adapters. If
+    `shorter` is True, the model may have fewer learned positions than the checkpoint. `judge` may
+    refuse the checkpoint. If `shared` is False, nodes have different files, and a rank checks only
+    files of its node.
     """
 
     pieces: Sequence[Piece]
@@ -185,8 +188,8 @@ class Wanted:
 
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
-    """Read the wanted pieces. Return None, or the reason why they cannot be read. Raise the same
-    errors as `load`."""
+    """Read the wanted slices into the state. Return None, or the reason why the checkpoint is
+    damaged. Raise the same errors as `load`."""
     directory = reader.directory
     manifest = reader.manifest
     fit = partial(_require_fit, reader, wanted, state.peers.size)
@@ -199,7 +202,7 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
     if damage:
         return damage
-    # a piece that one rank has read completely need not be read again
+    # a piece that some rank has already compared with its checksum is not read again
     checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
     left = torch.nonzero(checked == 0).flatten().tolist()
     if wanted.shared:
@@ -210,15 +213,16 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
 
 
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of a head's parameters (name -> shape) that a checkpoint lacks, or stores
-    with another shape, for example for another number of classes."""
+    """Return the names of the parameters of a task head that must keep their initial values. `head`
+    maps each name to a shape. The checkpoint lacks these parameters, or stores them with another
+    shape, for example for another number of classes."""
     stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 
 
 def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
-    """Raise InputError if the checkpoint lacks a wanted kind, or stores a wanted tensor with
-    another shape."""
+    """Raise InputError if the checkpoint lacks a wanted kind of tensors, or stores a wanted tensor
+    with another shape. `peers` is the number of replicas of this run."""
     there = {name.partition("/")[0] for name in (*reader.tensors, *reader.means)}
     missing = sorted(set(wanted.kinds) - {WEIGHTS} - there)
     if missing:
@@ -240,9 +244,9 @@ def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
 
 
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:
-    """Return the name in the checkpoint of the tensor that a piece belongs to: this replica's own
-    tensor, or the one that all replicas share. If the number of stored replicas is not `peers`, no
-    replica has its own."""
+    """Return the name of the stored tensor from which the slice `piece` is read. If the checkpoint
+    stores `peers` replicas, this is this replica's own tensor; otherwise it is the tensor, or the
+    mean, that all replicas use."""
     if reader.manifest.replicas == peers and piece.key in reader.tensors:
         return piece.key
     return key(piece.kind, piece.name)
@@ -250,7 +254,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        host = piece.values.cpu()  # on a CPU the array shares the tensor's memory
+        host = piece.values.cpu()  # on a CPU this is the tensor itself
         if host.dtype == torch.bfloat16:  # numpy has no bfloat16
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())
@@ -265,8 +269,8 @@ def _check(reader: Reader, numbers: Sequence[int]) -> None:
 
 
 def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) -> str | None:
-    """Call `work` on every rank. Return the message of the first rank on which it raised this kind
-    of exception; None if it raised on no rank."""
+    """Call `work` on every rank. If `work` raises an exception of the class `kind` on some ranks,
+    return the message of the first of these ranks; otherwise return None."""
     text = None
     try:
         work()

@@ -1,16 +1,16 @@
-"""The manifest of a checkpoint: in which file, and where, each slice of each logical tensor is
-stored.
+"""The manifest of a checkpoint: the file and the offset of each slice of each logical tensor.
 
     {"format_version": 2, "progress": {...}, "model": {section [model]}, other entries of the run,
      "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
      "start", "stop", "offset", "crc32"}]}}, "crc32": of everything before it}
 
-Quantized weights are stored as two tensors, `codes/NAME` and `scales/NAME`, and "quantization":
-{"codes", "block", ...} has their format. Reading `weights/NAME` returns the dequantized values.
+A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The entry
+"quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
+`weights/NAME` returns the dequantized values.
 
-The checksum detects damage. The checks of the structure (keys, types, lengths) detect a manifest
-with a valid checksum that another program or a faulty one has written. `examine` checks that the
-pieces cover their tensors.
+The checksum detects damage. The checks of the structure (keys, types, lengths) detect a wrong
+manifest with a valid checksum, which a faulty or foreign program has written. The module `examine`
+checks that the pieces cover their tensors.
 """
 
 import json
@@ -34,17 +34,18 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # The data types that a checkpoint may contain, and their names in safetensors.
 TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
-# Prefixes of tensor names: a quantized weight has CODES and SCALES instead of WEIGHTS.
+# Prefixes of tensor names. The name of a weight begins with WEIGHTS; a quantized weight has two
+# tensors, whose names begin with CODES and SCALES.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
-EXTRAS = "extras"  # the manifest's key for the entries of the program that runs the training
+EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, without its tensors: `step` steps are done, and `samples` samples are
-    consumed. The other fields are the optimizer's counters, and the seed of the order of
-    samples."""
+    """The progress of a run, apart from its tensors: `step` steps are done, and `samples` samples
+    are consumed. `updates`, `loss_scale` and `good_steps` are counters of the optimizer; `seed`
+    determines the order of samples."""
 
     step: int
     samples: int
@@ -56,8 +57,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A slice of a tensor in a file: its key in the file, the offset of its first byte, and the
-    checksum of its bytes."""
+    """A slice (`box`) of a tensor in a file: the slice's key in the file, the offset of its first
+    byte, and the checksum of its bytes."""
 
     file: str
     key: str
@@ -68,8 +69,8 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor in a checkpoint: its full shape, numpy's name of its type, and its slices in
-    files."""
+    """A logical tensor in a checkpoint: its full shape, its data type by numpy's name, and its
+    slices in files."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -82,7 +83,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that one rank has written: its size, and its pieces of each tensor."""
+    """A file that one rank has written: its size in bytes, and the slices of tensors in it."""
 
     file: str
     bytes: int
@@ -109,9 +110,9 @@ class Manifest:
 
     @cached_property
     def means(self) -> dict[str, list[str]]:
-        """Return the tensors that are stored once for each of several replicas: `weights/NAME` ->
-        [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas. Reading the name
-        without a replica returns the mean of all replicas."""
+        """Return the names of the tensors that are stored separately for each replica:
+        `weights/NAME` -> [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas.
+        The name without the number of a replica means the mean of all replicas."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -124,13 +125,13 @@ class Manifest:
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas that are stored separately; 0 if they do not differ."""
+        """Return the number of replicas that are stored separately; 0 if replicas do not differ."""
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
-        """Return a manifest in which the tensors of another kind, such as the average of the
-        weights, are the weights. The returned manifest has no other tensors. Raise InputError if
-        there are none of this kind."""
+        """Return a manifest in which the tensors of another `kind`, such as the moving average of
+        the weights, have the names of the weights. The returned manifest has no other tensors.
+        Raise InputError if the checkpoint has no tensors of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -143,7 +144,7 @@ class Manifest:
 
     @property
     def form(self) -> LowBit | None:
-        """Return the format of the quantized weights; None if there are none."""
+        """Return the format of the quantized weights; None if no weights are quantized."""
         said = self.said.get(QUANTIZATION)
         if said is None:
             return None
@@ -167,17 +168,19 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all names by which tensors can be read."""
+        """Return all names by which tensors can be read: stored tensors, means of replicas, and
+        dequantized weights."""
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor with this name. For the mean of replicas, return the tensor of the
-        first replica. Return None if there is no such tensor."""
+        """Return the tensor with this name. If the name means the mean of replicas, return the
+        tensor of the first replica. Return None if the checkpoint has no tensor with this name."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return the tensor that `find` returns for this name. Raise KeyError if there is none."""
+        """Return the tensor that `find` returns for this name. Raise KeyError if `find` returns
+        None."""
         stored = self.find(name)
         if stored is None:
             raise KeyError(name)
@@ -195,7 +198,8 @@ def write_manifest(
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write and sync the manifest of the files that all ranks have written; see `manifest_text`.
+    """Write the manifest of the files that all ranks have written, and wait until it is on the
+    disk. For the arguments see `manifest_text`.
 
     Raise InputError if a file is not visible from this host.
     """
@@ -232,7 +236,7 @@ def manifest_text(
         "files": {part.file: {"bytes": part.bytes} for part in written},
         "tensors": dict(sorted(tensors.items())),
     }
-    # computed over sorted keys, so that the order of writing does not matter
+    # the checksum is computed over sorted keys, so it does not depend on the order of writing
     return json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
 
 
@@ -248,7 +252,8 @@ def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """Return the value of `crc32` for a manifest, which is given as JSON without that key."""
+    """Return the checksum of a manifest, the value of its key `crc32`. `manifest` is the JSON
+    object without that key."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -302,8 +307,8 @@ def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
 
 
 def sound_manifest(directory: Path) -> Manifest:
-    """Return the manifest if all its files exist with the recorded sizes; otherwise raise
-    InputError."""
+    """Return the manifest of the checkpoint if all its files exist and have the recorded sizes;
+    otherwise raise InputError."""
     manifest = read_manifest(directory)
     for name, size in manifest.files.items():
         path = directory / name
@@ -315,7 +320,8 @@ def sound_manifest(directory: Path) -> Manifest:
 
 
 def is_sound(directory: Path) -> bool:
-    """Return True if `sound_manifest` raises no error."""
+    """Return True if the checkpoint is complete: all files of its manifest exist and have the
+    recorded sizes."""
     try:
         sound_manifest(directory)
     except InputError:

@@ -1,16 +1,17 @@
-"""Copies of the training state in the memory of the nodes, from which a run continues after ranks
-were lost.
+"""Copies of the training state in the memory of the nodes. A run continues from such a copy after
+ranks were lost.
 
-A copy is a checkpoint whose files are in a tmpfs folder. The kernel keeps the files when the ranks
-die. Each node has the files of its own ranks and the files of the previous node's ranks (Wang et
-al. 2023, "Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the
-folder and removes it at the end.
+A copy is a checkpoint whose files are in a folder of the file system tmpfs, which is in memory. The
+files remain when the ranks die. Each node has the files of its own ranks and the files of the
+previous node's ranks (Wang et al. 2023, "Gemini", section 4), so that no file is lost with a single
+node. `ptdmpi run` chooses the folder and removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 
-A copy is made in two phases. First every rank writes its file, and sends it to the next node. If
-all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
-report success, the previous copy is removed. A complete copy therefore exists at every moment.
+A copy is made in two phases. First every rank writes its file, and sends the file to the next node.
+If all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
+report success, the previous copy is removed. Therefore a complete copy always exists after the
+first one was made.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.model.state import State, key
 
-# The largest message in bytes: counts in MPI calls are 32-bit integers.
+# The largest number of bytes in one message, because MPI calls count elements in 32-bit integers.
 MESSAGE_BYTES = 1 << 30
 Describe = Callable[[int, Sequence[Written]], str]
 
@@ -56,17 +57,17 @@ class HeldCopy:
 
 
 class MemoryCopies:
-    """The copies of the state in memory, for one run. Every rank calls every method.
+    """The copies of one run's state in the memory of the nodes. Every rank calls every method.
 
-    `count` is the number of copies that this process has made, and `seconds` the total time they
-    took.
+    `count` is the number of copies that this process has made, and `seconds` is the total time that
+    the copies took.
     """
 
     def __init__(
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
-        """Prepare the copies in `folder`. Rank 0 calls `describe` for the text of the manifest,
-        from the step and the files that all ranks have written."""
+        """Prepare the copies in `folder`. Rank 0 calls `describe(step, files)`, which returns the
+        text of the manifest; `files` has the files that all ranks have written."""
         self.folder = folder
         self.state = state
         self.describe = describe
@@ -75,15 +76,15 @@ class MemoryCopies:
         self.outgoing = OutgoingState(state, axes, mean=False, copied=False)
         here = (world.process.node, str(folder))
         places = self.world.all_gather_object(here)
-        # the ranks of each node, node by node; tests have several folders on one machine
+        # the ranks of each node; in tests each folder of a machine is treated as a node
         self.nodes = [
             [rank for rank, other in enumerate(places) if other == place]
             for place in sorted(set(places))
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # the result of `find`: the copies of each node, by the node's leading rank, and the name of
-        # the newest complete copy
+        # results of `find`: for each rank that leads a node, the copies on that node; and the name
+        # of the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -97,8 +98,8 @@ class MemoryCopies:
     # -- making a copy -----------------------------------------------------------------------------
 
     def keep(self, step: int) -> str:
-        """Copy the state after `step`. Return "", or the reason why the copy failed, on every rank.
-        After a failure the previous copy stays."""
+        """Copy the state after `step`. Return "", or the reason why the copy failed; all ranks
+        return the same. After a failure the previous copy stays."""
         begin = time.perf_counter()
         name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
         path = self.folder / name
@@ -151,8 +152,8 @@ class MemoryCopies:
         return why
 
     def _commit(self, path: Path, manifest: str) -> str:
-        """Write the manifest on each node, which makes the copy valid there. Return "", or the
-        reason why this failed on some node."""
+        """Write the manifest on each node, which makes the copy valid. Return "", or the reason why
+        some node could not write the manifest."""
         why = ""
         if self.leads:
             try:
@@ -175,8 +176,9 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the copy that `find` has found; see `load.load`. If a node lacks files that its
-        ranks need, other nodes send them."""
+        """Load the copy that `find` has found; see the function `load`. If a node lacks files that
+        its ranks need, other nodes send these files. Return the manifest, or the reason why the
+        copy cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -199,16 +201,17 @@ class MemoryCopies:
         return _first(held[name].manifest for held in self._holdings if name in held)
 
     def _holder(self, name: str, file: str, size: int) -> int | None:
-        """Return the first rank whose node has the complete file of a copy; None if there is
-        none."""
+        """Return the first rank whose node has `file` of the copy `name` with `size` bytes. Return
+        None if no node has the complete file."""
         for rank, held in enumerate(self._holdings):
             if name in held and held[name].sizes.get(file) == size:
                 return rank
         return None
 
     def _fetch(self, path: Path) -> str:
-        """Copy the files that the ranks of each node read to that node, each from the first node
-        that has it. Only the leading ranks of the nodes send and receive, all in the same order."""
+        """Send to each node the files that its ranks will read and that the node lacks. The first
+        node that has a file sends it. Only the leading ranks of the nodes send and receive, and all
+        use the same order of messages. Return "", or the reason for a failure."""
         manifest = read_manifest(path)
         needs = self.world.all_gather_object(self._needed(manifest))
         why = ""
@@ -228,7 +231,7 @@ class MemoryCopies:
         return _first(self.world.all_gather_object(why))
 
     def _needed(self, manifest: Manifest) -> set[str]:
-        """Return the files that contain a part of this rank's state."""
+        """Return the names of the files that contain slices of this rank's state."""
         needed = set()
         for piece in self.state.pieces():
             names = [piece.key, key(piece.kind, piece.name)]
@@ -238,7 +241,7 @@ class MemoryCopies:
         return needed
 
     def _held(self) -> dict[str, HeldCopy]:
-        """Return the copies in this node's folder, by name."""
+        """Return the copies in this node's folder, by their names."""
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():

@@ -17,32 +17,33 @@ from ptdmpi.model.state import State
 class OutgoingState:
     """The part of the state that this rank writes to the disk.
 
-    `parts` are views of the state. The views are the same in every save, because slices and owners
-    do not change.
+    `parts` are slices of the state, as views of its tensors. The slices are the same in every save,
+    because the layout and the ranks that write each slice do not change.
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
-        """Prepare the parts. `mean`: if replicas differ, their mean is written. `copied`: the state
-        is copied first, so that training may change it before it is written."""
+        """Prepare the slices that this rank writes. `mean`: if replicas differ, their mean is
+        written. `copied`: the state is copied first, so that training may change the state before
+        it is written."""
         self.state = state
         self.mean = mean
         self.copied = copied
         self.parts = list(share(state, axes, mean))
         mine = sum(part.values.nbytes for part in self.parts)
-        # the number of bytes of a checkpoint, summed over all ranks
+        # the number of bytes that all ranks together write to a checkpoint
         self.total_bytes = sum(axes.world.all_gather_object(mine))
         self._copies = copies_of(state.buffer.device)
         self._host: Tensor | None = None
 
     def take(self) -> list[Outgoing]:
-        """Return the parts with the present values of the state.
+        """Return the slices that this rank writes, with the present values of the state.
 
-        If the mean of replicas is written, or training may change the state meanwhile, the parts
-        are copied to a host buffer that all saves share. In all other cases the parts are views of
-        the state itself. A device copies while it computes, and the next update waits for the copy
-        (`State.read`).
+        If the mean of replicas is written, or training may change the state during the save, the
+        slices are copied to a host buffer that all saves share. In all other cases the slices are
+        views of the state itself. A device copies while it computes, and the next update of the
+        state waits for the end of the copy (`State.read`).
         """
-        self.state.settle()  # wait for operations that still write to the views
+        self.state.settle()  # wait for operations that still change the state
         views = [part.values for part in self.parts]
         if self.copied or self.mean:
             views = self._copy()
@@ -58,7 +59,7 @@ class OutgoingState:
         return outgoing
 
     def _copy(self) -> list[Tensor]:
-        """Copy the parts to host memory, and return the copies."""
+        """Copy this rank's slices to host memory, and return the copies."""
         ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
         if self._host is None:  # a buffer for all parts of this rank, allocated at the first save
             dtype = self.state.buffer.precision.master
@@ -79,11 +80,11 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return a part as an array on the host. The parts are requested one by one when they are
-        written, so earlier ones need no memory any more. A device copies into page-locked
-        memory."""
+        """Return the slice `values` as an array on the host. Slices are requested one by one when
+        they are written, so the memory of earlier slices is free again. A device copies into
+        page-locked memory."""
         self.state.let_go()
-        # the part is already on the host, so do not wait for the device
+        # the slice is already on the host, so do not wait for the device
         if values.device.type == "cpu":
             return values.numpy()
         with self._copies.behind(self._copies.computed()):

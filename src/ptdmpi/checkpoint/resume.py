@@ -1,5 +1,5 @@
-"""The checkpoint from which a run resumes or begins: it is found, checked and loaded on all
-ranks."""
+"""The search for the checkpoint from which a run resumes or begins, its check, and its loading on
+all ranks."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -38,7 +38,7 @@ class Resumption:
         self.mean = course.config.data_parallel.checkpoint == "average"
         self.followed: Path | None = None
         self.mean_of = 0
-        self.extras: dict[str, Any] = {}  # the extra entries of the checkpoint that was loaded
+        self.extras: dict[str, Any] = {}  # entries of a user's program in the loaded checkpoint
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return the checkpoint's
@@ -48,8 +48,8 @@ class Resumption:
         "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
         checkpoint is loaded. If an earlier start has resumed from that path, the run's own newest
-        checkpoint is loaded instead. `lost`: ranks were lost, and the remaining replicas may begin
-        from the mean of all replicas.
+        checkpoint is loaded instead. `lost` is True if ranks were lost; in that case the remaining
+        replicas may begin from the mean of all replicas.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all
@@ -91,10 +91,9 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return the progress of the copy, or None if no copy exists or can be read.
 
-        A copy was made by the same job. The run therefore continues its own checkpoints, unless
-        `checkpoint.resume = wanted` names another checkpoint and nothing has been saved since. In
-        that case the next save renames the checkpoints that the run does not continue, as after the
-        first start.
+        The copy was made by an earlier start of the same job. If that start began anew or from
+        another checkpoint that `checkpoint.resume = wanted` names, and has not saved a checkpoint
+        yet, the next save renames the checkpoints that the run does not continue.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):
@@ -126,12 +125,12 @@ class Resumption:
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
     ) -> tuple[Path, list[str]]:
         """Load only the weights of the newest complete checkpoint that `path` names. Return the
-        path of the checkpoint, and the names of a task head's parameters that keep their initial
-        values. With adapters, only names in `fresh` are returned, because the base may have all
-        other parameters.
+        path of the checkpoint, and the names of the task head's parameters that keep their initial
+        values. If the run trains adapters, only names in `fresh` are returned, because the base
+        model may contain the other parameters.
 
-        `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not
-        record it. Raise InputError on every rank.
+        `tokenizer_sha256` is the hash of the weights' tokenizer; it is used if the checkpoint does
+        not record the tokenizer. Raise InputError, on every rank, if the weights cannot be used.
         """
         directory = on_root(self.world, lambda: newest(path))
 
@@ -153,15 +152,15 @@ class Resumption:
         self.course.judge("resume", where, manifest.said)
 
     def _is_own(self, wanted: str) -> bool:
-        """Return True if `wanted` is the run's own directory or its `checkpoints/`, which means the
-        same as "auto"."""
+        """Return True if `wanted` is the run's own directory or its folder `checkpoints/`. Such a
+        path has the same meaning as "auto"."""
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
 
     def _went_on_from(self, wanted: str) -> bool:
-        """Return True if the run has resumed from `wanted` and saved since. A batch job that is
-        started again has the same command, and must then continue from the run's own newest
-        checkpoint."""
+        """Return True if the run has resumed from `wanted` and has saved a checkpoint since then. A
+        batch job that is started again has the same command, and must in that case continue from
+        the run's own newest checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
     def _candidates(self, wanted: str) -> list[Path]:

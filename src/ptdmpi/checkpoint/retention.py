@@ -1,4 +1,4 @@
-"""The changes that saves make in the checkpoint directory of a run: which checkpoints are kept,
+"""The changes that a save makes in the checkpoint directory of a run: older checkpoints are kept,
 renamed or removed. Only rank 0 uses this module."""
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from ptdmpi.config import CheckpointConfig
 class Retention:
     """The retention of checkpoints in a run directory: it renames, keeps and removes them.
 
-    `damaged` has the names of checkpoints that could not be read. Damaged checkpoints are not
-    included in the number of kept checkpoints, and are not removed.
+    `damaged` has the names of checkpoints that could not be read. Damaged checkpoints are never
+    removed, and do not reduce the number of undamaged checkpoints that are kept.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
@@ -26,18 +26,21 @@ class Retention:
 
     @property
     def branches(self) -> bool:
-        """Return True if the run has not resumed from its own newest checkpoint."""
+        """Return True if the next save will rename checkpoints, because the run has not resumed
+        from its own newest checkpoint."""
         return self._branch is not None
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:
-        """Let the next save rename the checkpoints that the run does not continue: those after
-        `source`, or all if it is None. `named` is the path by which the user named `source`."""
+        """Make the next save rename the checkpoints that the run does not continue: the checkpoints
+        after `source`, or all checkpoints if `source` is None. `named` is the path by which the
+        user named `source`."""
         self._branch = partial(files.branch, self.directory, source, named)
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
-        """Return an empty directory for the checkpoint of `step`. Other checkpoints are renamed
-        only now, so that a start that saves nothing leaves the run unchanged. Raise InputError if
-        there is not enough space."""
+        """Return an empty directory for the checkpoint of `step`, and rename the checkpoints that
+        the run does not continue. They are renamed only now, so that a start that saves no
+        checkpoint leaves the run directory unchanged. Raise InputError if there is not enough
+        space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()
@@ -47,15 +50,15 @@ class Retention:
         return temporary
 
     def publish(self, temporary: Path) -> None:
-        """Give a completely written checkpoint its name, and update the files `latest` and `best`.
-        Raise OSError."""
+        """Give a completely written checkpoint its name, and update the file `latest` and, with
+        `checkpoint.keep_best`, the file `best`. Raise OSError if the file system fails."""
         files.publish(temporary, self.damaged)
         if self.config.keep_best:
             best.point(self.directory, self.damaged)
 
     def remove_old(self) -> str | None:
-        """Remove the checkpoints that need not be kept. Return the reason if this failed, otherwise
-        None."""
+        """Remove the checkpoints that need not be kept. Return None, or the reason why a checkpoint
+        could not be removed."""
         keep = self.config.keep
         try:
             spared: list[Path] = []

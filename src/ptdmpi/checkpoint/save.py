@@ -1,16 +1,18 @@
-"""Saving checkpoints of logical tensors, which a run with any layout can read.
+"""Saving of checkpoints. A checkpoint consists of logical tensors, which a run with any layout can
+read.
 
-A checkpoint is a directory `step-00000100/` with one safetensors file for each rank that has
-something to write, and `manifest.json`. The manifest lists every logical tensor (`weights/NAME`,
-`exp_avg/NAME`, `exp_avg_sq/NAME`; the weights are the fp32 master weights) with its shape, its
-type, and the file and offset of each of its slices. All files are written and synced under a
-temporary name. After that, the manifest is written, the directory is renamed, and `latest` is
-changed, in this order. If several ranks have the same tensors, each writes an equal share of the
-bytes.
+A checkpoint is a directory `step-00000100/` with one safetensors file of each rank and
+`manifest.json`. The manifest lists every logical tensor (`weights/NAME`, `exp_avg/NAME`,
+`exp_avg_sq/NAME`; the weights are the fp32 master weights) with its shape, its type, and the file
+and offset of each of its slices. All files are written into a directory with a temporary name, and
+synced to the disk. After that, the manifest is written, the directory is renamed, and the file
+`latest` is changed, in this order. If several ranks have the same tensors, each of these ranks
+writes an equal part of the bytes.
 
-A thread of each rank writes its file, and a thread of rank 0 does the remaining work. When ranks
-must agree, their main threads use the world communicator between two steps. MPI therefore need not
-support threads, and the messages of a save are not mixed with the messages of a step.
+A thread of each rank writes the rank's file, and a thread of rank 0 writes the manifest and renames
+the directory. When ranks must agree, their main threads use the world communicator between two
+steps. MPI therefore need not support threads, and the messages of a save are not mixed with the
+messages of a step.
 """
 
 import contextlib
@@ -40,15 +42,16 @@ T = TypeVar("T")
 
 
 class SaveFailed(SharedInputError):
-    """An error: a checkpoint could not be written. Every rank raises `SaveFailed`, and earlier
-    checkpoints stay."""
+    """An error: a checkpoint could not be written. Every rank raises `SaveFailed`. Earlier
+    checkpoints stay on the disk."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete on the disk. `stall_s`: the seconds for which training waited
-    for it; `write_s`: the seconds from the first byte until `latest` named it. `warning`: the
-    reason why older checkpoints were not removed."""
+    """A checkpoint that is complete on the disk. `stall_s` is the number of seconds for which
+    training waited for the save; `write_s` is the number of seconds from the first written byte
+    until `latest` named the checkpoint. `warning` is the reason why older checkpoints could not be
+    removed, or None."""
 
     path: Path
     step: int
@@ -60,7 +63,7 @@ class Saved:
 
 @dataclass
 class _Flight:
-    """A save that is not complete: all ranks write their files, then rank 0 publishes the
+    """A save that is in progress: first all ranks write their files, then rank 0 publishes the
     checkpoint."""
 
     temporary: Path
@@ -76,11 +79,12 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Every rank calls every method except `close`.
+    """The checkpoints of one run directory. Every rank calls every method together, except `close`
+    and `describe`.
 
-    This class writes checkpoints. `retention` keeps and removes checkpoints, `resumption` finds and
-    checks the one that a run resumes from. `validated` is the step and the loss of the last
-    validation.
+    This class writes checkpoints. `retention` keeps and removes checkpoints, and `resumption` finds
+    and checks the checkpoint from which a run resumes. `validated` has the step and the loss of the
+    last validation; the training loop sets it.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
@@ -92,36 +96,39 @@ class Checkpoints:
         self.config = course.config.checkpoint
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
-        # further entries for each manifest, by name, in JSON; the program on rank 0 sets them
+        # a function that returns further entries for each manifest, as JSON; a user's program may
+        # set it
         self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # one thread only, so that rank 0 publishes after it has written its own file
+        # only one thread, so that rank 0 publishes the checkpoint after it has written its own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
 
     @property
     def state_bytes(self) -> int:
-        """Return the size in bytes of the tensors of a checkpoint, over all ranks."""
+        """Return the size in bytes of the tensors of a checkpoint, summed over all ranks."""
         return self.outgoing.total_bytes
 
     @property
     def branches(self) -> bool:
-        """Return True if the run has not resumed from its own newest checkpoint."""
+        """Return True if the run has not resumed from its own newest checkpoint, so that the next
+        save renames checkpoints."""
         return self.retention.branches
 
     @property
     def followed(self) -> Path | None:
-        """Return the checkpoint from which an earlier start has resumed; see `Resumption`."""
+        """Return the checkpoint that `checkpoint.resume` names, if an earlier start has resumed
+        from it; see `Resumption`."""
         return self.resumption.followed
 
     @property
     def mean_of(self) -> int:
-        """Return the number of replicas whose mean the run continues from, or 0; see
+        """Return the number of replicas if the run continues from their mean, otherwise 0; see
         `Resumption`."""
         return self.resumption.mean_of
 
@@ -140,8 +147,8 @@ class Checkpoints:
         return self.resumption.resume_from_copy(copies, wanted)
 
     def describe(self, step: int, written: Sequence[Written]) -> str:
-        """Return the manifest of a copy of the present state, which is the one after `step`. Only
-        rank 0 calls this."""
+        """Return the text of the manifest of a copy of the present state, which is the state after
+        `step`. Only rank 0 calls this method."""
         return manifest_text(
             self._progress(step),
             self.course.config.model.model_dump(),
@@ -150,12 +157,12 @@ class Checkpoints:
         )
 
     def save(self, step: int) -> list[Saved]:
-        """Write the state after `step` steps. Return the saves that are complete.
+        """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied, and a thread does the rest. In that case
-        this method first waits for an earlier save that is not complete and returns it, and `poll`
-        completes the present one. Raise SaveFailed if a rank could not write; its files are then
-        removed.
+        With `checkpoint.asynchronous` the state is copied, and a thread writes the copy. In that
+        case this method first completes an earlier save that is still in progress and returns it;
+        later calls of `poll` complete the present save. Raise SaveFailed if a rank could not write;
+        the files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()
@@ -184,25 +191,28 @@ class Checkpoints:
         return [*done, *self.finish()]
 
     def poll(self) -> list[Saved]:
-        """Advance a save without waiting for the disk. Return the save when it is complete.
+        """Advance a save that is in progress, without waiting for the disk. Return the save when it
+        is complete; otherwise return an empty list.
 
-        The training loop calls this between steps. Raise SaveFailed if a rank could not write.
+        The training loop calls this method between steps. Raise SaveFailed if a rank could not
+        write.
         """
         return self._advance(wait=False)
 
     def finish(self) -> list[Saved]:
-        """Wait until a save is complete, and return it. Raise SaveFailed if a rank could not
-        write."""
+        """Wait until a save in progress is complete, and return it; return an empty list if there
+        is none. Raise SaveFailed if a rank could not write."""
         return self._advance(wait=True)
 
     def close(self) -> None:
-        """Wait for this rank's thread, but for no other rank. An incomplete save stays on the disk,
-        and the next save removes it."""
+        """Wait until this rank's thread has ended, without waiting for other ranks. An incomplete
+        save stays on the disk, and the next save removes it."""
         self._threads.shutdown(wait=True)
         self._flight = None
 
     def check_space(self) -> None:
-        """Raise InputError, on every rank, if not even one checkpoint could be written."""
+        """Raise InputError, on every rank, if the file system has not enough space for one
+        checkpoint."""
         on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
 
     def _progress(self, step: int) -> Progress:
@@ -237,14 +247,14 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Return True if all ranks have written their files; when this becomes true, rank 0's
-        thread begins to publish."""
+        """Return True if all ranks have written their files. When this becomes true, the thread of
+        rank 0 begins to publish the checkpoint."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
-        # if only one rank raised the error, all other ranks would wait for it in the next
-        # collective
+        # all ranks must raise an error together: if only one rank raised it, all other ranks would
+        # wait for this rank in the next collective
         part, error = _result(flight.writing)
         text = None
         if error is not None:
@@ -260,8 +270,8 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """Write the manifest, give the checkpoint its name, and remove older checkpoints. Only rank
-        0 calls this. Return the seconds since the save began, and the reason why older checkpoints
-        could not be removed."""
+        0 calls this. Return the seconds since the first byte was written, and the reason why older
+        checkpoints could not be removed (None if they were)."""
         model = self.course.config.model.model_dump()
         lineage = self._lineage(flight.validation_loss, flight.extras)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
@@ -295,13 +305,13 @@ class Checkpoints:
 
 
 def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write a rank's file, after its parts have been copied to the host."""
+    """Write a rank's file, after waiting until its slices have been copied to the host (`read`)."""
     read.host_waits()
     return write(path, parts)
 
 
 def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
-    """Wait for a result. Return (result, None), or (None, message) after an OSError or an
+    """Wait until `future` is done. Return (result, None), or (None, message) after an OSError or an
     InputError."""
     try:
         return future.result(), None

@@ -1,5 +1,5 @@
-"""The part of a checkpoint that each rank writes: ranks that have the same state write equal shares
-of it."""
+"""The division of a checkpoint among ranks: ranks that have the same state write equal parts of
+this state."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,18 @@ from collections.abc import Iterator, Sequence
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Piece, State
 
-# Slices up to this size are written by one rank; larger ones may be divided between ranks.
+# A slice of up to this number of bytes is written by one rank; larger slices may be divided among
+# ranks.
 WHOLE_BYTES = 1 << 16
 
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
-    """Yield the pieces that this rank writes, so that exactly one rank writes each element of each
-    tensor. With `mean`, the mean of replicas that differ is written under one name; otherwise each
-    replica is written."""
+    """Yield the slices of the state that this rank writes. Each element of each tensor is written
+    by exactly one rank. If replicas differ, their mean is written with `mean`; otherwise each
+    replica is written under its own name."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # sort the pieces: those that the fewest ranks have come first
+    # begin with the slices that the fewest ranks have
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
@@ -31,12 +32,13 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
 def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
-    """Yield (number of the slice, rows) for the part that rank `place` of `holders` writes.
-    `shapes` are the shapes of slices that all these ranks have.
+    """Yield (number of a slice, rows of this slice) for all rows that rank number `place` of
+    `holders` ranks writes. `shapes` are the shapes of the slices; all these ranks have all slices.
 
-    Imagine all slices one after the other on a line of bytes, which is cut into equal sections, one
-    for each rank. A row of dim 0, or a small slice that is not cut, belongs to the rank in whose
-    section it begins.
+    Imagine all slices, one after the other, as one sequence of bytes, which is cut into equal
+    sections, one for each rank. Each row of dim 0 is written by the rank in whose section the row
+    begins. A slice of at most WHOLE_BYTES is not cut; it is written by the rank in whose section
+    the slice begins.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes
     begin, end = (total * k // holders for k in (place, place + 1))
@@ -44,7 +46,8 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
-        # -(-a // b) rounds up: the first row or slice that begins at the cut or after it
+        # -(-a // b) rounds up; the result is the first row or slice that begins at the cut or after
+        # the cut
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

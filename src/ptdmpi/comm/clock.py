@@ -1,4 +1,5 @@
-"""Clocks that measure the time of a rank's work on the host, and on a device by its events.
+"""Clocks that measure the time of a rank's work. On a device, the time is measured by the device's
+events.
 
 A call that hands work to a device returns before the work has run, so the host's time before and
 after the call does not measure the work. Therefore a clock makes marks. A mark has a position in
@@ -20,11 +21,12 @@ class Mark(Protocol):
     """A moment in the order of a device's work, such as a CUDA event."""
 
     def done(self) -> bool:
-        """Return True if the work before the mark is done. The call never waits, and any thread may
-        make it."""
+        """Return True if the work before the mark is done. This method never waits, and any thread
+        may call it."""
 
     def at_s(self) -> float:
-        """Return the time of the mark, in seconds of `time.perf_counter`. The mark must be done."""
+        """Return the time of the mark in seconds, on the clock of `time.perf_counter`. The mark
+        must be done."""
 
 
 class Clock(Protocol):
@@ -34,9 +36,9 @@ class Clock(Protocol):
         """Return a new mark, which is done when all work issued so far is done."""
 
     def settle(self) -> None:
-        """Wait for the device, so that all marks so far are done, and align the device's clock with
-        the host's. The trainer calls `settle` once in a step, at a point where the host must wait
-        anyway. Making a mark never waits."""
+        """Wait for the device, so that all marks so far are done. Then align the device's clock
+        with the host's clock. The trainer calls `settle` once in a step, at a point where the host
+        must wait anyway. The method `mark` never waits."""
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for calls of `Mark.done`."""
@@ -75,8 +77,8 @@ HOST = HostClock()
 
 @dataclass(frozen=True)
 class _Anchor:
-    """One moment on both clocks: an event that the device has passed, and the host's time at which
-    it passed."""
+    """One moment on the clocks of device and host: an event that the device has passed, and the
+    host's time of this event."""
 
     event: Any
     at_s: float
@@ -84,7 +86,7 @@ class _Anchor:
 
 @dataclass(frozen=True)
 class _DeviceMark:
-    """A mark in a device's stream: an event, and an event before it whose time is known."""
+    """A mark in a device's stream: an event, and an earlier event whose time is known."""
 
     event: Any
     anchor: _Anchor
@@ -112,17 +114,17 @@ class DeviceClock:
         return _DeviceMark(self._event(), self._anchor)
 
     def settle(self) -> None:
-        """Wait for the device, and note the time on both clocks."""
+        """Wait for the device, and store the present time on the clocks of device and host."""
         event = self._event()
         event.synchronize()
-        # take the time immediately: any delay is an error of the clock
+        # read the host's clock immediately, because any delay is an error of this clock
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of this device."""
-        # A new thread uses the first GPU of the process. If the thread asked for an event of
-        # another GPU, CUDA would make a context of half a GB on that first GPU, where another rank
-        # works.
+        # A new thread uses the first GPU of the process. If the thread queried an event of another
+        # GPU, CUDA would create a context of half a GB on the first GPU, which belongs to another
+        # rank.
         belong_to(self._device)
 
     def _event(self) -> Any:

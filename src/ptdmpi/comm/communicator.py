@@ -1,8 +1,8 @@
 """The interface of communicators: the operations that a transport must offer to other layers.
 
-A communicator is one rank's view of a group of the process grid, such as an axis. In a group of one
-rank the same code runs without communication. Tensors must be contiguous: a result in a silent copy
-of a tensor would be lost.
+A communicator is one rank's view of a group of ranks in the process grid, such as an axis. In a
+group of one rank the same code runs without communication. Tensors must be contiguous, because a
+result that is written to a copy of a tensor would be lost.
 
 A rank may begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the
 rank may compute without x until it waits. All ranks begin the same collectives in the same order.
@@ -53,8 +53,8 @@ DONE: Handle = _Done()
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The sizes of an all-to-all on one rank: how many elements of its flat tensor it sends to each
-    rank, and how many elements of its flat result come from each rank."""
+    """The sizes of an all-to-all on one rank: the number of elements of the flat tensor that it
+    sends to each rank, and the number of elements of the flat result that come from each rank."""
 
     sent: Sequence[int]
     received: Sequence[int]
@@ -67,10 +67,10 @@ class Exchanged:
 class Communicator(WireTraits, ABC):
     """A group of the process grid, such as an axis, as its rank number `rank` of `size` sees it.
 
-    MPI carries the control messages on every transport. `busy` names the collective that this rank
+    MPI carries the control messages of every transport. `busy` names the collective that this rank
     is in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
-    sends. `under_way` has the collectives that are not complete, with their tensors, because the
-    transport may write to these even after the code that began a collective has failed.
+    sends. `under_way` keeps the tensors of collectives that are not complete, because the transport
+    may write to them even after the code that began a collective has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
@@ -84,17 +84,17 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        # communicators made from `control`, and revoked with it
+        # communicators that were made from `control`; all are revoked together
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """Add the time of later collectives, mostly waiting, to `waits`, unless it is None."""
+        """From now on, add the time of collectives to `waits`, unless `waits` is None."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace `tensor` (any shape) by its sum or "max" over the ranks, and return it."""
+        """Replace `tensor` (any shape) by its sum or maximum ("max") over the ranks; return it."""
         self.all_reduce_begin(tensor, op).wait()
         return tensor
 
@@ -106,7 +106,7 @@ class Communicator(WireTraits, ABC):
         return self._begin("all_reduce", self._all_reduce, tensor.view(-1), op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return [size n, ...] from [n, ...] on each rank, in rank order."""
+        """Return the tensors of all ranks, [n, ...] each, in rank order: [size n, ...]."""
         result, handle = self.all_gather_begin(tensor)
         handle.wait()
         return result
@@ -122,8 +122,7 @@ class Communicator(WireTraits, ABC):
         return result, self._begin("all_gather", self._all_gather, result.view(-1), flat)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return [n, ...] from [size n, ...] on each rank: this rank's part of the sum over the
-        ranks."""
+        """Return this rank's part [n, ...] of the sum over the ranks of `tensor` [size n, ...]."""
         result, handle = self.reduce_scatter_begin(tensor)
         handle.wait()
         return result
@@ -210,8 +209,8 @@ class Communicator(WireTraits, ABC):
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
 
     def reduce_scatter_in_place(self, whole: Tensor) -> Handle:
-        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks. The
-        other parts are undefined then."""
+        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks. All
+        other parts are undefined afterwards."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("reduce_scatter", self._reduce_scatter, self._own(whole), whole.view(-1))
@@ -223,7 +222,7 @@ class Communicator(WireTraits, ABC):
         return self.size > 1 and whole.numel() > 0
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole`, flat."""
+        """Return this rank's part of `whole` as a flat view."""
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -243,7 +242,8 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to send a tensor to rank `peer`. The tensor must stay as it is until `wait`."""
+        """Begin to send a tensor to rank `peer`. The tensor must not change until `wait`
+        returns."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
@@ -256,8 +256,7 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call it. If the graph is `lasting`, a transport may synchronize all ranks to set
-        it up."""
+        All ranks call this method. If `lasting`, a transport may synchronize all ranks now."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -281,8 +280,8 @@ class Communicator(WireTraits, ABC):
         return self.timed("broadcast_object", self.control.bcast, value, root)
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of `values` (64-bit integers) over the group, by one small
-        message without pickling, by MPI: a maximum of integers is exact in any order."""
+        """Return the maximum over the group of each of `values` (64-bit integers). This takes one
+        small message of MPI without pickling."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -292,7 +291,7 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)` as the collective `name`, which `busy` keeps if it fails."""
+        """Call `work(*arguments)` as the collective `name`; if it fails, `busy` keeps the name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -311,8 +310,8 @@ class Communicator(WireTraits, ABC):
     ) -> Handle:
         """Begin the collective `name` on flat tensors, and count its bytes.
 
-        The tally counts `counted_bytes`. If `counted_bytes` is None, that is the size of the
-        largest tensor: the full result of a gather or the full input of a scatter.
+        The tally counts `counted_bytes`; None means the size of the largest tensor: the full result
+        of a gather or the full input of a scatter.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if counted_bytes is None:
@@ -321,7 +320,7 @@ class Communicator(WireTraits, ABC):
         handle = self.timed(name, work, *arguments)
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
-    # -- what a transport implements, on flat tensors and for size > 1 -----------------------------
+    # -- methods that a transport implements, on flat tensors and for size > 1 ---------------------
     # The smaller tensor of a gather or scatter may be a view of its part of the larger one.
 
     @abstractmethod
@@ -365,7 +364,7 @@ class _UnderWay:
         self._group.under_way.discard(self)
 
     def done(self) -> bool:
-        """Return True if the collective is complete; its tensors may be used then."""
+        """Return True if the collective is complete, so that its tensors may be used."""
         done = self._handle.done()
         if done:
             self._group.under_way.discard(self)
@@ -385,16 +384,16 @@ class _All:
 
     def done(self) -> bool:
         """Return True if every message is complete."""
-        # ask all: on some transports a message makes progress only when its handle is asked
+        # call `done` of all handles: some transports make progress only in this call
         over = [handle.done() for handle in self._handles]
         return all(over)
 
 
 class Neighbourhood:
-    """The neighbours of this rank in a graph: the ranks that send to it, and that it sends to.
+    """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class sends and receives in pairs, which every transport can do. A transport that supports
-    graphs has its own class. Tallies and `busy` call an exchange "neighbours".
+    This class uses sends and receives, which every transport has. A transport that supports graphs
+    has its own class. Tallies and `busy` call an exchange "neighbours".
     """
 
     def __init__(
@@ -413,8 +412,8 @@ class Neighbourhood:
         self.destinations = tuple(destinations)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` [...] to all destinations; return [sources, ...], the sources' tensors in
-        order."""
+        """Send `tensor` [...] to all destinations. Return the sources' tensors in order: [sources,
+        ...]."""
         result, handle = self.gather_begin(tensor)
         handle.wait()
         return result
@@ -469,7 +468,7 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> Tensor:
-    # transports ignore strides: from memory with gaps NCCL sends wrong elements, without error
+    # transports ignore strides: NCCL would send wrong elements of such a tensor, without error
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
     return tensor
@@ -478,8 +477,8 @@ def _require(tensor: Tensor) -> Tensor:
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """Write the sum or max of two or more tensors [n], combined in ascending order, to `result`.
 
-    Pieces in fp16 or bf16 are summed in float32 and rounded once. For two pieces, one addition in
-    their own type gives the same bits. `result` may be the first piece.
+    Tensors in fp16 or bf16 are summed in float32 and rounded once. For two tensors, one addition in
+    their own type gives the same bits. `result` may be the first tensor.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)
@@ -488,7 +487,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # round only once: rounded to 8 bits after each addition, small gradients would vanish
+        # round only once, because small gradients would vanish if each sum were rounded to 8 bits
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

@@ -1,4 +1,4 @@
-"""An exchange of tensors between all ranks of a group, made of sends and receives."""
+"""An exchange of tensors between all ranks of a group, by sends and receives."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,11 @@ from ptdmpi.comm.pairs import pair_order
 
 
 def exchange(group: Communicator, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-    """Send `leaving[k]` to each other rank k of a group, and receive `arriving[k]` from it. All
-    ranks of the group call this together.
+    """Send the tensor `leaving[k]` to each other rank k of a group, and receive `arriving[k]` from
+    rank k. All ranks of the group call this function together.
 
-    Empty tensors are not sent. The entries of this rank itself are not used.
+    Empty tensors are not sent. The entries `leaving[rank]` and `arriving[rank]` of this rank itself
+    are not used.
     """
     others = [peer for peer in range(group.size) if peer != group.rank]
     sources = [peer for peer in others if arriving[peer].numel()]

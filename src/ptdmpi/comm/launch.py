@@ -22,15 +22,15 @@ SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 def begin(what: str) -> None:
     """Print that the command `what` starts, because loading MPI and PyTorch takes seconds, and set
-    the environment. Call this before importing mpi4py, torch or h5py."""
+    the environment. Call this function before importing mpi4py, torch or h5py."""
     ranks = counted(launched.launched_size(), "rank")
     note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that every rank needs. Call this before importing mpi4py, torch
-    or h5py.
+    """Set the environment variables that every rank needs. Call this function before importing
+    mpi4py, torch or h5py.
 
     Raises InputError if the current directory has been removed.
     """
@@ -53,8 +53,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):
-        # If ranks share a core, a rank that waits in a busy loop takes the core from the rank that
-        # it waits for: a message then took 4 ms.
+        # If ranks share a core, a rank that waits in a busy loop takes the core from the rank for
+        # which it waits: without this variable a message took 4 ms.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 

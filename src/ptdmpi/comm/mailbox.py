@@ -10,8 +10,8 @@ class Mailbox:
     """A mailbox that sends picklable values between ranks, on a separate communicator.
 
     All ranks make their mailboxes together, because a mailbox duplicates `control`. After the
-    start, one thread of each rank uses the mailbox, while other threads may call MPI too; such
-    calls need MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is
+    start, one thread of each rank uses the mailbox. Other threads may call MPI at the same time,
+    which needs MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is
     never freed, because all ranks would have to free it together, and a rank may be lost by then.
     """
 

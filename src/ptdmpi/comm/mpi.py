@@ -1,8 +1,8 @@
 """The `mpi` transport (`wire`): MPI sends host tensors as bytes.
 
-MPI only moves bytes, and torch computes the sums. For this reason bfloat16 needs no MPI type, every
-sum is taken in ascending rank order, and the result does not depend on the MPI library's choice of
-algorithm. Tensors on other devices are copied to the host before they are sent.
+MPI only sends bytes, and torch computes the sums. For this reason bfloat16 needs no MPI type, the
+terms of every sum are added in ascending order of ranks, and the result does not depend on the MPI
+library's choice of algorithm. Tensors on other devices are copied to the host before they are sent.
 """
 
 from collections.abc import Sequence
@@ -22,30 +22,31 @@ from ptdmpi.comm.communicator import (
     combine,
 )
 
-# Up to this size an exchange of full tensors is faster than a reduce-scatter with an all-gather.
+# Up to this size an all-reduce by an exchange of full tensors is faster than one by a
+# reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for two ranks. For two ranks an exchange sends as many bytes, in half as many
-# messages.
+# The same limit for a group of two ranks. In such a group, both methods send the same number of
+# bytes, but the exchange needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
-    # share the tensor's memory as bytes: numpy has no bfloat16, and refuses tensors that need
-    # gradients
+    # this array shares the tensor's memory as bytes, because numpy has no bfloat16, and refuses
+    # tensors that need gradients
     return flat.detach().view(torch.uint8).numpy()
 
 
 def _host_room(flat: Tensor) -> Tensor:
-    """Return a host tensor that may be overwritten: `flat` itself, or a new one if `flat` is on a
-    device."""
+    """Return a host tensor that may be overwritten: `flat` itself, or a new tensor if `flat` is on
+    a device."""
     return flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
 
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
-    """Return consecutive parts with `counts` elements in MPI's form: (sizes and offsets in bytes,
-    MPI.BYTE)."""
+    """Return MPI's description of consecutive parts of a tensor with `counts` elements each: (sizes
+    and offsets in bytes, MPI.BYTE)."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE
@@ -72,8 +73,8 @@ class _Request:
         self._deliver()
 
     def done(self) -> bool:
-        """Return True if the message is complete; a received tensor is copied to its target
-        then."""
+        """Return True if the message is complete. In that case a received tensor is copied to its
+        target."""
         # MPI makes a completed request null, and Test of a null request is always true
         finished = self._request.Test()
         if finished:
@@ -88,16 +89,18 @@ class _Request:
 
 class MpiCommunicator(Communicator):
     """A group whose tensors are sent by MPI. A collective is complete when the call that begins it
-    returns: MPI makes progress only inside its calls, so waiting later would gain nothing."""
+    returns. MPI makes progress only inside its calls, so it would be useless to begin a collective
+    early and wait for it later."""
 
     exact = True
-    posts_early = True  # MPI matches messages by sender, even if others are in transit
+    # MPI matches messages by their sender, so an early receive does not block other messages
+    posts_early = True
 
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> Neighbourhood:
-        """Return a neighbourhood that uses MPI's graph collectives if it is for many exchanges,
-        otherwise one that sends in pairs."""
+        """Return a neighbourhood that uses MPI's graph collectives if it is for many exchanges
+        (`lasting`), otherwise one that uses sends and receives."""
         if lasting and self.size > 1:
             return MpiNeighbourhood(self, sources, destinations)
         return super().neighbours(sources, destinations, lasting)
@@ -123,8 +126,9 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """Reduce a bucket: exchange pieces so that each rank sums one of them, then all-gather the
-        sums. Each rank sends 2 (size-1)/size times the bucket's bytes."""
+        """All-reduce a bucket: each rank receives its part of the bucket from all ranks and sums
+        it, then the sums are all-gathered. Each rank sends 2 (size-1)/size times the bucket's
+        bytes."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]
@@ -141,7 +145,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = _host_room(result)
         own = host.view(self.size, -1)[self.rank]
-        # MPI does not allow sending from the memory of the result, except with MPI.IN_PLACE
+        # MPI does not allow a send from the memory of the result, except with MPI.IN_PLACE
         inside = own.data_ptr() == flat.data_ptr() or host is not result
         if host is not result:
             own.copy_(flat)
@@ -217,7 +221,7 @@ class MpiNeighbourhood(Neighbourhood):
             self.sources, self.destinations, reorder=False
         )
         group.made.append(self._graph)
-        # a new communicator is used only after this barrier: see `World`
+        # a new communicator must not be used before this barrier: see `World`
         group.control.Barrier()
 
     def _gather(self, result: Tensor, flat: Tensor) -> Handle:

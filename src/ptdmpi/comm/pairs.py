@@ -1,4 +1,4 @@
-"""An order of pairwise messages in which ranks cannot wait for each other in a circle."""
+"""An order of messages between pairs of ranks in which no deadlock is possible."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,14 @@ def pair_order(
     """Return (True for a send or False for a receive, other rank) for each message of `rank` in a
     group of `size` ranks.
 
-    An exchange in this order cannot deadlock, even if the transport begins a message only after
-    both ends of the previous one have met (as NCCL does). The order is this rank's part of one
-    total order of all messages of the graph: both ranks of the first remaining message are always
-    free. Messages are sorted by the distance of the two ranks around the group. Messages of the
-    same distance are sorted by whether start // distance is even or odd, where start is the rank at
-    which the stretch between the two ranks begins. With this order, a message in a ring, a grid or
-    an exponential graph waits for few other messages, and not for a chain of messages around the
+    An exchange in this order cannot deadlock, even if the transport begins a message only after the
+    previous message of the same rank is complete (as NCCL does). The result has the messages of
+    this rank from one total order of all messages in the group. The two ranks of the first
+    remaining message in the total order are therefore always free. Messages are sorted by the
+    distance of the two ranks around the group. Messages of the same distance are sorted by whether
+    start // distance is even or odd, where start is the first of the two ranks, in the direction in
+    which they are that distance apart. With this order, a message in a ring, a grid or an
+    exponential graph waits for few other messages, and not for a chain of messages around the
     group.
     """
 

@@ -1,10 +1,11 @@
-"""Copies between the host and a device that run while the device computes. For a rank that computes
-on the host, they do nothing.
+"""Copies between the host and a device that run while the device computes. On a rank that computes
+on the host, the functions of this module do nothing.
 
 A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
-have a separate queue, so that they overlap with matrix multiplications. Marks (events) order the
-two queues: one queue waits for a mark of the other, and the host does not wait. Only page-locked
-memory is copied in this way, because a copy of pageable memory makes the host wait.
+have a separate queue, so that they run at the same time as matrix multiplications. Marks (events)
+order the two queues: one queue waits for a mark of the other queue, and the host does not wait.
+Only page-locked memory is copied in this way, because a copy of pageable memory makes the host
+wait.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ class Copies(Protocol):
     """The queue in which the copies of one device run."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which copies go into this queue, after the mark `place` of either
-        queue."""
+        """Return a context in which copies go into this queue. The copies run after the mark
+        `place`, which may be in either queue."""
 
     def computed(self) -> Passed:
         """Return a mark after all computations that were issued so far."""
@@ -41,7 +42,8 @@ class Copies(Protocol):
         """Return a mark after all copies that were issued so far."""
 
     def locked(self, size: int) -> Tensor:
-        """Return `size` bytes of page-locked host memory, for tensors that are being copied."""
+        """Return `size` bytes of page-locked host memory, for tensors that are copied while the
+        device computes."""
 
 
 class _Nothing:
@@ -78,9 +80,9 @@ class _DeviceCopies:
 
     @contextlib.contextmanager
     def behind(self, place: Passed) -> Iterator[None]:
-        """Make the copy stream the current one, and let it wait for the mark `place`."""
+        """Make the copy stream the current stream, and let it wait for the mark `place`."""
         with self._module.stream(self._stream):
-            place.computing_waits()  # the copy stream is the current one now
+            place.computing_waits()  # the copy stream is the current stream now
             yield
 
     def computed(self) -> Passed:
@@ -117,7 +119,7 @@ class _DevicePassed:
 
 
 def belong_to(device: torch.device) -> None:
-    """Make the calling thread use this device, instead of the first device of the process."""
+    """Make the calling thread use `device`, instead of the first device of the process."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
@@ -149,8 +151,8 @@ def locked(size: int) -> Tensor:
 
 
 def pinned_like(values: Tensor) -> Tensor:
-    """Return page-locked host memory with the shape and type of `values`, for a few numbers from
-    the device. PyTorch's allocator reuses this memory for the next call."""
+    """Return a tensor in page-locked host memory with the shape and type of `values`. Use this for
+    small tensors, because PyTorch's allocator keeps the memory for later calls."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 

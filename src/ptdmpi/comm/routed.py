@@ -1,6 +1,6 @@
-"""The common part of the transports for devices. A library such as NCCL sends tensors on its
-devices, and MPI sends tensors on the host. Neighbours in a pipeline have a separate connection for
-each direction."""
+"""The base class of the transports for devices. A library such as NCCL sends tensors that are on a
+device, and MPI sends tensors that are on the host. Neighbours in a pipeline have a separate
+connection for each direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ Pair = tuple[int, int]  # a directed pair: (sender, receiver)
 
 
 class Carrier(Protocol):
-    """A group of ranks in a library that sends flat tensors on its kind of device."""
+    """The interface of a library that sends flat tensors on a device between the ranks of one
+    group."""
 
     def reaches(self, flat: Tensor) -> bool:
         """Return True if the tensor is on the device of this library."""
@@ -49,7 +50,7 @@ class Carrier(Protocol):
         """Return the collective that the device is in; see `Communicator.pending`."""
 
     def failure(self) -> str:
-        """Return the error of the connection, if any; see `Communicator.failure`."""
+        """Return the error of the connection, or ""; see `Communicator.failure`."""
 
     def abort(self) -> None:
         """End all operations of this rank that have begun; no other operation can begin
@@ -57,8 +58,8 @@ class Carrier(Protocol):
 
 
 class RoutedCommunicator(Communicator):
-    """A group whose carrier sends tensors on devices, and MPI those on the host. A group of one
-    rank has no carrier."""
+    """A group in which a carrier sends tensors that are on a device, and MPI sends tensors that are
+    on the host. A group of one rank has no carrier."""
 
     overlaps = True
 
@@ -73,17 +74,17 @@ class RoutedCommunicator(Communicator):
     @abstractmethod
     def _connect(self, pairs: Sequence[Pair]) -> Carrier:
         """Connect the group, and give each directed pair of ranks a separate connection. All ranks
-        of the group call this with the same pairs."""
+        of the group call this method with the same pairs."""
 
     def _reaching(self, flat: Tensor) -> Carrier | None:
         return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
 
     def pending(self) -> str:
-        """Return the name of the operation that the device is in."""
+        """Return the name of the operation that the device executes, or ""."""
         return "" if self._carrier is None else self._carrier.pending()
 
     def failure(self) -> str:
-        """Return the error of an operation that has failed on the device."""
+        """Return the error of an operation that has failed on the device, or ""."""
         return "" if self._carrier is None else self._carrier.failure()
 
     def abort(self) -> None:
@@ -130,12 +131,12 @@ class RoutedCommunicator(Communicator):
 
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
-    """Yield the directed pairs of neighbours in a pipeline of `size` ranks (a ring, because ranks
-    may have several stages), in an order in which each rank can connect its own pairs one after the
-    other.
+    """Yield the directed pairs of neighbours in a pipeline of `size` ranks. The pipeline is a ring,
+    because a rank may have several stages. If each rank connects its own pairs in the yielded
+    order, one after the other, the ranks cannot deadlock.
 
-    The two ranks of the first pair that is not yet connected have connected all their earlier
-    pairs, so ranks never wait in a circle. Pairs without a common rank connect at the same time.
+    The reason is that the two ranks of the first pair that is not yet connected have connected all
+    their earlier pairs. Pairs without a common rank connect at the same time.
     """
     ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
     for sender, receiver in (*ring[::2], *ring[1::2]):

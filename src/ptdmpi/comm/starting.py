@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LOOK_S = 0.5  # pause between two checks of the ranks
-# Time limit for the launcher to start all ranks of a node; it needs some milliseconds for each
-# rank.
+# Time limit in seconds for the launcher to start all ranks of a node; the launcher needs some
+# milliseconds for each rank.
 COMPLETE_S = 10.0
-# Time limit for MPI_Init, in case a rank is lost and no process on its node could notice it.
+# Time limit in seconds for MPI_Init, in case a rank is lost together with all processes of its
+# node.
 LIMIT_S = 600.0
 TURN_S = 2.0  # the watchers of a node act one after the other, with this delay between them
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
@@ -42,7 +43,8 @@ def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     if not (in_job and keeps):
         yield
         return
-    # without LOCAL_RANK, so that other watchers do not take this process for a rank
+    # remove LOCAL_RANK from the environment, so that other watchers do not take this process for a
+    # rank
     own = {name: value for name, value in environ.items() if name != LOCAL_RANK}
     program = [
         sys.executable,
@@ -83,14 +85,16 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # one watcher is enough: a launcher that receives two signals prints more
+        # the watchers wait for different times, because one signal to the launcher is enough, and a
+        # second one would make it print more lines
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return
 
 
 def end(launcher: int | None, reason: str) -> None:
-    """Print why the job ends, and terminate its launcher, unless the launcher has ended already."""
+    """Print the reason for which the job ends, and terminate its launcher, unless the launcher has
+    ended already."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)
@@ -127,7 +131,8 @@ def launcher_of(pid: int) -> int | None:
     on this node."""
     while pid > 1:
         try:
-            # the state and the parent follow the name, which may contain blanks
+            # in this file the state and the parent's id follow the program's name, which may
+            # contain blanks
             name, _, rest = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
         except OSError:
             return None

@@ -28,8 +28,8 @@ class MpiStore(Store):
     """A key-value store that all ranks of a communicator share. All ranks make the store together.
     It needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
 
-    Keep a reference to the store as long as groups exist that were made with it, because torch does
-    not keep one.
+    Keep a reference to the store as long as process groups exist that were made with the store,
+    because torch does not keep a reference.
     """
 
     def __init__(self, everyone: MPI.Comm) -> None:
@@ -47,12 +47,12 @@ class MpiStore(Store):
         self._comm.send(("leave", (), 0), 0, ASK)
 
     def join(self) -> None:
-        """Return when the store's thread has ended: on rank 0 it ends after all ranks have left;
-        other ranks have no thread."""
+        """Return when the store's thread has ended. On rank 0 the thread ends after all ranks have
+        called `leave`; other ranks have no thread."""
         if self._server is not None:
             self._server.thread.join()
 
-    # -- what torch calls, from any thread -----------------------------------------------------
+    # -- methods that torch calls, from any thread ---------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value under a key."""
@@ -78,7 +78,7 @@ class MpiStore(Store):
         return self._ask("check", tuple(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return True if it existed."""
+        """Delete a key. Return True if the key existed."""
         return self._ask("delete", key)
 
     def num_keys(self) -> int:
@@ -123,7 +123,8 @@ class _Server:
                 message = self.comm.improbe(tag=ASK, status=status)
                 self._release()
                 if message is None:
-                    # after all groups are made, requests are rare; so sleep longer and longer
+                    # requests are rare after all groups are made, so the thread sleeps longer each
+                    # time
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
                     continue
@@ -144,7 +145,8 @@ class _Server:
         self._release()
 
     def _release(self) -> None:
-        """Answer the waiting ranks whose keys exist now, and those whose time limit is over."""
+        """Answer the waiting ranks whose keys exist now, and the waiting ranks whose time limit is
+        over."""
         still = []
         for keys, deadline, rank, tag in self.waiting:
             there = self._check(keys)

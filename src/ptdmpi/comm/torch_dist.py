@@ -1,9 +1,9 @@
-"""The `torch` transport (`wire`): groups of torch.distributed, on every device for which
-torch.distributed has a library.
+"""The `torch` transport: groups of torch.distributed, on every device for which torch.distributed
+has a communication library.
 
 The library is RCCL (which torch names "nccl") on AMD's GPUs, XCCL on Intel's GPUs, and gloo on the
-host. The groups have the same ranks as the MPI communicators. MPI also carries the messages by
-which torch.distributed starts.
+host. The groups have the same ranks as the MPI communicators. torch.distributed starts through
+messages over MPI.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from ptdmpi.comm.store import MpiStore
 from ptdmpi.config import SharedInputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-PATIENCE_S = 2.0  # time limit in seconds for a thread to end, which normally takes no time
+PATIENCE_S = 2.0  # time limit in seconds for a thread to end; normally the thread ends at once
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 has new names for these functions, and warns about the old names
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,15 +51,15 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # The process group is not bound to a device. If the process group were bound to a
-            # device, torch would make groups by splitting it, and all ranks of the world would have
-            # to call that, not only the ranks of the new group.
+            # The process group is not bound to a device. Otherwise torch would make new groups by a
+            # split, which all ranks of the world would have to call, not only the ranks of the new
+            # group.
         )
 
     @classmethod
     def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
-        """Begin a session of the ranks of `everyone`, unless they already have one. A session of
-        other ranks is closed first. All ranks of `everyone` call this."""
+        """Begin a session of the ranks of `everyone`, unless these ranks already have a session. A
+        session of other ranks is closed first. All ranks of `everyone` call this method."""
         if everyone.Get_size() == 1:
             return
         known = cls.now
@@ -67,7 +67,7 @@ class Session:
         if known is not None and fits:
             same = (MPI.IDENT, MPI.CONGRUENT)
             fits = MPI.Comm.Compare(known.everyone, everyone) in same
-        # all ranks must agree, because some may have been in another world in the meantime
+        # all ranks must decide the same, because some ranks may have had a session in another world
         if everyone.allreduce(fits, MPI.LAND):
             return
         if known is not None:
@@ -75,7 +75,7 @@ class Session:
         cls.now = cls(everyone, device)
 
     def close(self) -> None:
-        """End the session; its groups are no longer used."""
+        """End the session. Its groups must not be used afterwards."""
         dist.destroy_process_group()
         for attendant in self.attendants:
             attendant.end()
@@ -85,7 +85,7 @@ class Session:
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a group of the ranks `ranks` of the world, in ascending order. Only the ranks of
-        the new group call this method. `most` returns the maximum of a number over these ranks.
+        the new group call this method. `most` returns the maximum over these ranks of its argument.
         """
         # torch names a group by its ranks and by the number of groups that the process has made.
         # The number of groups made must be the same on all ranks of the group.
@@ -119,7 +119,7 @@ class Begun:
         self._over = False
 
     def wait(self) -> None:
-        """Wait for the operation; on a device, let the current stream wait."""
+        """Wait for the operation. On a device only the current stream waits, not the host."""
         self._work.wait()
         self._over = True  # gloo's reduce-scatter does not report its end
 
@@ -129,8 +129,8 @@ class Begun:
 
 
 class Attendant:
-    """A thread that waits for gloo's messages, because only a thread that waits for a message
-    learns that it is complete."""
+    """A thread that waits for gloo's messages. Such a thread is necessary, because gloo reports the
+    end of a message only to a thread that waits for the message."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -138,14 +138,14 @@ class Attendant:
         self._thread.start()
 
     def attend(self, work: Any) -> "Attended":
-        """Let the thread wait for `work`; return a handle of it."""
+        """Let the thread wait for the message `work`. Return a handle of the message."""
         attended = Attended()
         self.works.put((work, attended.future))
         return attended
 
     def end(self) -> None:
-        """End the thread. Python may exit while the thread sleeps, but not while it runs torch's
-        code."""
+        """End the thread. This is necessary because Python must not exit while the thread runs
+        torch's code."""
         self.works.put(None)
         self._thread.join(PATIENCE_S)
 
@@ -182,7 +182,7 @@ class TorchCarrier:
     def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
         self.session = session
         self.rank: int = control.Get_rank()
-        # the ranks of the group, numbered in the world; they ascend, because torch would sort them
+        # the world ranks of the group; they must be in ascending order, because torch sorts them
         self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
         self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
         self.pairs = {pair: self._pair(control, pair) for pair in pairs if self.rank in pair}
@@ -253,7 +253,7 @@ class TorchCarrier:
 
     def pending(self) -> str:
         """Return an empty text, because torch's own watchdog detects operations that hang."""
-        return ""  # torch's watchdog ends operations that hang, even if no rank waits for them
+        return ""  # the watchdog ends such an operation even if no rank waits for it
 
     failure = pending
 

@@ -1,4 +1,4 @@
-"""The properties of a transport (`wire`), and how it is opened and aborted."""
+"""The properties of a transport, and the methods that open and abort it."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,12 +14,13 @@ class WireError(RuntimeError):
 
 
 class WireTraits:
-    """The properties in which transports differ, apart from how they send tensors.
+    """The base class of communicators with the properties of their transport.
 
-    `exact`: sums are computed in ascending rank order, in float32 or wider, whatever the size of
-    the message. Code that needs equal bits checks this. If `posts_early` is True, a receive may
-    begin long before its message arrives, without delaying later operations. If `overlaps` is True,
-    operations make progress while this rank computes, so it is useful to begin them early.
+    If `exact` is True, the terms of a sum are added in ascending order of ranks, in float32 or a
+    wider type, for every size of the message. Code that needs bitwise equal sums checks `exact`. If
+    `posts_early` is True, a receive may begin long before its message arrives, without delaying
+    later operations. If `overlaps` is True, operations make progress while this rank computes, so
+    beginning an operation early saves time.
     """
 
     exact: ClassVar[bool] = False
@@ -34,18 +35,18 @@ class WireTraits:
         return ""
 
     def pending(self) -> str:
-        """Return the collective that this rank's device is in, by its name in `busy`; "" if it is
-        in none, or still computes earlier work. The call never waits, and any thread may make
-        it."""
+        """Return the name (as in `busy`) of the collective that this rank's device executes. Return
+        "" if the device executes no collective, or still computes earlier work. This method never
+        waits, and any thread may call it."""
         return ""
 
     def failure(self) -> str:
-        """Return the error after which the results of operations that have begun are invalid; "" if
-        there is none. The call never waits, and any thread may make it."""
+        """Return the error because of which the results of operations are invalid; "" if there is
+        no error. This method never waits, and any thread may call it."""
         return ""
 
     def abort(self) -> None:
-        """End the operations of this rank that have begun; no tensor can be sent any more. Any
-        thread may call `abort`. The `mpi` transport does nothing here, because MPI ends its own
-        messages."""
+        """End the operations of this rank that have begun. Afterwards no tensor can be sent through
+        this transport. Any thread may call `abort`. For the `mpi` transport this method does
+        nothing, because MPI ends its own messages."""
         return

@@ -1,5 +1,5 @@
-"""User-Level Failure Mitigation (ULFM): what MPI offers to the ranks that survive the loss of a
-rank.
+"""User-Level Failure Mitigation (ULFM): the functions of MPI with which ranks continue after
+another rank was lost.
 
 Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability"; MPI
 5 proposal) when it is started with `--with-ft ulfm`. Ranks may see the failure in different
@@ -18,8 +18,8 @@ from mpi4py import MPI
 from ptdmpi.comm.world import Process, World
 from ptdmpi.config import InputError
 
-# A connection can break before the launcher reports which rank died: the delay was 41 ms (median),
-# at most 53 ms.
+# Time limit in seconds for the launcher to report which rank died. A connection can break before
+# this report; the measured delay was 41 ms (median), at most 53 ms.
 PATIENCE_S = 5.0
 ALL_FLAGS = (1 << 31) - 1
 
@@ -27,8 +27,9 @@ ALL_FLAGS = (1 << 31) - 1
 def require(environ: Mapping[str, str] = os.environ) -> None:
     """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    The success of the calls proves nothing: Open MPI and MPICH accept them even under a launcher
-    that ends the job. `mpirun --with-ft ulfm` sets a variable for its ranks, which is checked here.
+    A call of a ULFM function would be no test: Open MPI and MPICH accept such calls even under a
+    launcher that ends the job. `mpirun --with-ft ulfm` sets an environment variable for its ranks,
+    and this function checks the variable.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
@@ -50,7 +51,7 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):
         if time.monotonic() > end:
             return False
-        # MPI learns of the loss only in a call that makes progress, and that call may raise
+        # MPI notices the loss only in a call that makes progress, and this call may raise an error
         with contextlib.suppress(MPI.Exception):
             world.control.Iprobe()
         time.sleep(0.005)
@@ -58,11 +59,12 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
 
 
 def revoke(world: World) -> None:
-    """Wake every rank that waits in a communicator of this world: its call raises an error.
+    """Revoke all communicators of this world, so that the MPI call of every rank that waits raises
+    an error.
 
-    All communicators must be revoked. A rank may wait in an axis that has lost no rank, for a rank
-    that has left the axis because of the loss elsewhere. Only the revocation of its communicator
-    would wake such a rank.
+    All communicators must be revoked, even communicators that have lost no rank. A rank in such a
+    communicator may wait for another rank that has left its work because of the loss. The waiting
+    rank continues only if its communicator is revoked.
     """
     for comm in world.made:
         comm.Revoke()
@@ -72,13 +74,13 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     """Return the bits of `flags` that all living ranks have set. All living ranks get the same
     number.
 
-    Every living rank must call this function; it also works on a revoked communicator. With
-    `poll_s` the function sleeps that many seconds between checks.
+    Every living rank must call this function, which also works on a revoked communicator. If
+    `poll_s` is not 0, the function sleeps that many seconds between two checks.
     """
-    # a C int, as MPIX_Comm_agree requires; the flags are combined by bitwise AND
+    # MPIX_Comm_agree requires a C int, and combines the flags of the ranks by bitwise AND
     bits = np.array([flags], dtype=np.intc)
     request = world.control.Iagree(bits)
-    # the error reports that ranks are lost; the bits are valid nevertheless (ULFM, MPI_Comm_agree)
+    # an error only reports that ranks are lost; the bits are valid even then (ULFM, MPI_Comm_agree)
     with contextlib.suppress(MPI.Exception):
         while poll_s and not request.Test():
             time.sleep(poll_s)
@@ -87,8 +89,8 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
 
 
 def shrink(world: World) -> tuple[World, list[Process]]:
-    """Return the world of the living ranks, in their old order, and the lost ranks. All living
-    ranks call this."""
+    """Return the world of the living ranks, in their old order, and the list of the lost ranks. All
+    living ranks call this function."""
     control = world.control.Shrink()
     ranks = range(control.Get_size())
     living = MPI.Group.Translate_ranks(control.Get_group(), ranks, world.control.Get_group())

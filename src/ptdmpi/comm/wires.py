@@ -1,5 +1,5 @@
-"""The choice of the transport: from a name (`comm.wire`) to an object that makes communicators. No
-other module chooses the transport."""
+"""The choice of the transport: the name in `comm.wire` is converted to an object that makes
+communicators. No other module chooses the transport."""
 
 import importlib
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Wire:
     """A transport between ranks: it makes one communicator of tensors for each group of a grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
-    same order on every rank. `control` is an MPI communicator of the ranks of the group, and a
-    barrier on it is complete. A transport can therefore use `control` for messages that it needs in
-    order to connect, such as a unique id or an error of rank 0.
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, which is
+    ready for use on all of them. A transport can therefore send messages through `control` while it
+    connects, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]
@@ -32,7 +32,7 @@ class Wire:
     remark: str = ""
 
     def open(self, everyone: MPI.Comm) -> str:
-        """Prepare the transport. All ranks of a world call this once, before the groups are
+        """Prepare the transport. All ranks of a world call this method once, before the groups are
         connected. Return a remark for the log."""
         return self.kind.open(everyone, self.device) or self.remark
 

@@ -1,5 +1,5 @@
-"""Numbering of all ranks, their division into the groups of the process grid, and the end of all
-ranks after an error. Only this module uses COMM_WORLD.
+"""The world of all ranks: their numbers, their division into the groups of the process grid, and
+the end of all ranks after an error. Only this module uses COMM_WORLD.
 
 Import `ptdmpi.comm.launch` and call its `prepare` before importing this module. The import
 initialises MPI, before torch starts its threads.
@@ -38,14 +38,15 @@ class Axes:
     """This rank's position in the grid, and its communicators: `axes["tensor"]`,
     `axes["replicas"]`.
 
-    `groups` has one communicator for each group of the grid that this rank belongs to, in the
-    grid's order. Other groups have no entry, such as "ends" on a rank in the middle of a pipeline.
+    `groups` has one communicator for each group of the grid to which this rank belongs, in the
+    grid's order. There is no entry for other groups, such as the group "ends" (the first and the
+    last pipeline rank) on a rank in the middle of a pipeline.
     """
 
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
-    clock: Clock  # the clock of this rank's work; a transport has a clock for its own work
+    clock: Clock  # the clock that measures this rank's work
     carried_by: str = ""  # a remark for the log about the transport
 
     def __getitem__(self, group: str) -> Communicator:
@@ -55,8 +56,8 @@ class Axes:
 
     @property
     def exact(self) -> bool:
-        """Return True if sums over every group have the same bits, whatever transport or algorithm
-        carries them."""
+        """Return True if the sums over every group are computed in ascending order of ranks (see
+        `WireTraits.exact`)."""
         return all(group.exact for group in self.groups.values() if group.size > 1)
 
     @property
@@ -66,32 +67,33 @@ class Axes:
 
     def settle(self) -> None:
         """Wait for this rank's device. Raises WireError if a connection has failed, because the
-        tensors that it should have filled may then have any values."""
+        tensors that the connection should have filled may then have any values."""
         self.clock.settle()
         if reason := self.failure():
             raise WireError(reason)
 
     def failure(self) -> str:
-        """Return which transport has failed, and how, or "" if none has. Any thread may call
-        this."""
+        """Return the error of the first transport that has failed, or "" if no transport has
+        failed. Any thread may call this method."""
         return next(filter(None, (group.failure() for group in self.groups.values())), "")
 
     def abort(self) -> None:
         """End all operations that have begun on this rank's device, in all groups. Any thread may
-        call this."""
+        call this method."""
         _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
-        """Return a copy of this rank's tallies, by group. Groups that share a communicator have one
-        tally, under the name of the axis. If an axis contains all data ranks, its tally has the
-        name of the group of data ranks."""
+        """Return a copy of this rank's tallies of sent bytes, by group. Groups with the same ranks
+        share a communicator and have one tally, under the name that `Grid.called` gives to the
+        group."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
         return Traffic({self.grid.called(name): self.groups[name].tally.copy() for name in own})
 
 
 @dataclass(frozen=True)
 class Process:
-    """The properties of a rank that stay the same when the ranks are renumbered."""
+    """The properties of a rank that do not change when ranks are lost and the others are
+    renumbered."""
 
     number: int  # the process's rank in the first world; logs and messages use this number
     node: int  # the lowest launch rank on its node
@@ -100,16 +102,16 @@ class Process:
 
 
 class World:
-    """All ranks of the job. Ranks are numbered node by node, in whatever order the launcher has
-    started them.
+    """All ranks of the job. Ranks are numbered node by node, even if the launcher has started them
+    in another order.
 
     The ranks of a tensor group are therefore on one node if the tensor-parallel size t divides the
     number of ranks on each node.
 
-    `made` contains every communicator that was split from this world, so that all can be revoked
-    together. A new communicator is used only after a barrier on the communicator that it was split
-    from. A rank that waits in the new communicator therefore knows that all its members have it,
-    and that revoking it wakes them.
+    `made` contains every communicator that was split from this world, so that all communicators can
+    be revoked together. A new communicator is used only after a barrier on the communicator from
+    which it was split. After this barrier all ranks have the new communicator, so that each of them
+    can revoke it and wake the ranks that wait in it.
     """
 
     def __init__(
@@ -118,8 +120,8 @@ class World:
         processes: Sequence[Process] | None = None,
         made: list[MPI.Comm] | None = None,
     ) -> None:
-        """Number the ranks. If `processes` is given, `everyone` is already numbered, and nothing is
-        communicated."""
+        """Number the ranks. If `processes` is given, the ranks of `everyone` are already numbered,
+        and no message is sent."""
         check_singleton(MPI.COMM_WORLD.Get_size())
         self.made: list[MPI.Comm] = [] if made is None else made
         self.control = everyone
@@ -132,8 +134,8 @@ class World:
         self.nodes: int = len({process.node for process in self.processes})
         self.host = self.process.host
         self.connected: list[Communicator] = []
-        # a failing rank calls this function before it ends all ranks, for example to print their
-        # progress
+        # a failing rank calls this function before it ends all ranks, for example to print the
+        # progress of each rank
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
     def device(self) -> torch.device:
@@ -156,14 +158,15 @@ class World:
         return [Process(number, *placed[rank]) for number, rank in enumerate(order)]
 
     def _make(self, *parts: MPI.Comm) -> MPI.Comm:
-        """Record communicators that were just split from `control`, and return the last of them."""
+        """Record the communicators `parts`, which were just split from `control`, and wait for all
+        ranks. Return the last of these communicators."""
         self.made += [part for part in parts if part != MPI.COMM_NULL]
         self.control.Barrier()
         return parts[-1]
 
     def part(self, ranks: Sequence[int]) -> "World | None":
-        """Return `ranks` as a new world, in this order; None on other ranks. All ranks call
-        this."""
+        """Return a new world of the ranks `ranks`, in this order; None on other ranks. All ranks
+        call this method."""
         inside = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
         control = self._make(self.control.Split(color, key))
@@ -175,16 +178,17 @@ class World:
         return part
 
     def first(self, ranks: int) -> "World | None":
-        """Return ranks 0 .. `ranks` - 1 as a new world; None on other ranks. All ranks call
-        this."""
+        """Return a new world of the ranks 0 .. `ranks` - 1; None on other ranks. All ranks call
+        this method."""
         return self.part(range(ranks))
 
     def split(self, grid: Grid, wire: Wire | None = None) -> Axes:
-        """Return the communicators of the grid's groups; every rank of the world must call it.
+        """Return the communicators of the grid's groups. Every rank of the world must call this
+        method.
 
-        `wire` connects every group except the world, which carries small messages of the host
-        through MPI. By default `wire` is the transport that "auto" chooses. Raises InputError if
-        the grid has another number of ranks.
+        `wire` connects every group except the world, which sends small messages of the host through
+        MPI. By default `wire` is the transport that "auto" chooses. Raises InputError if the grid
+        and the world have different numbers of ranks.
         """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
@@ -195,14 +199,14 @@ class World:
         made: dict[str, MPI.Comm] = {}
         for group in own:
             members = grid.members(self.rank, group)
-            # MPI requires all ranks to call Split, also ranks that are in no such group. The color
-            # of a group is its lowest rank, so that exactly the members of a group pass the same
-            # color.
+            # MPI requires all ranks to call Split, even ranks that are in no group of this name.
+            # The color of a group is its lowest rank, so that exactly the members of a group pass
+            # the same color.
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
-        # All groups connect now, one after the other. A transport may send messages while it
-        # connects, so groups that connected at their first use could deadlock.
+        # All groups connect now, one after the other. If a group connected only when it is first
+        # used, the messages of the transport for this connection could cause a deadlock.
         carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
@@ -232,9 +236,9 @@ class World:
 
     def abort_wires(self) -> None:
         """End all operations on this rank's device after a rank has failed. Any thread may call
-        this. Without this call, a thread that waits for the device would wait for a message that
-        never comes. After this call, messages can be sent only through MPI. A new `World` opens the
-        connections again."""
+        this method. Without this call, a thread that waits for the device would wait for a message
+        that never comes. After this call, messages can be sent only through MPI, until a new
+        `World` opens the connections again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
@@ -260,13 +264,14 @@ def _abort(communicators: Iterable[Communicator]) -> None:
 
 
 def end_together(world: World) -> None:
-    """From now on, end all ranks when this rank does not catch an exception, as `fail_together`
+    """From now on, if an exception is not caught on this rank, end all ranks as `fail_together`
     does.
     """
     usual = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the exception and end all ranks; a single rank ends as usual."""
+        """Print the exception and end all ranks. If the world has only one rank, Python handles the
+        exception as usual."""
         if world.size == 1 and not isinstance(error, InputError):
             usual(kind, error, trace)
             return
@@ -278,11 +283,12 @@ def end_together(world: World) -> None:
 
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """End every rank when one fails: within seconds, with a non-zero exit code and with the failing
-    rank's name in the output.
+    """Return a context that ends every rank when one rank fails inside it: within seconds, with a
+    non-zero exit code and with the failing rank's name in the output.
 
-    If all ranks have found the same bad input, they exit with code 2. All other errors end in MPI's
-    abort, with code 2 for bad input that only this rank has found, 130 for Ctrl-C, and otherwise 1.
+    If all ranks have found the same input error (SharedInputError), they exit with code 2. After
+    all other errors MPI_Abort is called, with code 2 for an input error that only this rank has
+    found, 130 for Ctrl-C, and otherwise 1.
     """
     try:
         yield
@@ -297,7 +303,7 @@ def fail_together(world: World) -> Iterator[None]:
         # ends all other ranks.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
-        # a single rank exits as usual, because MPI's abort would print additional lines
+        # a single rank exits without MPI_Abort, which would print additional lines
         if MPI.COMM_WORLD.Get_size() == 1:
             raise SystemExit(2) from None
         time.sleep(0.2)  # give the launcher time to forward the line before the abort

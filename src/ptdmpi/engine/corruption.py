@@ -1,13 +1,13 @@
-"""Detection of silent corruption, which is state that changes although no code writes to it, by
-comparing hashes of the state.
+"""Detection of silent corruption by a comparison of hashes. Silent corruption means that the state
+changes although no code writes to it.
 
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
-Before every N-th update, ranks that should have the same values compare hashes of them. If two
-replicas differ, it is unknown which one is right. Among three or more replicas, the values of the
-majority are assumed to be right. Each rank also compares its values with the hashes that it
-computed after the previous update. The comparison with the rank's own earlier hashes needs no
-replica, and shows which rank is wrong. Both comparisons of hashes take place after the step has
-used the values and before the update replaces them.
+Before every N-th update, ranks that should have the same values compare hashes of these values. If
+only two replicas exist and differ, it is unknown which replica is right. Among three or more
+replicas, the values of the majority are assumed to be right. Each rank also compares its hashes
+with the hashes that it computed after its previous update. This second comparison needs no
+replicas, and shows which rank is wrong. Both comparisons take place after the step has used the
+values and before the update replaces them.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
-COLUMNS = 512  # words of 8 bytes: 4 KiB, the size of a page
+COLUMNS = 512  # number of words of 8 bytes; together 4 KiB, the size of a page
 # Both factors of the hash are odd, so that multiplying by them loses no bit of a word. STRIDE is
 # the golden ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX
 # is the multiplier of SplitMix (Steele et al. 2014).
@@ -33,9 +33,10 @@ Members = tuple[int, ...]  # ranks that should have the same values, in ascendin
 
 @dataclass(frozen=True)
 class Fault:
-    """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` that may be
-    wrong. `others` are the ranks of the majority, whose values agree; it is empty if there is no
-    majority. `changed` is True if a rank's own values have changed since its last update."""
+    """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` whose values
+    may be wrong. `others` are the ranks of the majority, whose values agree; `others` is empty if
+    there is no majority. `changed` is True if the values of a rank have changed since its last
+    update."""
 
     kind: str
     name: str
@@ -44,7 +45,8 @@ class Fault:
     changed: bool = False
 
     def text(self, name: Callable[[int], str]) -> str:
-        """Return a description of the fault; `name(rank)` is the name of a rank in messages."""
+        """Return a text that describes the fault; `name(rank)` is the name of a rank in
+        messages."""
         ranks = ", ".join(map(name, self.ranks))
         what = f"{self.kind} of {self.name}"
         if self.changed:
@@ -78,7 +80,8 @@ class Verification:
     is compared.
 
     Every rank calls every method. If the data-parallel method lets replicas differ, replicas are
-    not compared with each other, but ranks along the other axes are.
+    not compared with each other, but ranks that differ only in their position on other axes are
+    compared.
     """
 
     def __init__(self, every: int, state: State, axes: Axes) -> None:
@@ -94,8 +97,8 @@ class Verification:
             self.verify()
 
     def after_update(self, step: int) -> None:
-        """Compute and store the hashes after the update of step `step`, if the next step compares
-        them."""
+        """Compute and store the hashes after the update of step `step`, if the hashes are compared
+        in the next step."""
         self._known = None
         if self.every and (step + 2) % self.every == 0:
             self._known = hashes(self._residents())
@@ -103,13 +106,13 @@ class Verification:
 
     def before_save(self) -> None:
         """Compare the hashes before a checkpoint is saved, if `every` is not 0. Raise CorruptState
-        on every rank if something is wrong."""
+        on every rank if hashes differ."""
         if self.every:
             self.verify()
 
     def verify(self) -> None:
-        """Compare the present hashes, between two steps or before an update. Raise CorruptState on
-        every rank if something is wrong."""
+        """Compare the hashes of the present state, between two steps or before an update. Raise
+        CorruptState on every rank if hashes differ."""
         held = self._residents()
         present = hashes(held)
         self.state.let_go()
@@ -143,7 +146,8 @@ class Verification:
         return list(self.state.residents())
 
     def _members(self, held: Resident) -> Members:
-        """Return the ranks, including this one, that should have the same values."""
+        """Return the ranks, including this rank, that should have the same values of the tensor
+        `held`."""
         grid = self.axes.grid
         alike = (axis for axis in grid.axes if axis not in held.cut_by)
         return grid.group(self.axes.world.rank, *alike)
@@ -151,7 +155,7 @@ class Verification:
 
 def hashes(held: Iterable[Resident]) -> list[int]:
     """Return a hash of the values of each tensor. All hashes are copied from the device to the host
-    at once."""
+    in one copy."""
     values = [hash_of(resident.values) for resident in held]
     if not values:
         return []
@@ -163,16 +167,17 @@ def hash_of(values: Tensor) -> Tensor:
     """Return a hash of the bytes of a flat tensor: one int64 on its device, computed in one pass
     over the memory.
 
-    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. One flipped bit
-    changes one sum, and so always changes the hash. Several changes are not detected if they cancel
-    in one sum, for example if two words of one column are exchanged.
+    The tensor is treated as a matrix of 8-byte words with COLUMNS columns. The words of each column
+    are added up modulo 2^64, and the sums are mixed to one number. A single flipped bit always
+    changes the hash, because it changes one sum. Several changes are not detected if they cancel in
+    one sum, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS
     sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     rest = data[whole:]
     sums[: rest.numel()] += rest
-    # each column has its own factor; the shifts let high bits influence low ones
+    # each column has its own factor; the shifts let the high bits influence the low bits
     columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
     mixed = sums * columns
     mixed = (mixed ^ (mixed >> 29)) * MIX
@@ -180,8 +185,8 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
-    """Return one combined hash for each group of at least two ranks, over all values that the group
-    should share."""
+    """Return one combined hash for each group of at least two ranks that should have the same
+    values. The hash covers all tensors that the group has in common."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:
@@ -192,8 +197,8 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the hashes `sums` of rank `rank` equal the hashes of all later ranks that
-    should have the same values. `every` has the hashes of each rank."""
+    """Return True if the combined hashes `sums` of rank `rank` equal the hashes of all later ranks
+    that should have the same values. `every` has the combined hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

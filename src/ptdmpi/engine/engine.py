@@ -69,9 +69,8 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build the model of this rank. `place` records this rank's progress, for observers. Raise
-        SharedInputError, on all ranks, if this layout or machine does not support the
-        configuration."""
+        """Build the model of this rank. `place` records this rank's activity, which the heartbeat
+        reads. Raise SharedInputError, on all ranks, if the configuration is not supported."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -114,13 +113,13 @@ class Engine:
         self.balance = Balance(config.model, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
-        # the number of steps that the state contains; None while the state is being changed
+        # number of steps for which the state is trained; None while the state is being changed
         self.steps_done: int | None = 0
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Use the kernels of `choice` for all computations; use the default kernels if `choice` is
-        None."""
+        """Use the kernels of `choice`, or the default kernels if it is None, for all
+        computations."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -128,7 +127,7 @@ class Engine:
 
     @property
     def policy(self) -> DataParallel:
-        """Return the data-parallel method, which is a part of the reduction of gradients."""
+        """Return the data-parallel method of the run."""
         return self.reduction.policy
 
     @property
@@ -148,11 +147,11 @@ class Engine:
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # the norm, and so clipping, is of the gradients of the mean loss
+            # the norm, which clipping uses, is the norm of the gradient of the mean loss
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
-            # The host waits for the device only here, and where gradients are compressed. It waits
+            # The host waits for the device only here and when gradients are compressed. It waits
             # because loss and norm decide whether the step is skipped, and because the update must
             # not use the incomplete result of an aborted message.
             self.axes.settle()
@@ -166,7 +165,7 @@ class Engine:
                 sums = loads.with_routers(sums, counts)
             loss = sums.pop(TOTAL) / valid
             agreed_norm = self.policy.agreed(norm)
-            # every rank sees the same loss and norm, so all ranks skip the same steps
+            # loss and norm are the same on every rank, so all ranks skip the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
             consensus = self._update(step, rate, norm, skipped=skipped, loads=loads)
@@ -197,9 +196,9 @@ class Engine:
         """Update the state by gradients of this `norm`, unless the step is `skipped`. Return the
         distance between replicas that differ, if this step measures it."""
         self.verification.before_update(step)
-        # From here on, replicas that stay equal send nothing. Each rank therefore updates
-        # completely or not at all, and the state that survives the loss of a rank never contains
-        # half an update.
+        # If replicas are equal, no message is sent from here to the end of the update. Each rank
+        # therefore updates completely or not at all, and after the loss of a rank the state of the
+        # surviving ranks is never half updated.
         self.steps_done = None
         if not skipped:
             self.optimizer.step(rate, norm)
@@ -222,17 +221,17 @@ class Engine:
     def accumulate(
         self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
     ) -> tuple[list[MicrobatchPass], dict[str, float], float]:
-        """Run forward and backward of all microbatches, and leave the sums of their gradients on
-        this rank in the buffer.
+        """Run forward and backward of all microbatches. Afterwards the buffer has the sum of their
+        gradients on this rank.
 
         Return three values: the microbatches, which have their losses if this rank has the last
         stage; the number of terms of each loss in the global batch, by name; and the factor by
-        which the gradients are larger than those of the mean loss: fp16's loss scale, and for a
-        loss of the user's own the number of its terms over the number of tokens.
+        which the gradients are larger than the gradients of the mean loss. The factor is the loss
+        scale (fp16), times, for the user's own loss, its number of terms / the number of tokens.
         """
-        # Count the terms before anything runs: gradients are weighted by 1 / valid as they are
-        # computed, so microbatches with unequal numbers of tokens need no further weights in any
-        # sum. (The loss of a batch without valid tokens is 0, not 0 / 0.)
+        # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
+        # when it is computed, so sums over microbatches with unequal numbers of tokens need no
+        # further weights. (The loss of a batch without valid tokens is 0, not 0 / 0.)
         counts = self._counts(batches)
         tokens = counts[TASK] or 1.0
         scale = self.loss_scale.value / tokens
@@ -249,8 +248,8 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. The
-        losses are equal on all ranks. The loss of the task does not include any other loss, so that
-        for a model of text the exponential of its mean is a perplexity."""
+        losses are equal on all ranks. The loss of the task contains no other loss, so for a
+        language model the exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -262,8 +261,8 @@ class Engine:
         return named(sums, self._with_own_count(self._counts(batches), passes))
 
     def _counts(self, batches: Sequence[Microbatch]) -> dict[str, float]:
-        """Return the number of terms of each loss in the global batch, by name; equal on all
-        ranks."""
+        """Return the number of terms of each loss in the global batch, by name. The result is equal
+        on all ranks."""
         length = self.config.model.seq_length // self.context.size
         if self.context.size > 1 and any(len(batch.inputs) != length for batch in batches):
             raise ValueError(f"a rank of the context axis computes {length} positions of a sample")
@@ -276,8 +275,8 @@ class Engine:
     def _with_own_count(
         self, counts: dict[str, float], passes: Sequence[MicrobatchPass]
     ) -> dict[str, float]:
-        """Return the counts of terms. If the task's loss is the user's own, its count is replaced
-        by the one that the loss itself has returned, for which the host waits."""
+        """Return the counts of terms. If the task's loss is the user's own, replace its count by
+        the count that the loss function has returned; the host waits for this count."""
         if COUNT not in self.losses:
             return counts
         arriving = self._arriving(passes)
@@ -314,13 +313,13 @@ class Engine:
             mine = {name: values[n * each : (n + 1) * each] for n, name in enumerate(names)}
             every = self.axes[LOSSES].all_gather_object(mine)
             sums = {name: added(every, name) for name in names}
-        # only the rank with the last stage knows losses
+        # only the pipeline rank with the last stage has losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 
 
 def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if a run should be reproducible but its transport does not sum in rank
-    order."""
+    """Raise SharedInputError if the run is `reproducible`, but its transport does not sum in
+    ascending order of ranks."""
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
@@ -336,8 +335,7 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number. Only the schedule decides which rank has which
-    stages."""
+    """Return the pipeline stages of this rank by number. The schedule assigns stages to ranks."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     experts = ExpertAxis(axes[EXPERTS])
     layers = split_model(
@@ -350,17 +348,17 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Return True if the all-reduces of gradients begin during the last backward, one module at a
-    time. Only `all_reduce` begins early; the other methods keep the state in one piece."""
+    """Return True if each module is a separate shard unit, so that the all-reduces of gradients can
+    begin during the last backward. This is only done for the method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # a single rank may be the last survivor of several ranks, and takes over their state unchanged
+    # a single rank may be the last survivor of several ranks, whose state it takes over unchanged
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in norms. A tied table on
-    two ranks is one parameter, and the first stage counts it."""
+    """Return the names of this rank's parameters that another rank counts in norms: a tied table on
+    two ranks is one parameter, which the first stage counts."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:
@@ -369,8 +367,8 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
 
 
 def _method(replica: Replica) -> DataParallel:
-    """Return the data-parallel method of a run. Raise SharedInputError, on all ranks, if it would
-    sum gradients over the wrong ranks."""
+    """Return the data-parallel method of a run. Raise SharedInputError, on all ranks, if the method
+    would sum gradients over the wrong ranks."""
     policy = data_parallel(replica)
     axes = replica.axes
     apart = any(unit.apart for unit in replica.buffer.units)
@@ -384,7 +382,7 @@ def _method(replica: Replica) -> DataParallel:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's part of a schedule, with its messages inserted."""
+    """Return this rank's part of a schedule, in which messages are inserted."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:
         return post_early(program)
@@ -394,8 +392,8 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
 def _runner(
     stages: Mapping[int, Stage], config: Config, axes: Axes, device: torch.device
 ) -> Runner:
-    """Return the runner of these stages. It times the messages that are sent inside of ops: those
-    of context, of experts, and of shards where gradients are sharded."""
+    """Return the runner of these stages. It measures the time of messages inside ops: on the
+    context axis, the expert axis and, if gradients are sharded, in the shard group."""
     compute = data_types(config.precision.compute).compute
     runner = Runner(stages, axes["pipeline"], compute, device)
     runner.time_inside(CONTEXT, axes[CONTEXT])
@@ -414,16 +412,16 @@ def _buffer(
     overlaps: bool,
 ) -> ParameterBuffer:
     """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
-    the stages the objects that gather and reduce during a pass. With `overlaps`, all-reduces over
-    the data axis begin one module at a time. Raise OSError if the disk has no space for a file."""
-    # first stages first: the embedding use of a tied table comes before its use in the head
+    the stages the objects that gather and reduce during a pass. With `overlaps`, each module is a
+    separate shard unit. Raise OSError if the disk has no space for a file."""
+    # begin with the first stage: a tied table is used first in the embedding, then in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
     def unit_of(name: str) -> str:
-        """Return the name of the shard unit that a parameter belongs to."""
+        """Return the name of the shard unit to which a parameter belongs."""
         if tied and name == TIED_NAME and portion.shards_state:
-            # the tied table is a separate shard unit, so that its two uses, which may be on two
+            # a tied table is a separate shard unit, so that its two copies, which may be on two
             # ranks, are sharded equally
             return name
         if portion.shards_gradients or config.data_parallel.overlap or overlaps:
@@ -448,8 +446,8 @@ def _buffer(
 def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
-    """Make layers compile at their first use if `run.compile` is set. Raise SharedInputError on all
-    ranks if a rank has no compiler."""
+    """If `run.compile` is set, let each layer be compiled at its first use. Raise SharedInputError
+    on all ranks if a rank has no compiler."""
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):
@@ -465,8 +463,8 @@ def _compile(
 def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
-    """Return the state of a rank: its weights, and the kinds of state that the optimizer and the
-    data-parallel method keep for them. Raise OSError if the disk has no space for a file."""
+    """Return the state of a rank: the weights, and the further kinds of state of the optimizer and
+    of the data-parallel method. Raise OSError if the disk has no space for a file."""
     names = names_of_kinds(config.optimizer, buffer)
     moments = {
         name: Kept(policy.differs, needed=True, names=names.get(name))

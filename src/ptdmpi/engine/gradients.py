@@ -1,10 +1,10 @@
-"""The reduction of gradients: from the sums of each rank to the gradients that the update uses, and
-their norm.
+"""The reduction of gradients: from the sums on each rank to the gradients that the update uses, and
+the norm of these gradients.
 
 The reduction is a list of steps, each over one group of ranks. The data-parallel method reduces
-over the data axis. If each tensor rank has only a part of the sum for a gradient, the parts are
-added over the tensor axis, or over some neighbours there. The gradients of the two uses of a tied
-table are added over the two ends of the pipeline.
+over the data axis. If each tensor rank has only a part of the sum of a gradient, the parts are
+added over the tensor axis, or over some neighbours on the tensor axis. The gradients of the two
+uses of a tied table are added over the first and the last pipeline rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +33,8 @@ class GradientStep(Protocol):
 
 
 class PartialSum:
-    """An all-reduce over a group, for gradients to which each rank of the group has contributed a
-    part."""
+    """An all-reduce over a group, for gradients of which each rank of the group has only a part of
+    the sum."""
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -43,8 +43,8 @@ class PartialSum:
         self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
-        """All-reduce the gradients in one message, because they are many and small (norms and
-        biases)."""
+        """All-reduce all these gradients in one message, because they are many small tensors (of
+        norms and biases)."""
         _sum_packed(self.group, self.views)
 
 
@@ -53,7 +53,8 @@ class CopiedShares:
     parameter, such as a key head that serves the queries of several ranks. Each of the neighbours
     has the part of the gradient that comes from its own queries.
 
-    `copied` has the pieces, on this rank, of each parameter that other ranks also have.
+    `copied` has, by the name of a parameter, the slices on this rank; other ranks have copies of
+    some of these slices.
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class CopiedShares:
     def reduce(self) -> None:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
-        If c of the t tensor ranks have copies of the same share, there are t / c different shares.
-        The message has room for all of them, and each rank sends zeros for the shares that it does
-        not have. The message is t / c times as long as an all-reduce among c ranks would need, but
-        it is sent only once in a step and needs no further communicators.
+        If c of the t tensor ranks have copies of the same slice, there are t / c different slices.
+        The message has room for all these slices, and each rank sends zeros for the slices that it
+        does not have. The message is t / c times as long as an all-reduce among c ranks would need,
+        but it is sent only once in a step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                # If this rank has no views, no rank of the tensor axis has any, because all ranks
-                # shard their units equally.
+                # If this rank has no views, no rank of the tensor axis has views, because all ranks
+                # shard their shard units equally.
                 if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])
@@ -93,9 +94,9 @@ class CopiedShares:
 class TiedTable:
     """The sum of the gradients of the two uses of a tied table, as embedding and as head.
 
-    `ends` are the two ranks that have one use each; None if both uses are on this rank. The
-    gradients are accumulated separately and added in this order in every layout, so that the sum
-    has the same bits in all layouts.
+    `ends` is the group of the two ranks that have one use each; None if both uses are on this rank.
+    The gradients of the two uses are accumulated separately, and added in the same order in every
+    layout, so that the sum is bitwise equal in all layouts.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -103,15 +104,16 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the two gradients. After `reduce`, both the first and the last stage have the sum. If
-        both uses of the table are on this rank, the first use has the sum."""
+        """Add the two gradients. Afterwards both the first and the last stage have the sum. If both
+        uses of the table are on this rank, the gradient of the first use is the sum."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
             for view in first:
                 self.ends.all_reduce(view)
             return
-        # if units are sharded, the table is one shard unit, so that both uses are sharded equally
+        # if the state is sharded, the table is a separate shard unit, so that both uses are sharded
+        # equally
         for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
             view.add_(more)
 
@@ -119,9 +121,9 @@ class TiedTable:
 class GradientReduction:
     """All work between the last backward op of a step and the optimizer.
 
-    `steps` run in their order. `counted` are the names of the parameters whose norm this rank
-    counts: all parameters of this rank except the second copy of a tied table, which the first
-    stage counts.
+    `steps` are executed in their order. `counted` has the names of the parameters whose norm this
+    rank counts. These are all parameters of this rank, except the second copy of a tied table,
+    which the first stage counts.
     """
 
     def __init__(
@@ -133,8 +135,8 @@ class GradientReduction:
         *,
         borrowed: Collection[str] = (),
     ) -> None:
-        """Build the steps. `borrowed` are the names of this rank's parameters that another rank of
-        the pipeline counts, as in `State`."""
+        """Build the steps. `borrowed` has the names of this rank's parameters that another pipeline
+        rank counts in norms."""
         self.axes = axes
         self.buffer = buffer
         self.policy = policy
@@ -148,23 +150,26 @@ class GradientReduction:
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
-        # A method that only sums may be the first step. A method that does more is the last step,
-        # because it needs the results of the other steps. The norm of this replica's own gradient
-        # also needs them.
+        # A data-parallel method that only sums may be the first step. A method that does more is
+        # the last step, because it needs the results of the other steps. The norm of this replica's
+        # own gradient also needs these results.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
-        # sorted, because a rank sends its norms without names, so that their order identifies them
+        # the names are sorted, because ranks send norms without names, and the order identifies the
+        # norms
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
-        # True for parameters that every tensor rank has unsharded; copied to the device only once
+        # True for each parameter that the tensor axis does not divide; copied to the device only
+        # once
         cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
         whole = ["tensor" not in axes for axes in cuts]
         self._whole = torch.tensor(whole, device=buffer.device)
         self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
-        """Run all steps; afterwards the buffer has the gradients for the update. Return the norm of
-        this data rank's own gradient, if training step `step` (from 0) measures it, else [].
+        """Run all steps; afterwards the buffer has the gradients for the update. If this norm is
+        measured in training step `step` (from 0), return the norm of this data rank's own gradient;
+        otherwise return [].
         """
         *others, last = self.steps
         for gradient_step in others:
@@ -176,14 +181,15 @@ class GradientReduction:
         return own_norm
 
     def global_norm(self) -> Tensor:
-        """Return the 2-norm of the full model's gradient. All ranks get the same bits.
+        """Return the 2-norm of the full model's gradient. The result is bitwise equal on all ranks.
 
-        First the norm of each parameter is computed, from the norms of its rows. The result is the
-        norm of these norms in alphabetical order of the parameters, as in
-        torch.nn.utils.clip_grad_norm_. Replicas and the tied table contribute only once.
+        First the norm of each parameter's gradient is computed, from the norms of its rows. The
+        result is the norm of these norms, in alphabetical order of the parameters, as in
+        torch.nn.utils.clip_grad_norm_. Copies of a parameter on several ranks contribute only once.
         """
         norms = self._counted_norms()
-        # ranks have unequal numbers of norms: pad them for one all-gather of equal parts
+        # pad the norms, because ranks have unequal numbers of norms and an all-gather needs equal
+        # numbers
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
@@ -196,32 +202,33 @@ class GradientReduction:
         return torch.linalg.vector_norm(torch.stack([by_name[name] for name in sorted(by_name)]))
 
     def _counted_norms(self) -> Tensor:
-        """Return the norm of each parameter that this rank counts, over the full logical tensor."""
+        """Return the norm of the gradient of each parameter that this rank counts. The norm is over
+        the full logical tensor, not only over this rank's slice."""
         rows = self._row_norms()
-        if not self.counted:  # nothing trains on this rank, nor on any rank of its tensor group
+        if not self.counted:  # no parameter trains on the ranks of this tensor group
             return self.buffer.gradients.new_zeros(0)
         entries = [self.buffer.entries[name] for name in self.counted]
         parts = [rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)] for e in entries]
         norms = torch.stack(torch._foreach_norm(parts))
         if self.axes["tensor"].size == 1:
             return norms
-        # If each rank has a part of a parameter, the squares are added; if each rank has the full
-        # parameter, its own norm is used. All squares are sent, including unused ones, so that the
-        # message has the same length on all ranks.
+        # If the tensor axis divides a parameter, the squared norms of its slices are added;
+        # otherwise this rank's own norm is used. All squares are sent, including unused ones, so
+        # that the message has the same length on all ranks.
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
         """Return the norm of each row of ALIGNMENT elements of the flat buffer. Every parameter
-        begins a new row, so no sum depends on a rank's other parameters, or on which rank has a
-        row."""
+        begins at a new row, so the norm of a row does not depend on the rank's other parameters, or
+        on the rank that has the row."""
         buffer = self.buffer
         parts = [
             torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)
             for part in buffer.reduced[: len(buffer.units)]
         ]
         for held in buffer.own_parts(self.copied):
-            # only the first rank that has a copy counts its norm
+            # if several ranks have copies, only the first of these ranks counts the norm
             rows = slice(held.offset // ALIGNMENT, -(-(held.offset + held.length) // ALIGNMENT))
             flat = held.view(buffer.reduced)
             padded = flat.new_zeros((rows.stop - rows.start) * ALIGNMENT)
@@ -235,26 +242,28 @@ class GradientReduction:
             parts[held.unit][rows] = norms
         if not buffer.portion.shards_state or not parts:
             return torch.cat(parts) if parts else buffer.gradients.new_zeros(0)
-        # [this rank's rows] -> [shards, rows]: the rows of each unit, shard after shard
+        # gather the rows of all shards, [shards, rows]; then put the rows in the order of the flat
+        # buffer
         every = buffer.portion.group.all_gather(torch.cat(parts)).view(buffer.portion.shards, -1)
         return torch.cat([u.flatten() for u in every.split([len(part) for part in parts], dim=1)])
 
 
 def _own_views(buffer: ParameterBuffer, entries: Sequence[Entry]) -> list[Tensor]:
-    """Return the gradients of some entries as flat tensors, limited to the parts that this rank
-    updates."""
+    """Return the gradients of some parameters as flat tensors, limited to the elements that this
+    rank updates."""
     held = [buffer.own_part(entry) for entry in entries]
     return [part.view(buffer.reduced) for part in held if part is not None]
 
 
 def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """Return the gradient of a share, limited to the parts that this rank updates."""
+    """Return the gradient of the slice `share` of a parameter as views, limited to the elements
+    that this rank updates."""
     return _views_of(held.view(buffer.reduced), held, share)
 
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """Return views of the elements of `flat` that belong to a share. `flat` has the elements of
-    `held`."""
+    """Return views of the elements of `flat` that belong to the slice `share` of a parameter.
+    `flat` has the elements of `held`."""
     views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
@@ -279,9 +288,10 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return an all-reduce over the tensor axis for parameters that are not sharded, but of whose
-    gradient each tensor rank has only a part: the part of its heads or, under sequence parallelism,
-    of its positions (Korthikanti et al. 2022, section 4.2).
+    """Return an all-reduce over the tensor axis for parameters that every tensor rank has
+    completely, but of whose gradient each tensor rank has only a part of the sum. The part comes
+    from the rank's heads or, under sequence parallelism, from its positions (Korthikanti et al.
+    2022, section 4.2).
     """
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     shared = [
@@ -295,8 +305,8 @@ def _partial_sums(
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
-    """Return the pieces of those parameters of which several ranks of the tensor axis have the same
-    part."""
+    """Return the slices on this rank, by the name of the parameter, for parameters of which several
+    ranks of the tensor axis have the same slice."""
     if tensor.size == 1:
         return {}
     pieces = {

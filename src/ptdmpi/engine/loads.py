@@ -1,8 +1,9 @@
-"""The loads of the experts of each layer, which are the numbers of tokens of the global batch that
-they get, and the balancing of the loads.
+"""The loads of the experts of each layer, and the balancing of the loads. The load of an expert is
+the number of tokens of the global batch that it gets.
 
-Counts are integers, so the counts and the update of the balance are the same in every layout.
-Counts are sent as float64, which every transport adds, and which is exact up to 2^53.
+Loads are integers, so the loads and the update of the balance numbers are the same in every layout.
+Loads are sent as float64, because every transport can add float64 numbers, and integers up to 2^53
+are exact.
 """
 
 from collections.abc import Mapping
@@ -22,16 +23,17 @@ from ptdmpi.plan.layout.grid import LOSSES
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The tokens [layers, E] of each expert in one step, over the global batch, as int64; and the
-    losses of the routers by name, summed over the same tokens and over the layers."""
+    """The loads [layers, E] of the E experts of each layer in one step, as int64, and the losses of
+    the routers by name. The losses are summed over the tokens of the global batch and over the
+    layers."""
 
     tokens: Tensor
     losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fullest(self) -> list[float]:
-        """Return for each layer the share of its fullest expert in the tokens of all experts; 1 / E
-        is the least."""
+        """Return, for each layer, the greatest load of an expert, divided by the sum of the loads
+        of all E experts. The least possible value is 1 / E."""
         share = self.tokens.amax(1) / self.tokens.sum(1).clamp_min(1)
         values: list[float] = share.tolist()
         return values
@@ -39,24 +41,24 @@ class ExpertLoads:
     def with_routers(
         self, sums: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return sums of losses by name, to which the losses of the routers are added, also in the
-        total; `counts` are the numbers of terms."""
+        """Return the sums of losses by name, extended by the losses of the routers. The total loss
+        in `sums` includes them, too. `counts` has the number of terms of each loss."""
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
 
     @property
     def dead(self) -> list[int]:
-        """Return for each layer the number of experts without a token."""
+        """Return, for each layer, the number of experts without a token."""
         counts: list[int] = (self.tokens == 0).sum(1).tolist()
         return counts
 
 
 class Balance:
-    """The token counts of a rank's mixtures, the sum of the counts over all ranks, and the balance
-    numbers, one for each expert. With `balance` = "bias", the balance numbers are added to the
-    scores by which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). With
-    "batch", they are (the expert's load in the step / the mean load) - 1."""
+    """The sum of expert loads over all ranks, and the update of the balance numbers, of which each
+    expert has one. With `balance` = "bias", the balance numbers are added to the scores by which
+    experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). With `balance` = "batch",
+    the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(
         self, model: ModelConfig, axes: Axes, stages: Mapping[int, Stage], state: State
@@ -69,8 +71,9 @@ class Balance:
             self.mixtures |= stage.mixtures
 
     def sent(self) -> Tensor | None:
-        """Sum the counts and losses of the step over all ranks; every rank calls `sent`. Return the
-        sums [layers, E + losses] on the device, as float64, or None if the model has no experts."""
+        """Sum the loads of the experts and the losses of the routers in this step over all ranks.
+        Every rank calls this method. Return the sums [layers, experts + losses] on the device, as
+        float64, or None if the model has no experts."""
         if not self.model.experts:
             return None
         device = self.state.buffer.device
@@ -81,12 +84,14 @@ class Balance:
             every[layer, : self.model.experts] = mixture.counts
             for column, name in enumerate(names, self.model.experts):
                 every[layer, column] = mixture.losses[name]
-        # ranks of one pipeline rank have the same layers, and tensor ranks the same counts
+        # ranks at the same position of the pipeline have the same layers, and tensor ranks have the
+        # same loads
         self.axes[LOSSES].all_reduce(every)
         return self.axes["pipeline"].all_reduce(every)
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:
-        """Return the loads that `sent` has returned; the host waits for the device."""
+        """Copy the result of `sent` to the host, and return the loads and losses in it. The host
+        waits for the device."""
         if sent is None:
             return None
         host = sent.cpu()
@@ -95,9 +100,9 @@ class Balance:
         return ExpertLoads(host[:, : self.model.experts].long(), losses)
 
     def update(self, loads: ExpertLoads, written: bool) -> None:
-        """Move the balance numbers of this rank's layers, in their master weights, towards equal
-        loads. If `written` is True, no later code copies the master weights to the weights, so the
-        weights are written here."""
+        """Update the balance numbers of this rank's layers, in the master weights. If `written` is
+        True, the optimizer has already copied the master weights to the weights, so this method
+        writes the weights, too."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total
@@ -108,7 +113,8 @@ class Balance:
         for layer in self.mixtures:
             name = f"layers.{layer}.mlp.router.balance"
             held = self.state.kinds[WEIGHTS].held.get(name)
-            if held is None:  # not kept, or held by other ranks of the shard group
+            # the model has no balance numbers, or other ranks of the shard group have them
+            if held is None:
                 continue
             master = held.view(buffer.masters)
             if self.model.balance == "batch":

@@ -1,16 +1,15 @@
-"""Muon: an optimizer that updates the layers' matrices by their orthogonalized momentum (Jordan et
-al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982). AdamW updates the
-other parameters.
+"""Muon: an optimizer that updates the matrices of the layers by their orthogonalized momentum
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982). AdamW
+updates all other parameters.
 
-A matrix must be complete to be orthogonalized, so its slices are first gathered over the tensor
-axis. If the state is sharded over data ranks, each slice is divided among several ranks. One of
-these ranks first receives the parts of all other ranks, and later sends them their parts of the
-update.
+Only a complete matrix can be orthogonalized, so the slices of a matrix are first gathered over the
+tensor axis. If the state is sharded over data ranks, each slice is divided among several ranks. One
+of these ranks receives the parts of all other ranks, orthogonalizes the matrix, and sends each rank
+its part of the update.
 
-One parameter may contain several matrices of the model's equations that are multiplied at once:
-query, key and value, or a gate and the values that it multiplies. Each matrix is orthogonalized
-separately, as if it were a separate parameter, and its update does not depend on the assignment of
-heads to ranks.
+One parameter may contain several matrices of the model's equations: query, key and value, or a gate
+and the values that it multiplies. Each of these matrices is orthogonalized separately, and its
+update does not depend on the assignment of heads to ranks.
 """
 
 import math
@@ -31,21 +30,21 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
-# Coefficients of the Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. These
-# coefficients make the polynomial steepest at 0: singular values are between 0.7 and 1.2 after 5
-# steps (Jordan et al. 2024).
+# Coefficients of the Newton-Schulz iteration x <- A x + B (x x^T) x + C (x x^T)^2 x. With these
+# coefficients the polynomial is very steep at 0, and singular values are between 0.7 and 1.2 after
+# 5 steps (Jordan et al. 2024).
 A = 3.4445
 B = -4.7750
 C = 2.0315
-LEAST_NORM = 1e-7  # the smallest number by which a matrix is divided
+LEAST_NORM = 1e-7  # lower limit of the norm by which a matrix is divided
 RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 
 
 class Matrix(NamedTuple):
-    """A parameter that Muon updates, and the elements of it that this rank has: `own`. All tensors
-    are flat and have only the elements `own`. `moments` are the momentum, and the weights' moving
-    average if there is one. `decay` is the weight decay, `share` the factor of the learning
-    rate."""
+    """A parameter that Muon updates. This rank has the elements `own` of the parameter; all tensors
+    are flat and have only these elements. `moments` are the momentum and, if the run keeps one, the
+    moving average of the weights. `decay` is the weight decay, and `share` is the factor of the
+    learning rate."""
 
     own: OwnPart
     master: Tensor
@@ -61,7 +60,7 @@ class Matrix(NamedTuple):
 
 
 def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
-    """Return True if Muon updates a parameter: it updates the matrices of the layers, but not the
+    """Return True if Muon updates a parameter. Muon updates the matrices of the layers, but not the
     embedding tables and the head (Jordan et al. 2024)."""
     return (
         config.has_matrices
@@ -71,7 +70,7 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
-    """Return the kinds of state that only some of a rank's parameters have, with the names of these
+    """Return the kinds of state that only some of a rank's parameters have: kind -> names of these
     parameters."""
     if not config.has_matrices:
         return {}
@@ -81,9 +80,9 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update of all matrices whose slices are on the ranks of `tensor`, and whose slices' parts
-    are on the ranks of the buffer's shard group. All ranks of `tensor` and of the shard group call
-    the update."""
+    """The update of all matrices of a group of ranks. The tensor axis `tensor` divides each matrix
+    into slices, and the buffer's shard group divides each slice into parts. All ranks of `tensor`
+    and of the shard group call `step` together."""
 
     def __init__(
         self,
@@ -92,7 +91,8 @@ class Muon:
         buffer: ParameterBuffer,
         tensor: Communicator,
     ) -> None:
-        """Prepare the exchanges. `matrices` are the matrices of which this rank has a part."""
+        """Prepare the exchanges between ranks. `matrices` has the matrices of which this rank has a
+        part."""
         self.config = config
         self.matrices = matrices
         self.tensor = tensor
@@ -105,8 +105,8 @@ class Muon:
 
     def step(self, rate: float) -> None:
         """Update the master weights and the moments; `rate` is the learning rate of the step. The
-        arithmetic is the same as in torch.optim.Muon, bit by bit, except that float64 matrices are
-        iterated in float64, not in bfloat16."""
+        result is bitwise equal to torch.optim.Muon, except that float64 matrices are orthogonalized
+        in float64, not in bfloat16."""
         config = self.config
         parcels = self.parcels
         with torch.no_grad():
@@ -120,7 +120,8 @@ class Muon:
             for matrix in self.matrices:
                 if matrix.name not in parcels.away:
                     self._move(matrix, arriving, rate * matrix.share)
-            # the updates overwrite the momentum from which they were computed
+            # `arriving` now has updates, which have replaced the momentum from which they were
+            # computed
             parcels.travel(arriving, leaving)
             for matrix in self.matrices:
                 if matrix.name in parcels.away:
@@ -131,8 +132,8 @@ class Muon:
                     average.lerp_(matrix.master, 1 - config.ema_decay)
 
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
-        """Apply the orthogonal update to this rank's part. Write the parts of other ranks over the
-        momentum in `arrived`."""
+        """Orthogonalize a matrix, and apply the update to this rank's part. Write the other ranks'
+        parts of the update into `arrived`, in place of their momentum."""
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
@@ -145,7 +146,7 @@ class Muon:
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
         """Copy the other ranks' parts of the update of one matrix (the slice `box` of the
-        parameter) into the messages `arrived` that go back to them."""
+        parameter) into `arrived`, from which they are sent back to these ranks."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])
@@ -160,16 +161,16 @@ class Muon:
                 own.add_(change, alpha=-length)
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the pieces of one matrix (the slice `box` of the parameter) that `part` contains.
-        Each piece is a slice of the matrix and the view of its values in `flat`."""
+        """Yield (slice of the matrix, view of its values in `flat`) for all elements of one matrix
+        that `part` contains. The matrix is the slice `box` of the parameter."""
         for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
             common = at.overlap(box)
             if common is not None:
                 yield common.relative(box), view[common.relative(at).index]
 
     def _slice(self, matrix: Matrix, arrived: Sequence[Tensor]) -> Tensor:
-        """Return this tensor rank's slice [rows, columns] of the matrix that will be
-        orthogonalized."""
+        """Return this tensor rank's slice [rows, columns] of the momentum that will be
+        orthogonalized, assembled from this rank's part and the parts in `arrived`."""
         own = matrix.own
         entry = matrix.own.entry
         if own.length == entry.elements:
@@ -181,8 +182,8 @@ class Muon:
         return slice_.view(entry.shape)
 
     def _wanted(self, matrix: Matrix) -> Tensor:
-        """Return this rank's part, flat, of the matrix that will be orthogonalized, in the type of
-        the iteration."""
+        """Return this rank's part of the momentum that will be orthogonalized, as a flat tensor in
+        the data type of the Newton-Schulz iteration."""
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -190,17 +191,17 @@ class Muon:
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
-    """Return the factor of the learning rate for an orthogonal update. By default the update
-    becomes as large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et
-    al. 2025, equation 4). With `muon_scale = "original"` the result is the factor of Jordan et al.
-    2024."""
+    """Return the factor of the learning rate for an orthogonal update of a matrix [rows, columns].
+    By default the update is about as large as an update of AdamW, so that the learning rate and
+    weight decay of AdamW can be used (Liu et al. 2025, equation 4). With `muon_scale = "original"`
+    the result is the factor of Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))
 
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
-    """Yield the slices of a parameter that are its matrices. Each part of the parameter that the
+    """Yield the slice of each matrix that a parameter contains. Each part of the parameter that the
     tensor axis divides separately is one matrix."""
     whole = Box.whole(declaration.shape)
     split = declaration.split
@@ -214,8 +215,8 @@ def matrices_of(declaration: Declaration) -> Iterator[Box]:
 
 
 def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> Tensor:
-    """Return a full logical tensor, without padding, from the slices of all ranks of the tensor
-    axis."""
+    """Gather the slices of all ranks of the tensor axis. Return the full logical tensor, without
+    padding."""
     if tensor.size == 1 or declaration.split is None:
         return slice_
     every = tensor.all_gather(slice_[None])  # [t, rows, columns]
@@ -228,12 +229,12 @@ def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> 
 
 
 def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
-    """Return approximately U V^T for a matrix U S V^T, [rows, columns], in the type of the matrix.
-    A zero matrix stays zero."""
+    """Return an approximation of U V^T for a matrix [rows, columns] with the singular value
+    decomposition U S V^T. The result has the data type of the matrix. A zero matrix stays zero."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = kernels.product(x, x.mT)  # a square matrix with the length of the shorter side
+        squares = kernels.product(x, x.mT)  # a square matrix, as long as the shorter side of x
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
@@ -245,5 +246,5 @@ def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     total = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
-    del wide  # free the float32 copy: only the result in both types should take memory
+    del wide  # free the float32 copy of b before the result is converted
     return total.to(b.dtype)

@@ -10,11 +10,11 @@ from ptdmpi.model.batch import Microbatch
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Unbiased estimates from one step with `tokens` valid tokens: `square` estimates |G|^2, the
+    """Unbiased estimates from one step with `tokens` valid tokens. `square` estimates |G|^2, the
     squared norm of the true gradient, and `variance` estimates tr(Sigma), the trace of the
-    covariance of one token's gradient. Each of the two may be negative by chance, so divide the
-    means of both over many steps: B_simple = tr(Sigma) / |G|^2 tokens (section 2.2, equation
-    2.9)."""
+    covariance of one token's gradient. Both estimates may be negative by chance. Therefore compute
+    the means of both estimates over many steps, and then the noise scale B_simple = tr(Sigma) /
+    |G|^2 in tokens (section 2.2, equation 2.9)."""
 
     square: float
     variance: float
@@ -24,7 +24,8 @@ class GradientNoise:
 @dataclass(frozen=True)
 class OwnGradient:
     """The contribution of one data rank to a step: the norm of its gradient, in which each token
-    has the weight 1 / all valid tokens, and the number of its own valid tokens."""
+    has the weight 1 / (valid tokens of the global batch), and the number of its own valid tokens.
+    """
 
     norm: float
     tokens: float
@@ -36,9 +37,9 @@ class OwnGradient:
         return cls(norm, sum(batch.tokens for batch in batches))
 
     def noise(self, data: Communicator, norm: float, tokens: float) -> GradientNoise | None:
-        """Return the noise of the gradients of all data ranks. The sum of all ranks' gradients has
-        the norm `norm` and `tokens` valid tokens. All data ranks call this together, and get the
-        same result."""
+        """Return the noise, estimated from the gradients of all data ranks. `norm` is the norm of
+        the sum of all ranks' gradients, and `tokens` is the number of valid tokens of all ranks.
+        All data ranks call this method together, and get the same result."""
         every = data.all_gather_object((self.norm, self.tokens))
         means = [(own * tokens / count if count else 0.0, count) for own, count in every]
         return gradient_noise(means, norm, tokens)
@@ -47,12 +48,13 @@ class OwnGradient:
 def gradient_noise(
     parts: Sequence[tuple[float, float]], norm: float, tokens: float
 ) -> GradientNoise | None:
-    """Return the noise, given the norms of mean gradients over parts of a batch, each with the
-    part's number of tokens (`parts`), and the `norm` of the mean over all `tokens`. Return None if
-    a part has no tokens, or if there is only one part.
+    """Return the noise of gradients, estimated from the parts of a batch. `parts` has, for each
+    part, the norm of its mean gradient and its number of tokens. `norm` is the norm of the mean
+    gradient over all `tokens`. Return None if a part has no tokens, or if there is only one part.
 
-    E|G_B|^2 = |G|^2 + tr(Sigma) / B (appendix A.1, equations A.1 and A.2). If the parts differ in
-    size, the mean of their 1 / B is used as 1 / B_small.
+    The estimate follows from E|G_B|^2 = |G|^2 + tr(Sigma) / B for the mean gradient G_B over B
+    tokens (appendix A.1, equations A.1 and A.2). If the parts have different sizes B, the mean of 1
+    / B over the parts is used.
     """
     if len(parts) < 2 or not all(count for _, count in parts):
         return None

@@ -1,11 +1,12 @@
-"""Offloading of the optimizer's state from the device to the host's memory, or to a file of the
+"""Offloading of the optimizer's state from the device to the host's memory, or to a file of each
 rank.
 
-The host does the update, chunk by chunk: gradients are copied to the host, and weights back to the
-device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for these copies only where it
-waits for the step's loss and norm anyway. The length of a chunk is a multiple of ALIGNMENT, so that
-no bit depends on it. With a file, the next chunk is read and the previous one written while the
-host updates a chunk (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
+The host does the update, chunk by chunk: gradients are copied to the host, and the updated weights
+are copied back to the device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for the
+gradients at the same point at which it waits for the loss and the norm. The length of a chunk is a
+multiple of ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk
+is read and the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021,
+arXiv 2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -32,8 +33,8 @@ HOST = torch.device("cpu")
 
 class Alike(NamedTuple):
     """Flat tensors whose elements are all updated by the same rule: the master weights, the weights
-    that are updated from them (none if the master weights are the weights), their gradients, and
-    the optimizer's moments. `decay` is the weight decay, and `share` the factor of the learning
+    that are copied from the master weights (empty if both are the same tensors), the gradients, and
+    the optimizer's moments. `decay` is the weight decay, and `share` is the factor of the learning
     rate."""
 
     masters: list[Tensor]
@@ -44,9 +45,10 @@ class Alike(NamedTuple):
     share: float = 1.0
 
     def chunks(self) -> Iterator["Alike"]:
-        """Yield the same elements in order, in chunks that have one tensor of each kind."""
+        """Yield the same elements in the same order, in chunks. In a chunk, each list has one
+        tensor."""
         for number, masters in enumerate(self.masters):
-            # bytes of state per element: one number of each kind
+            # bytes of state per element: a master weight, and one number of each moment
             each_bytes = masters.element_size() * (1 + len(self.moments))
             length = max(1, CHUNK_BYTES // each_bytes // ALIGNMENT) * ALIGNMENT
             for start in range(0, len(masters), length):
@@ -62,14 +64,15 @@ class Alike(NamedTuple):
 
 
 class HostUpdate:
-    """The parts of an update for which the host does the arithmetic, because the state is in a
-    `storage` that is not on the device.
+    """The update of state that is in a `storage` outside the device. The host does the arithmetic
+    of this update.
 
-    If gradients are on a device, the host has page-locked memory for every gradient of this rank's
-    part, and for every master weight that is itself the weight on the device. The copies of a step
-    can therefore begin before the host waits for loss and norm, and no other wait is needed. If
-    weights are fp16 or bf16, the host rounds the new weights before it sends them, which halves the
-    bytes on the link. The rounded weights are sent from the memory of their gradients.
+    If gradients are on a device, the host has page-locked memory for every gradient that this rank
+    uses, and for every master weight that is at the same time the weight on the device. The copies
+    of a step can therefore begin before the host waits for loss and norm, and no second wait is
+    needed. If weights are fp16 or bf16, the host rounds the new weights before it sends them, which
+    halves the bytes on the link between host and device. The rounded weights are written over their
+    gradients in page-locked memory, and sent from there.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -79,8 +82,8 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
-        # page-locked memory for each chunk: for its gradient, and for master weights that are on
-        # the device
+        # page-locked memory for each chunk: for its gradient, and for its master weights if they
+        # are on the device
         self._rooms = [
             (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))
             for chunk in self.chunks
@@ -96,8 +99,8 @@ class HostUpdate:
 
     def parts(self, factor: float) -> Iterator[Alike]:
         """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
-        caller updates a chunk before it takes the next one; then its weights are sent to the
-        device, and its changed state is stored.
+        caller updates the chunk before it requests the next chunk. After that, the weights of the
+        chunk are sent to the device, and its changed state is stored.
         """
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
@@ -131,8 +134,8 @@ def room_for(tensor: Tensor) -> Tensor | None:
 
 
 class _Mapping(NamedTuple):
-    """A part of the file that is mapped into memory: its address, its offset in the file, and the
-    mapping."""
+    """A part of the file that is mapped into memory: its address in memory, its offset in the file,
+    and the mapping object."""
 
     address: int
     place: int
@@ -140,20 +143,22 @@ class _Mapping(NamedTuple):
 
 
 class FileStorage(Storage):
-    """A storage in one unnamed file in `directory`. Disk space is allocated when tensors are made.
+    """A storage of tensors in one unnamed file in `directory`. Disk space is allocated when tensors
+    are made.
 
-    The tensors are memory mappings of the file. Code that reads the state piece by piece
-    (checkpoints, survivors of a loss) reads them like other tensors, and `let_go` frees the memory
-    that the reading takes. The update reads and writes the file itself, so that a disk error raises
-    an exception and not a signal.
+    The tensors are memory mappings of the file. Code that reads the state slice by slice, for a
+    checkpoint or after a loss of ranks, reads these tensors like other tensors, and `let_go` frees
+    the memory that was needed for reading. The update reads and writes the file by system calls,
+    because a disk error then raises an exception; with a memory mapping it would send a signal.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make the file. Raise OSError if that fails."""
+        """Make the file. Raise OSError if the file cannot be made."""
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
-        # the file has no name, so a killed run leaves no file, and no other process finds it
+        # remove the name of the open file, so that the file disappears with this process, even if
+        # it is killed
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []
@@ -162,14 +167,14 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return zeros of the lengths `lengths`, for which the file is extended. Raise OSError if
-        that fails."""
+        """Extend the file, and return tensors of zeros with the given `lengths` in it. Raise
+        OSError if the disk has no space."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
         descriptor = self._file.fileno()
         place = os.fstat(self._file.fileno()).st_size
-        # allocate immediately: if the disk is full, the error comes before the run begins
+        # allocate disk space immediately, so that a full disk raises an error before the run begins
         os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = mmap.mmap(descriptor, size, offset=place)
         flat = torch.frombuffer(mapping, dtype=dtype)
@@ -183,14 +188,14 @@ class FileStorage(Storage):
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield the tensors of each row in memory, and write them to the file afterwards. The next
-        row is read in advance. Raise OSError if the disk fails; the contents of the file are then
-        undefined."""
+        """Yield each row of tensors, read from the file into memory. When the caller requests the
+        next row, write the row to the file. The next row is read in advance. Raise OSError if the
+        disk fails; the contents of the file are undefined in that case."""
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # this read begins after the chunk that used the same memory has been written
+            # the thread begins this read after it has written the row that used the same memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()
@@ -221,8 +226,8 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read or write all bytes of `kept`. The offset in the file is computed from the address of
-        `kept`."""
+        """Read all bytes of `kept` from the file into `memory`, or write `memory` to the file, by
+        the system call `call`. The offset in the file is computed from the address of `kept`."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)
         mapping = max(before, key=lambda mapping: mapping.address)

@@ -1,5 +1,5 @@
-"""The update of the flat master weights: learning rates, groups of parameters, clipping and fp16's
-loss scale."""
+"""The update of the flat master weights: learning rates, groups of parameters, clipping, and the
+loss scale of fp16."""
 
 import itertools
 import math
@@ -29,10 +29,10 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then decay to
     the minimum.
 
-    Step w - 1 of a warm-up of w steps is the first step at the full rate. The cosine is the closed
-    form of PyTorch's CosineAnnealingLR, so that the two agree bit by bit. "wsd" (warm-up, stable,
-    decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last steps and
-    then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
+    In a warm-up of w steps, step w - 1 is the first step at the peak rate. The cosine decay uses
+    the closed form of PyTorch's CosineAnnealingLR, and is bitwise equal to it. With "wsd" (warm-up,
+    stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) the rate stays at the peak until
+    the last steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak = optimizer.learning_rate
     low = optimizer.min_learning_rate
@@ -53,8 +53,8 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 class LossScale:
     """The dynamic loss scale of fp16 (Micikevicius et al. 2018): it is halved when a gradient
-    overflows, and doubled after `window` steps without overflow. For other types the loss scale is
-    always 1. The state's `counters` store the loss scale."""
+    overflows, and doubled after `window` steps without overflow. For other data types the loss
+    scale is always 1. The loss scale is stored in the state's `counters`."""
 
     def __init__(self, precision: PrecisionConfig, counters: Counters) -> None:
         self.dynamic = precision.scales_loss
@@ -64,16 +64,16 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """Return the factor by which the loss is multiplied."""
+        """Return the loss scale, the factor by which the loss is multiplied."""
         return self.counters.loss_scale
 
     @property
     def can_fall(self) -> bool:
-        """Return True if the factor can become smaller."""
+        """Return True if the loss scale can still be reduced."""
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
-        """Halve the factor after a skipped step; double it after `window` steps without
+        """Halve the loss scale after a skipped step; double it after `window` steps without
         overflow."""
         if not self.dynamic:
             return
@@ -88,18 +88,19 @@ class LossScale:
 
 
 class Optimizer:
-    """The optimizer that the configuration names. The optimizer works on flat tensors, which are
-    this rank's part of each shard unit, in groups with the same weight decay and the same factor of
-    the learning rate.
+    """The optimizer that the configuration names. It works on flat tensors, which contain this
+    rank's part of each shard unit. Elements with the same weight decay and the same factor of the
+    learning rate form a group, and are updated together.
 
-    The master weights, the moments and the count of updates belong to `state`. If these tensors are
-    not on the device, the host does the update, and `writes_weights` is True.
+    The master weights, the moments and the number of updates belong to `state`. If these tensors
+    are not on the device, the host does the update, and `writes_weights` is True.
     """
 
     def __init__(
         self, config: OptimizerConfig, state: State, tensor: Communicator | None = None
     ) -> None:
-        """Prepare the update of `state`; `tensor` is the axis that divides matrices."""
+        """Prepare the update of `state`. `tensor` is the communicator of the tensor axis, which
+        divides the matrices of Muon."""
         self.config = config
         self.state = state
         buffer = state.buffer
@@ -112,18 +113,18 @@ class Optimizer:
         self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Multiply matrices with the kernels `kernels` from now on."""
+        """Use `kernels` for matrix products from now on."""
         self._muon.kernels = kernels
 
     @property
     def writes_weights(self) -> bool:
-        """Return True if `step` also writes the weights of this rank's part, not only the master
-        weights."""
+        """Return True if `step` writes not only the master weights of this rank's part, but also
+        its weights."""
         return self._host is not None
 
     def expect(self, scale: float) -> None:
-        """Divide the gradients by fp16's loss scale. If the host does the update, begin to copy its
-        inputs from the device, before the one wait of the step."""
+        """Divide the gradients by `scale`, which includes the loss scale. If the host does the
+        update, begin to copy the inputs of the update from the device."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
@@ -131,24 +132,25 @@ class Optimizer:
             self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by `norm`, the global norm of the gradients, and update the master weights.
-        `State.changed` copies the result to the weights later. If `writes_weights` is True, this
-        method has already updated this rank's weights, and `State.changed` updates only the weights
-        of other ranks. Raise OSError if the disk with the state fails.
+        """Clip the gradients by `norm`, their global norm, and update the master weights.
+        `State.changed` copies the master weights to the weights later. If `writes_weights` is True,
+        this method has already updated this rank's weights, and `State.changed` updates only the
+        weights of other ranks. Raise OSError if the disk with the state fails.
 
         Clipping uses the same arithmetic as torch.nn.utils.clip_grad_norm_.
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
-            # torch computes this in the gradients' type on the device; here the host needs no wait
+            # torch computes this factor on the device in the type of the gradients; here the host
+            # computes it in the same type, without waiting
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
             if factor != 1.0 and self._host is None:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects its moments by its count of updates. The count in `counters` omits skipped
-        # steps and is stored in checkpoints, so the update uses it.
+        # Adam corrects the bias of its moments by the number of updates. The number in `counters`
+        # does not include skipped steps, and is stored in checkpoints.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
@@ -185,16 +187,16 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
 
 
 class _Range(NamedTuple):
-    """A range of elements of this rank's part of shard unit number `unit`; `name` is the first
-    parameter in it."""
+    """A range of elements of this rank's part of shard unit number `unit`. `name` is the name of
+    the first parameter in the range."""
 
     unit: int
     some: slice
     name: str
 
     def of(self, kind: Kind) -> Tensor:
-        """Return the range's elements of a kind of state, even if only some parameters have this
-        kind."""
+        """Return the elements of this range in a kind of state. This also works for a kind that
+        only some parameters have."""
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset
@@ -205,7 +207,8 @@ def _ranges(
     config: OptimizerConfig, buffer: ParameterBuffer
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
     """Yield ((weight decay, factor of the learning rate), range) for this rank's part of each shard
-    unit. A range has the neighbouring parameters to which this pair applies, with their padding.
+    unit. A range consists of neighbouring parameters with the same weight decay and the same
+    factor, including their padding.
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
@@ -225,14 +228,16 @@ def _ranges(
 
 
 def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
-    """Return the weight decay of a parameter, and its factor of the learning rate."""
+    """Return the weight decay of a parameter, and the factor by which its learning rate is
+    multiplied."""
     group = group_of(config, entry.name)
     decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
     return decay, group.learning_rate_factor
 
 
 def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
-    """Return this rank's parts of the matrices that Muon updates, in their order."""
+    """Return this rank's parts of the matrices that Muon updates, in the order of the flat
+    buffer."""
     buffer = state.buffer
     matrices = list[Matrix]()
     for own in buffer.own_parts():
@@ -249,8 +254,8 @@ def require_groups(
     config: OptimizerConfig, parameters: Communicator, buffer: ParameterBuffer
 ) -> None:
     """Raise SharedInputError, on every rank, if a name pattern of `optimizer.groups` matches no
-    parameter that trains. `parameters` is the group of ranks that have parameters of different
-    names."""
+    parameter that trains. `parameters` is the group of ranks that together have all parameters of
+    the model."""
     globs = sorted({glob for group in config.groups for glob in group.names})
     if not globs:
         return

@@ -1,5 +1,6 @@
-"""The exchange of parts of matrices between the ranks of a shard group: parts go to the rank that
-orthogonalizes the matrix (`ptdmpi.plan.shape.dealt`), and parts of the update come back."""
+"""The exchange of parts of matrices between the ranks of a shard group, for Muon. Each rank sends
+its part of a matrix to the owner, which is the rank that orthogonalizes the matrix
+(`ptdmpi.plan.shape.dealt`), and receives its part of the update from the owner."""
 
 from collections.abc import Mapping
 
@@ -17,14 +18,15 @@ class Parcels:
     pair of ranks exchanges one message in each direction. If nothing is sharded, each rank owns its
     matrices, and nothing is sent.
 
-    `away`: this rank's parts of matrices that another rank owns, by name, in the message to the
-    owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from these
-    ranks. In `away` and `coming`, `unit` is the number of the other rank.
+    `away` maps the name of a matrix that another rank owns to the position of this rank's part in
+    the message to the owner. `coming` maps the name of a matrix that this rank owns to the
+    positions of the other ranks' parts in the messages from these ranks. In `away` and `coming`,
+    the field `unit` is the number of the other rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:
-        """Compute the positions. `costs` has the cost of orthogonalizing each matrix in the flat
-        buffer, for the matrices of all ranks."""
+        """Compute the positions. `costs` has the cost of orthogonalizing each matrix, by its name,
+        for all matrices of the shard group."""
         portion = buffer.portion
         self.group = portion.group
         here = portion.group.rank if portion.shards > 1 else 0
@@ -52,13 +54,14 @@ class Parcels:
                     self._given[owner] += end - begin
 
     def room(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Return empty tensors for the message to each rank, and for the message from each rank."""
+        """Return empty tensors for the messages: one tensor for the message to each rank, and one
+        for the message from each rank."""
         sizes = (self._given, self._taken)
         given, taken = (torch.empty(sum(s), dtype=dtype, device=self.device) for s in sizes)
         return list(given.split(self._given)), list(taken.split(self._taken))
 
     def travel(self, leaving: list[Tensor], arriving: list[Tensor]) -> None:
-        """Send `leaving[k]` to each rank k, and receive `arriving[k]` from it. All ranks of the
-        group call this."""
+        """Send the message `leaving[k]` to each rank k, and receive `arriving[k]` from rank k. All
+        ranks of the shard group call this method."""
         if any(self._given) or any(self._taken):
             exchange(self.group, leaving, arriving)

@@ -1,5 +1,5 @@
 """Replicas of the model that may differ: the mean of the replicas, which is used for validation,
-and their distance from the mean."""
+and the distance of the replicas from their mean."""
 
 import contextlib
 import math
@@ -12,8 +12,9 @@ from ptdmpi.model.state import WEIGHTS, State
 
 
 class Replicas:
-    """The replicas of a model on the data axis, as seen by one of them. If the data-parallel method
-    keeps them equal, all methods do nothing and send nothing."""
+    """The replicas of a model on the data axis, from the view of this rank's replica. If the
+    data-parallel method keeps replicas equal, the methods of this class send nothing and change
+    nothing."""
 
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction
@@ -26,8 +27,9 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Set the weights to the mean over all replicas within the context, for validation and
-        queries. Every rank calls this, between two steps. Gradients are lost."""
+        """Return a context in which the weights are the mean over all replicas, for validation and
+        evaluation. Every rank calls this method, between two steps. The gradients are overwritten.
+        """
         if not self.differ:
             yield
             return
@@ -39,18 +41,18 @@ class Replicas:
             self.state.changed()
 
     def measured(self, step: int) -> float | None:
-        """Return the consensus distance after the update of step `step` (from 0), if this step
-        measures it, else None. Gradients are lost."""
+        """Return the consensus distance after the update of step `step` (from 0), if it is measured
+        after this step; otherwise return None. The gradients are overwritten."""
         every = self.config.data_parallel.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.config.run.steps)
         return self.consensus() if self.differ and asked else None
 
     def consensus(self) -> float:
-        """Return the consensus distance, equal on all ranks: the root mean square, over replicas,
-        of the distance of a replica's weights from the mean of all replicas, sqrt(sum_i |x_i -
-        mean|^2 / d). All weights are all-reduced over the data axis, in the memory of the
-        gradients, which are lost."""
+        """Return the consensus distance, which is equal on all ranks. It is the root mean square,
+        over the d replicas, of the distance of a replica's weights x_i from the mean of all
+        replicas: sqrt(sum_i |x_i - mean|^2 / d). All weights are all-reduced over the data axis.
+        The gradients are overwritten, because the computation uses their memory."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)

@@ -13,21 +13,21 @@ from ptdmpi.watch.stopwatch import Stopwatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The results of a step; `loss` and `grad_norm` are equal on all ranks.
+    """The results of a training step. `loss` and `grad_norm` are equal on all ranks.
 
-    `loss` is the sum of the means of all losses that train, in nats per valid token of the global
-    batch. `losses` has each loss by name. `grad_norm` is the norm before clipping. `skipped` is
-    True if the loss or the gradient is not finite, so that nothing was updated. `overflow` is True
-    if fp16 is the likely cause, and a smaller loss scale may help. `watch` has this rank's
-    timeline. `compute_s` is the time of this rank's ops in seconds, without the collectives inside
-    them; `inside_s` has the time of these collectives by group. `traffic` counts the messages that
-    this rank has sent.
+    `loss` is the total loss: the sum of the means of all losses that train, in nats per valid token
+    of the global batch. `losses` has each loss by name. `grad_norm` is the norm of the gradient
+    before clipping. `skipped` is True if the loss or the gradient is not finite, so that nothing
+    was updated. `overflow` is True if the step was skipped and the loss scale of fp16 can still be
+    reduced. `watch` has this rank's timeline. `compute_s` is the time of this rank's ops in
+    seconds, without the collectives inside the ops; `inside_s` has the time of these collectives by
+    group of ranks. `traffic` counts the messages and bytes that this rank has sent.
 
-    `consensus` and `noise` are None except in steps that measure them. `consensus` is the distance
-    between replicas that differ, before they were averaged (`Replicas.consensus`). `noise` is the
-    noise of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of
-    this rank's compressed values, in bits per value; otherwise it is None. `loads` is None if the
-    model has no experts.
+    `consensus` and `noise` are None, except in steps in which they are measured. `consensus` is the
+    distance between replicas before they were averaged (`Replicas.consensus`). `noise` is the noise
+    of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of this
+    rank's compressed values, in bits per value; otherwise it is None. `loads` has the loads of the
+    experts; it is None if the model has no experts.
     """
 
     loss: float
@@ -48,7 +48,7 @@ class StepResult:
 
     @property
     def spans(self) -> list[Span]:
-        """Return this rank's timeline. Call this after the device has finished the step."""
+        """Return this rank's timeline. Call this method after the device has finished the step."""
         if self.watch is None:
             return []
         return self.watch.spans

@@ -1,8 +1,8 @@
-"""The execution of a program, action by action.
+"""The execution of a rank's program, which is a list of actions: ops, sends and receives.
 
-The runner knows neither the roles of ranks nor the phases of a schedule. The inputs of the runner
-are the stages of this rank and a program, in which every message is already at a position where it
-cannot deadlock.
+The code of the runner does not depend on the roles of ranks or the phases of a schedule. Its inputs
+are the pipeline stages of this rank and a program, in which every message is already at a position
+where it cannot deadlock.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from ptdmpi.watch.stopwatch import Stopwatch
 
 
 class Transfer(NamedTuple):
-    """A message that is not complete: its handle, its memory, and the rank at its other end."""
+    """A message that is not complete: its handle, its memory, and the rank that sends or receives
+    it."""
 
     handle: Handle
     buffer: Tensor
@@ -40,13 +41,14 @@ class OpHook:
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Act after `op` was computed. The time of this call is not part of the op's measured time.
 
-        If `op` adds to gradients, the buffer already contains them. If it is the forward of the
-        last stage, `microbatch` has its losses.
+        If `op` computes gradients, they are already added to the buffer. If `op` is the forward of
+        the last stage, `microbatch` already has its losses.
         """
 
 
 class _Work(NamedTuple):
-    """The work of one `run`: the schedule, its microbatches, and the stopwatch of its spans."""
+    """The arguments of one call of `run`: the schedule, its microbatches, and the stopwatch that
+    records the spans."""
 
     schedule: Schedule
     microbatches: Sequence[MicrobatchPass]
@@ -54,9 +56,11 @@ class _Work(NamedTuple):
 
 
 class Runner:
-    """The executor of the stages of one rank. The runner sends activations over the pipeline axis.
+    """The executor of the pipeline stages of one rank. It sends activations and their gradients
+    over the pipeline axis.
 
-    For each op, `hooks` are called in their order.
+    The `hooks` are called before and after each op, in their order. `most_in_flight` is the maximum
+    number of microbatches whose activations were stored at the same time in the last `run`.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        # the groups, by name, whose collectives are part of ops
+        # groups of ranks, by name, whose collectives run inside ops
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
@@ -106,28 +110,29 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        # the step ends only after its messages are sent, because the next step reuses their memory
+        # wait until all messages are sent, because the next step reuses their memory
         for handle, _, peer in self._leaving:
             with watch.span("send", "", peer):
                 handle.wait()
         self._leaving = []
 
     def time_inside(self, name: str, group: Communicator) -> None:
-        """Time the collectives of a group in ops under `name`. Do nothing for a group of one rank,
-        and for a group that is already timed: groups of the same ranks share a communicator."""
+        """From now on, measure the time of a group's collectives inside ops, under the name `name`.
+        Do nothing for a group of one rank, and for a group whose communicator is already timed
+        under another name."""
         if group.size > 1 and all(group is not other for other in self.inside.values()):
             self.inside[name] = group
 
     @property
     def inside_s(self) -> dict[str, float]:
-        """Return the seconds that the ops of the last program spent in collectives, by group, and
-        so not in this rank's own computation. Call this when the device has finished the
-        program."""
+        """Return the seconds that the ops of the last program spent in collectives, by group of
+        ranks. Call this method when the device has finished the program."""
         return {group: total.seconds for group, total in self._inside.items()}
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
-        """Put `hook` before the other hooks within the context, and always remove it afterwards."""
+        """Return a context in which `hook` is called before all other hooks. After the context the
+        hook is always removed."""
         self.hooks.insert(0, hook)
         try:
             yield
@@ -141,8 +146,8 @@ class Runner:
     def _act(self, work: _Work, action: Action) -> None:
         match action:
             case Receive(op, peer):
-                # do not wait here: the op that needs the message waits for it, and earlier ops run
-                # meanwhile
+                # do not wait here: the op that needs the message will wait for it, and earlier ops
+                # run before that
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
@@ -156,8 +161,8 @@ class Runner:
                 self._compute(work, op)
 
     def _input(self, source: Op | None, watch: Stopwatch) -> Tensor | None:
-        """Return the output of `source`, computed on this rank or received; None if there is no
-        `source`."""
+        """Return the output of the op `source`, which was computed on this rank or is received from
+        another rank; None if `source` is None."""
         if source is None:
             return None
         if source in self._ready:
@@ -188,7 +193,7 @@ class Runner:
             for comm, _ in self._counted:
                 comm.count(None)
         if result is not None:
-            # stored until the next op on this rank or a Send takes it
+            # store the output until the next op on this rank or a Send uses it
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
@@ -197,8 +202,8 @@ class Runner:
 
 
 def _here(program: Sequence[Action], place: int) -> str:
-    """Return the actions before and after position `place`, one in each line, with a mark at
-    `place`."""
+    """Return a text with the actions before and after position `place` of the program, one in each
+    line, with a mark at `place`."""
     lines = [f"in op {program[place]} of this rank's schedule:"]
     for i in range(max(0, place - 3), min(len(program), place + 4)):
         lines.append(f"  {program[i]}{'   <-- here' if i == place else ''}")

@@ -1,9 +1,10 @@
 """The arithmetic of element-wise updates on flat tensors: AdamW and SGD by PyTorch's own functions,
-Lion, and the moving average of the weights after each of them. `muon` has the updates of matrices.
+Lion, and the moving average of the weights after each update. The module `muon` has the updates of
+matrices.
 
 AdamW and SGD call the same functions as the classes of torch.optim. The classes themselves are not
-used, because creating one loads torch's compiler: 800 modules, 70 MB, and a second at the start of
-every rank.
+used, because they load torch's compiler: 800 modules, 70 MB, and one second at the start of every
+rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +18,14 @@ from ptdmpi.base.plugins import plugin
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# The number of elements of a temporary tensor, which is so small that memory plans need not count
-# it.
+# The number of elements of a temporary tensor. This is so small that plans of the memory can leave
+# it out.
 PIECE = 1 << 20
 
 
 def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Update the master weights and the moments of a group. `rate` is the learning rate of the
-    step, and `updates` (float32, no dim) the number of earlier updates."""
+    """Update the master weights and the moments of a group of elements. `rate` is the learning rate
+    of the step, and `updates` (float32 scalar) is the number of earlier updates."""
     moments = group.moments[:-1] if config.ema_decay else group.moments
     with torch.no_grad():
         UPDATES[config.kind](config, group._replace(moments=moments), rate * group.share, updates)
@@ -43,7 +44,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # the function needs a separate count for each tensor
+        # the function needs a separate tensor with the number of updates for each tensor
         [updates.clone() for _ in group.masters],
         # use torch's fused kernel, which rounds the last elements of a tensor differently (see
         # `ALIGNMENT` in plan/shape)
@@ -60,8 +61,8 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
 
 def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
     """Do the update of torch.optim.SGD, without dampening."""
-    # torch has no momentum buffer before the first step; starting from zero, the first sum is also
-    # the gradient
+    # torch.optim.SGD has no momentum buffer before the first step; a buffer of zeros gives the same
+    # first update
     buffers: list[Tensor | None] = [None] * len(group.masters)
     if group.moments:
         buffers = list(group.moments[0])

@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: the entries about them in a checkpoint, and whether a run
-may resume from it."""
+"""Adapters and their frozen base model: the entries about them in a checkpoint, and the decision
+whether a run may resume from the checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# The key of a manifest for the table [adapt] of the run and the checkpoint of the frozen base.
+# The key of a manifest whose value is the section [adapt] of the run, with the checkpoint of the
+# frozen base model.
 KEY = "adapt"
-# A key in that table: the section [task] of the run, if it had one.
+# A key inside the entry KEY: the section [task] of the run, if the run had one.
 TASK = "task"
 NO_TASK = TaskConfig()
 # Keys of [adapt] that may change between two starts of a run.
@@ -29,15 +30,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters that the manifest of a checkpoint describes. `task` is the task of the head that
-    was trained together with them, if there is one."""
+    """The adapters that the manifest of a checkpoint describes. If a task head was trained together
+    with the adapters, `task` is its task."""
 
     adapt: AdaptConfig
     base: Base
     task: TaskConfig = NO_TASK
 
     def in_manifest(self) -> dict[str, Any]:
-        """Return the entries about the adapters for a manifest."""
+        """Return the entries about the adapters for the manifest of a checkpoint."""
         table = self.adapt.model_dump(mode="json", exclude={"base"})
         entry = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
         if self.has_head:
@@ -50,7 +51,8 @@ class Adapted:
         return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
-        """Raise InputError unless the adapters at `path` were trained on the base `base`."""
+        """Raise InputError unless these adapters, which are stored at `path`, were trained on the
+        base model `base`."""
         if base.sha256 != self.base.sha256:
             raise InputError(
                 f"checkpoint {path}: its adapters belong to the weights of {self.base.path} "

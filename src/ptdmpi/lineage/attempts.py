@@ -1,9 +1,9 @@
-"""The attempts of a run: which command and settings trained each of its steps, and why each attempt
-ended.
+"""The attempts of a run: the command and the settings that trained each step, and the reason for
+which each attempt ended.
 
-Lines are only ever added to `history.jsonl` in the run directory: one when an attempt begins to
-train, and one when it ends. An attempt that was killed has no line for its end; its last step is in
-`metrics.jsonl`.
+An attempt is one start of the training program. It appends one line to `history.jsonl` in the run
+directory when it begins to train, and one line when it ends. An attempt that was killed has no line
+for its end; its last step is in `metrics.jsonl`.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ HISTORY = "history.jsonl"
 class PastAttempt:
     """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
     killed, its end is unknown and `last` is None. `config` is the complete configuration, and
-    `changed` has the differences from the attempt before. `trained_on` is a TrainedOn as JSON,
-    which can be read without shards and h5py."""
+    `changed` has the differences from the previous attempt. `trained_on` is a TrainedOn as JSON,
+    which can be read without the shards and h5py."""
 
     number: int
     began: str
@@ -42,7 +42,8 @@ class PastAttempt:
 
 
 class History:
-    """A writer for the history in a run directory, for one attempt. Its methods raise OSError."""
+    """The writer of the history file in a run directory, for one attempt. Its methods raise OSError
+    if the file cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / HISTORY
@@ -55,8 +56,8 @@ class History:
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
-        """Record how the attempt ended. Do nothing if no attempt has begun, or its end is already
-        recorded."""
+        """Record the last step of the attempt and the reason for its end. Do nothing if no attempt
+        has begun, or its end is already recorded."""
         if self.number:
             line = {"attempt": self.number, "event": "end", "time": _now()}
             self._append({**line, "last": last, "why": why})
@@ -64,14 +65,15 @@ class History:
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            # if a crash has left an incomplete last line, it stays a separate line
+            # if a crash has left an incomplete last line, end that line first
             torn = file.tell() and not _ends_line(self.path)
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
 
 
 def attempts(directory: Path) -> list[PastAttempt]:
     """Return the attempts in a run directory, oldest first. The list is empty if an older version
-    wrote the run. Incomplete lines are skipped. Raises OSError if the file cannot be read."""
+    of this program, which wrote no history, has trained the run. Incomplete lines are skipped.
+    Raises OSError if the file cannot be read."""
     begun: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
         event = line.get("event")
@@ -131,7 +133,8 @@ def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> l
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a history that belong to an attempt. Other lines are skipped."""
+    """Return the lines of a history file as JSON objects. Lines that are not JSON, or do not have
+    the number of an attempt, are skipped."""
     try:
         content = read_file(path)
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""The course of a run (`Course`): the training data for its next steps, and the entries about its
-data that checkpoints contain.
+"""The course of a run (`Course`): the training data for its next steps, and the entries about the
+run's data in its checkpoints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,36 +14,37 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The course of one run from its present step on. `now` is the data of a run that begins with
-    this configuration; it is used until `judge` decides otherwise."""
+    """The course of one run from its present step on. `now` is the data of a run that would begin
+    with this configuration; `now` is used until `judge` continues with the data of a checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        # the settings are stored at the start, because the files that they name may be edited later
+        # the settings are stored at the start, because the files that the settings name may be
+        # edited later
         self.settings = settings(config)
         self.answer = Answer(now)
         self.base: Base | None = None  # the frozen base model of adapters
-        # the kernels for each kind of operation, once they are chosen
+        # the chosen kernels for each kind of operation; empty until kernels are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
     def judge(
         self, kind: Literal["resume", "initial"], path: Path, manifest: Mapping[str, Any]
     ) -> None:
-        """Continue with the data on which the checkpoint at `path` was trained. Raise InputError if
-        this run may not resume from it; the result is the same on every rank."""
+        """Continue with the data on which the checkpoint at `path` was trained. Raise InputError,
+        on every rank, if this run may not resume from the checkpoint or begin from its weights."""
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # older checkpoints, which had no kernels for linears, have a list of attention kernels
+            # an older checkpoint has only a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data of an `Answer` that `judge` returned earlier, perhaps on another
-        rank.
+        """Continue with the data of an `Answer` that the function `judge` returned earlier, perhaps
+        on another rank.
         """
         self.answer = answer
         self._order = None
@@ -98,8 +99,8 @@ class Course:
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:
-        """Return the number of samples, and of epochs, used of each dataset that the run has seen,
-        after `step` steps."""
+        """Return, for each dataset that the run has seen, the number of samples and the number of
+        epochs that were used after `step` steps."""
         sources = self.trained_on.last.drawn(self.order, step)
         return {
             "samples_drawn": [source.drawn for source in sources],

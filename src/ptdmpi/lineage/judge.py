@@ -1,9 +1,10 @@
-"""The decision whether a run may continue with its present data and configuration, for every kind
-of start.
+"""The decision whether a run may continue from a checkpoint with its present data and
+configuration.
 
-There are three results. If nothing has changed, the run continues. If something differs, the run is
-refused, with one line that names the difference and the legal values. If the user has allowed a
-change of the data (`data.change = "from here"`), the run continues and the changes are logged.
+The decision has one of three results. If nothing has changed, the run continues. If a setting or
+the data differs, the run is refused, with one line that names the difference and the legal values.
+If the user has allowed a change of the data (`data.change = "from here"`), the run continues and
+the changes are logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -23,22 +24,24 @@ FREE_TO_CHANGE = {
 }
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size")
-# keys of [model] that may also differ between adapters and their base model: the kind (a name for
-# values of other keys), the size of the vocabulary (which the shapes of the tensors show), and the
-# sequence length
+# keys of [model] that may also differ between adapters and their base model: the kind (which only
+# sets the defaults of other keys), the size of the vocabulary (which is checked by the shapes of
+# the tensors), and the sequence length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because the head of a task replaces the head of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# The keys whose values a checkpoint records. Keys that determine the order of samples are not among
-# them. Instead, the stretches of `TrainedOn` are compared, which identify the data by its content.
+# The categories of keys whose values a checkpoint records. Keys that determine the order of samples
+# are not recorded. Instead, the stretches of `TrainedOn` are compared, which identify the data by
+# its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
 class Before:
-    """A checkpoint as its manifest describes it. `trained_on` is None if an older version wrote it;
-    then only `samples` and `seed` of its data are known."""
+    """A checkpoint as its manifest describes it. `trained_on` is None if an older version of this
+    program wrote the checkpoint; in that case only `samples` and `seed` are known about its data.
+    """
 
     path: Path
     step: int
@@ -50,8 +53,8 @@ class Before:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
-        """Return the checkpoint at `path` as its manifest describes it. Raise InputError for values
-        that no version of this program writes."""
+        """Return a description of the checkpoint at `path`, from its manifest. Raise InputError if
+        the manifest has values that no version of this program writes."""
         progress = manifest["progress"]
         numbers = (progress["step"], progress["samples"], progress["seed"])
         try:
@@ -64,8 +67,8 @@ class Before:
 @dataclass(frozen=True)
 class Answer:
     """The data with which a run continues. `changed` has a text for each difference from the
-    checkpoint, beginning with the differences in the data. `note` says what an older checkpoint
-    does not record."""
+    checkpoint, beginning with the differences in the data. `note` is a text for the user if the
+    checkpoint does not record its data."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -83,7 +86,8 @@ def settings(config: Config) -> dict[str, Any]:
             if section.on_resume(key) in RECORDED:
                 recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
-    if graph is not None:  # the content of the file is recorded, because the file may be edited
+    # a hash of the file's content is recorded, because the file may be edited
+    if graph is not None:
         recorded["data_parallel.topology sha256"] = graph[:12]
     return recorded
 
@@ -91,11 +95,11 @@ def settings(config: Config) -> dict[str, Any]:
 def judge(
     kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
 ) -> Answer:
-    """Return the data with which a run resumes from the checkpoint `before`, or begins with its
-    weights.
+    """Return the data with which a run resumes from the checkpoint `before` (`kind` "resume"), or
+    begins with the checkpoint's weights ("initial").
 
-    `config` is the configuration of this start, and `now` the data of a run that begins with it.
-    Raise InputError if the run may not continue.
+    `config` is the configuration of this start, and `now` is the data of a run that would begin
+    with this configuration. Raise InputError if the run may not continue.
     """
     _require_same_tokenizer(before, now)
     if kind == "resume":
@@ -124,9 +128,9 @@ def judge(
 
 
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
-    """Raise InputError if adapters that are trained on the data of `now` do not fit the weights of
-    `before`. `generate`, `evaluate` and `adapter merge` read the shape of the model from the base,
-    so the adapters must be trained with the same function of its weights."""
+    """Raise InputError if adapters that are trained with `config` on the data `now` do not fit the
+    base model `before`. The commands `generate`, `evaluate` and `adapter merge` read the section
+    [model] of the base model, so the adapters must be trained with the same values."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     _require_same_model(before, config, _keys_without(free))
@@ -144,16 +148,17 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
 
 
 def _keys_without(free: Set[str]) -> list[str]:
-    """Return the keys of [model] that are not `free`, in their order."""
+    """Return the keys of [model] that are not in `free`, in the order of the section."""
     return [key for key in ModelConfig.model_fields if key not in free]
 
 
 def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
-    """Raise InputError if one of these keys of [model] differs. With another number of heads or
-    another activation the shapes of tensors may fit, but the model computes another function.
-    `otherwise` is added to the legal values in the message, except for keys in HEADS."""
+    """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
+    With another number of heads or another activation the shapes of tensors may still fit, but the
+    model would compute another function. `otherwise` is added to the legal values in the message,
+    except for keys in HEADS."""
     here = config.model.model_dump()
     # a key that an older checkpoint does not record had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
@@ -183,8 +188,8 @@ def _require_same_settings(before: Before, config: Config) -> None:
 
 
 def _changed_settings(before: Before, config: Config) -> Iterator[str]:
-    """Yield the recorded settings that have changed, one text each. For a checkpoint of an older
-    version, the result has only settings of the model."""
+    """Yield a text for each recorded setting that has changed. For a checkpoint of an older
+    version, only settings of the section [model] are compared."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key in old and old[key] != value:
@@ -199,14 +204,14 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, but with the seed and the batch size of a checkpoint that records
-    nothing else about its data."""
+    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`,
+    which records nothing else about its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 
 
 def _differences(old: Stretch, new: Stretch) -> Iterator[str]:
-    """Yield the differences that change the order of samples, one text each."""
+    """Yield a text for each difference that changes the order of samples."""
     if old.seed != new.seed:
         yield f"run.seed {old.seed} -> {new.seed}"
     if old.global_size != new.global_size:
@@ -224,7 +229,7 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Return (hash, share of the sum of all weights) for each dataset."""
+    """Return (hash, weight divided by the sum of all weights) for each dataset."""
     total = sum(Fraction(source.weight) for source in sources)
     return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 

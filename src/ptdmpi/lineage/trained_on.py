@@ -1,9 +1,9 @@
-"""The data on which a run was trained: the identity of its tokenizer, its datasets, and the order
-of its samples.
+"""The data on which a run was trained: a hash of its tokenizer, its datasets, and the order of its
+samples.
 
-A run is a sequence of stretches, and nearly always has only one. Within a stretch the samples have
-one order. A new stretch begins if the data, the mixture, the seed or the batch is changed on
-purpose. The counts of samples and tokens continue through all stretches.
+The steps of a run are divided into stretches, and nearly all runs have only one stretch. One order
+of samples covers a whole stretch. A new stretch begins if the user changes the data, the mixture,
+the seed or the batch size. The counts of samples and tokens continue through all stretches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ptdmpi.data.split import SplitOrder
 
 
 class Samples(Protocol):
-    """A dataset as seen by a run: a directory of shards, or a file of a task."""
+    """The interface of a dataset for training: a directory of shards, or a file of a task."""
 
     @property
     def tokenizer(self) -> str:
@@ -39,9 +39,9 @@ class Source:
     """One training dataset of a run. `sha256` is a hash of the headers of its shards, and `samples`
     the number of its samples.
 
-    `key` is the number of the dataset among all datasets that the run has seen. The key identifies
-    the dataset's permutations, and the dataset in records. `drawn` is the number of its samples
-    that were used before the stretch.
+    `key` is the number of the dataset among all datasets that the run has seen. The key selects the
+    random permutations of the dataset's samples, and names the dataset in records. `drawn` is the
+    number of the dataset's samples that were used before the stretch began.
     """
 
     path: str
@@ -56,9 +56,9 @@ class Source:
 class Stretch:
     """Consecutive steps whose samples have one order. Before the stretch, `step` steps, `sample`
     samples and `tokens` tokens were trained. `gone` has the datasets that are no longer used, with
-    the numbers of samples used of them. `ranks` is the number of data ranks among which the sources
-    are divided, so that each rank reads only its own sources; 1 means that all ranks read all
-    sources.
+    the numbers of their samples that were used. `ranks` is the number of data ranks among which the
+    samples are divided, so that each rank reads only its own samples; 1 means that all ranks read
+    from all sources.
     """
 
     step: int
@@ -80,8 +80,8 @@ class Stretch:
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """Return the order of the samples. `epochs` has an upper limit for each dataset, or None.
-        Raises the same errors as `SampleOrder`."""
+        """Return the order of the samples of this stretch. `epochs` has the largest number of
+        epochs for each dataset, or None. Raises the same errors as `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
             Part(
@@ -101,8 +101,9 @@ class Stretch:
         )
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
-        """Return every dataset that the run has seen, in the order of `key`, with the number of
-        samples used after `step` steps. `order` is the result of the method `order`."""
+        """Return every dataset that the run has seen, in the order of `key`. In each, `drawn` is
+        the number of samples that were used after `step` steps. `order` is the result of the method
+        `order`."""
         counts = order.counts(self.samples_after(step))
         now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
         return sorted([*now, *self.gone], key=lambda source: source.key)
@@ -110,7 +111,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The data of a run, past and future: its tokenizer and its stretches."""
+    """The data of all past and future steps of a run: its tokenizer and its stretches."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -118,17 +119,17 @@ class TrainedOn:
 
     @property
     def last(self) -> Stretch:
-        """Return the present stretch."""
+        """Return the last stretch, to which the next step of the run belongs."""
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the data as JSON, for a manifest or a record; `from_json` reads it back."""
+        """Return this object as JSON, for a manifest or a record; `from_json` reads the JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return the object that `as_json` wrote. Return None for None, since older versions wrote
-        nothing. Raise ValueError for anything else."""
+        """Return the object that `as_json` wrote. Return None for None, because older versions of
+        this program wrote nothing. Raise ValueError for any other value."""
         if table is None:
             return None
         try:
@@ -150,7 +151,8 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """Return the data of a run with this configuration that begins now."""
+    """Return the data of a run that begins with this configuration. `train` are the datasets in the
+    order of `data.train`."""
     length = config.model.text_length
     sources = tuple(
         Source(
@@ -162,7 +164,7 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
         )
         for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
-    # if several sequences form one sample, the sample has the tokens of all of them
+    # if several sequences form one sample, the sample has the tokens of all these sequences
     tokens = config.task.sequences * config.model.seq_length
     ranks = config.data_size if config.data.split == "by_rank" else 1
     first = Stretch(
@@ -198,9 +200,9 @@ def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
     """Return `before` with a new stretch after step `step`, which has the data, mixture, seed and
     batch of `now`.
 
-    The numbers of samples continue. The table of the mixture begins again. A dataset that was used
-    before (according to its hash) continues after its last used sample, so that no sample is
-    repeated or left out. A new dataset begins at its first sample.
+    The counts of samples and tokens continue. The order in which the datasets alternate begins
+    again. A dataset that was used before (it has the same hash) continues after its last used
+    sample, so that no sample is repeated or left out. A new dataset begins at its first sample.
     """
     last = before.last
     fresh = now.last

@@ -1,5 +1,5 @@
-"""A microbatch as tensors, the copy of microbatches to the device while the device computes, and
-the pass of a microbatch through the stages of a rank."""
+"""A microbatch as tensors; the copy of microbatches to the device while the device computes; and
+the state of a microbatch on its way through the pipeline stages of a rank."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,21 +17,23 @@ ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in the common m
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch in the form that a model uses. It has inputs and labels [s, b] of token ids,
-    weights [s, b] or None (all 1), and the global sample numbers [b].
+    """A microbatch of b sequences of s tokens, in the form that a model uses. It has inputs and
+    labels [s, b] of token ids, weights [s, b] of the labels or None (all 1), and the global sample
+    numbers [b].
 
-    Labels are shifted by one token relative to inputs in the full sequence, so a rank may select
-    any positions of both. `ptdmpi.inference.tensors` makes a microbatch from the rows that are
-    read.
+    Labels are already shifted by one token relative to inputs, so a rank may select the same
+    positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch from rows of a
+    dataset.
 
-    `documents` is set if a sequence contains several documents. In a masked language model, labels
-    and weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment
-    numbers, and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a
-    single segment. `pairs` are the pairs of answers that a preference loss compares.
+    `documents` is set if a sequence contains several documents. In a masked language model with k
+    masked positions in a sequence, labels and weights [k, b] belong to the `masked` positions [k,
+    b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in their original
+    order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs of answers
+    that a preference loss compares.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
-    segment order contributes to the loss. Both are computed on the host when a batch is made,
-    because the host would have to wait for the device to read them from there.
+    segment order contributes to the loss. Both numbers are computed on the host when a batch is
+    made, because the host would have to wait for the device to read them from the device.
     """
 
     inputs: Tensor
@@ -47,7 +49,8 @@ class Microbatch:
     orders: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # count in float64: float32 counts only to 2^24, and large batches have more tokens
+        # sum in float64, because float32 is exact only up to 2^24, and large batches have more
+        # tokens
         weights = self.weights
         tokens = self.labels.numel() if weights is None else weights.double().sum()
         orders = 0 if self.order is None else (self.order >= 0).sum()
@@ -56,18 +59,18 @@ class Microbatch:
 
     @classmethod
     def of_ids(cls, ids: Tensor, samples: Tensor) -> "Microbatch":
-        """Return a microbatch of sequences [s + 1, b] of token ids, in which every label counts;
-        `samples` [b] are the global sample numbers."""
+        """Return a microbatch of sequences [s + 1, b] of token ids, in which every label has the
+        weight 1; `samples` [b] are the global sample numbers."""
         return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
 
     def at(self, positions: Positions) -> "Microbatch":
-        """Return the same samples at some positions of the sequence. The result is made on the
-        host.
+        """Return the same samples, with only some `positions` of the sequences. The tensors must be
+        on the host.
 
-        Labels were shifted on the full sequence. Documents keep all positions, because queries see
-        keys at all positions. Masked positions are converted to indices among this rank's
-        positions. If another rank has a masked position, the weight of that position is 0 on this
-        rank. Only the rank with the first position counts the order of segments.
+        `documents` keeps all positions, because queries see keys at all positions. Masked positions
+        are converted to indices among this rank's positions. If another rank has a masked position,
+        the weight of that position is 0 on this rank. Only the rank with the first position
+        computes the loss of the segment order.
         """
         if positions.are_all:
             return self
@@ -80,8 +83,8 @@ class Microbatch:
         return replace(here, labels=positions.of(self.labels), weights=weights, pairs=pairs)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
-        """Return a masked sample at this rank's positions, with its masked positions and the order
-        of its segments."""
+        """Return this microbatch, which has this rank's positions, with the masked positions and
+        the segment order of the microbatch `whole`."""
         assert whole.masked is not None
         count = len(self.inputs)
         numbers = positions.numbers(count, self.inputs.device)
@@ -96,8 +99,8 @@ class Microbatch:
         return replace(self, masked=masked.clamp_min(0), weights=weights, order=order)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
-        """Return the same microbatch with `change` applied to each of its tensors. The counts do
-        not change."""
+        """Return the same microbatch with `change` applied to each of its tensors. `tokens` and
+        `orders` do not change."""
         changed = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -111,14 +114,17 @@ class Microbatch:
 
 @dataclass(eq=False)
 class MicrobatchPass:
-    """The pass of one microbatch through the stages of a rank: the input and the result of its ops.
+    """The state of one microbatch on its way through the pipeline stages of a rank: the inputs and
+    the results of its ops.
 
     `number` is the microbatch's number in the schedule. `step` is the training step, on which the
     dropout masks depend; None means evaluation, without dropout. `scale` is the factor of the total
     loss before its gradient is computed: 1 / (valid tokens of the global batch), times the loss
-    scale of fp16. `weights` has, by name, the weight in the total of each loss except the first.
+    scale of fp16. `weights` has, by name, the weight of each loss except the first one in the total
+    loss.
 
-    The last stage sets `losses`, by name, summed over the microbatch, and their `total`.
+    The last stage sets `losses`, by name, each summed over the microbatch, and their weighted sum
+    `total`.
     """
 
     number: int
@@ -146,8 +152,8 @@ class MicrobatchPass:
 
 @dataclass
 class _Slot:
-    """Memory for the microbatches of one step, on host and device. After the event `free`, the
-    device does not use this memory."""
+    """Memory for the microbatches of one step: `host` on the host and `there` on the device. After
+    the event `free`, the device no longer uses this memory."""
 
     host: Tensor
     there: Tensor
@@ -157,9 +163,9 @@ class _Slot:
 
 class Placing:
     """Copies of microbatches to a device, in a ring of two slots. All microbatches of a step are
-    sent in one copy. While the device computes with one slot, the host fills the other, and neither
-    waits. Only kernels that are started before the next call may use the tensors. If the device is
-    the host, nothing is copied."""
+    sent in one copy. While the device computes with one slot, the host fills the other slot, and
+    neither host nor device waits. The returned tensors may be used only by kernels that are started
+    before the next call. If the device is the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -167,15 +173,18 @@ class Placing:
         self._ring: list[_Slot] = []
 
     def place(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return the microbatches on the device; kernels started from now on may use them."""
+        """Return the microbatches as tensors on the device, for kernels that are started after this
+        call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        if self._ring:  # all computations so far, including the use of the last placed batch
+        # the slot of the last batch is free after all computations that were issued so far
+        if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
-            """Collect a tensor, in the order of `each`."""
+            """Append a tensor to `tensors`. The order is the order in which `each` visits
+            tensors."""
             tensors.append(tensor)
             return tensor
 
@@ -203,10 +212,12 @@ class Placing:
         """Return the next slot of the ring, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
-            slot.copied.host_waits()  # this copy began two steps ago, so it is complete
+            # this copy began two steps ago, so the host does not really wait
+            slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # the device may still compute with a freed tensor that was in the same memory
+            # the mark `now` is necessary, because the device may still compute with a freed tensor
+            # that was in the new memory
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages. This module defines the form in which an activation is
-sent, and the input and the output of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages: the form in which an activation is sent, and the two
+ends of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 class Boundary:
     """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
-    With `scatter_gather` (Narayanan et al. 2021, section 4.1), the ranks of a tensor group, which
-    have equal activations, send 1/t of it each, and the receivers gather it. Under sequence
-    parallelism the activation is already divided over the tensor ranks.
+    With `scatter_gather` (Narayanan et al. 2021, section 4.1), each of the t ranks of a tensor
+    group, which have equal activations, sends 1/t of the activation, and the receivers gather the
+    parts. Under sequence parallelism the activation is already divided among the tensor ranks.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
@@ -26,15 +26,15 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # a tensor is sent unscattered if t does not divide its length, because all shares must have
-        # the same length
+        # an activation is sent whole if the number of tensor ranks does not divide its number of
+        # elements, because all parts must have the same length
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return the share of `x` that this rank sends, flat and contiguous."""
-        # only values are sent: the next stage builds its own graph, and its backward op (B) returns
-        # the gradient
+        """Return the part of `x` that this rank sends, as a flat contiguous tensor."""
+        # only values are sent, without an autograd graph: the next stage builds its own graph, and
+        # its backward op sends the gradient back
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
@@ -45,20 +45,21 @@ class Boundary:
 
 
 class Arrival:
-    """The input of a stage's autograd graph. An `Arrival` keeps no reference to the input's values,
-    and stores the gradient of the input."""
+    """The input end of a stage's autograd graph. An `Arrival` stores the gradient of the input, and
+    keeps no reference to the input's values."""
 
     gradient: Tensor | None = None
 
     def begin(self, x: Tensor) -> Tensor:
-        """Return the input as a non-leaf tensor of the stage's own graph. A leaf would stay in
-        memory until its gradient exists, although a first layer may need only a share of it."""
+        """Return the input `x` as a tensor of the stage's own graph that is not a leaf. Autograd
+        would keep a leaf in memory until its gradient exists, although the first layer may need
+        only a part of it."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
 
 class _Arrive(Function):
-    """The identity. The backward of this function hands the gradient to an `Arrival`."""
+    """The identity function, whose backward stores the gradient in an `Arrival`."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
@@ -72,8 +73,8 @@ class _Arrive(Function):
 
 
 class Departure:
-    """The output of a stage's autograd graph. A `Departure` keeps no reference to the output's
-    values, whose memory can be freed once they have been sent."""
+    """The output end of a stage's autograd graph. A `Departure` keeps no reference to the output's
+    values, so their memory can be freed when they have been sent."""
 
     gradient: Tensor | None = None
 
@@ -81,11 +82,12 @@ class Departure:
         self._end: GradientEdge | None = get_gradient_edge(_Depart.apply(y, self))
 
     def backward(self, dy: Tensor | None) -> None:
-        """Run the backward of the graph from the output's gradient `dy`. If `dy` were an argument
-        of torch's own call, torch would import SymPy to compare two shapes, which costs a second at
-        the start of every rank."""
+        """Run the backward of the graph, beginning with the output's gradient `dy`. `dy` is not
+        passed as an argument of torch.autograd.backward, because torch would then import SymPy to
+        compare two shapes, which takes a second at the start of every rank."""
         assert self._end is not None, "a graph runs back once"
-        # the graph refers to this object: a reference back would keep both until garbage collection
+        # remove the reference to the graph, because the graph refers to this object, and a
+        # reference cycle would stay in memory until garbage collection
         end = self._end
         self._end = None
         self.gradient = dy
@@ -93,8 +95,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """An end of the graph without values. The backward of this function takes the gradient from a
-    `Departure`."""
+    """A function whose output has no values, so that it can be the end of a graph. Its backward
+    reads the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

@@ -1,8 +1,10 @@
-"""The flat buffers that contain a rank's parameters, sharded or unsharded.
+"""The flat buffers that contain a rank's parameters, gradients and master weights, sharded or
+unsharded.
 
-Weights have the compute type; master weights, gradients and moments are float32 (float64 under
-fp64). All parameters that train are in one flat buffer, in a fixed order. `zero` = 1 shards the
-master weights and the moments, 2 also the gradients, 3 also the weights, including frozen weights.
+Weights have the compute type; master weights, gradients and moments are float32 (float64 with the
+precision fp64). All parameters that train are in one flat buffer, in a fixed order. ZeRO stage 1
+(`zero` = 1) shards the master weights and the moments, stage 2 also shards the gradients, and stage
+3 also shards the weights, including frozen weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,41 +21,42 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """The memory of the optimizer's state: the moments, and the master weights if they are separate
-    from the weights. The base class uses the memory of `device`. `apart` is True if the memory is
-    not on the training device. In that case the host computes the update (`offload`)."""
+    """The memory of the optimizer's state: the moments, and the master weights if they are not the
+    weights themselves. The base class uses the memory of `device`. `apart` is True if this memory
+    is not on the training device. In that case the host computes the update (see `offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return consecutive tensors of the lengths `lengths`, all zero. Raise OSError if the disk
-        has no space for them."""
+        """Return tensors of zeros with the given `lengths`, which are consecutive in memory. Raise
+        OSError if the disk has no space for the tensors."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield rows of stored tensors, one by one, as tensors in memory that may be read and
-        changed. A row may be written back as soon as the next row is requested."""
+        """Yield rows of stored tensors, one row after the other, as tensors in memory that the
+        caller may read and change. When the caller requests the next row, the previous row may be
+        written back."""
         yield from rows
 
     def let_go(self) -> None:
-        """Allow the storage to free memory that is only a cached copy of these tensors. The caller
-        does not read the tensors at present."""
+        """Free memory that is only a cached copy of the stored tensors. Call this method when no
+        tensor is being read."""
 
 
 class ParameterBuffer(FlatOrder):
-    """The parameters of one rank: their order in flat buffers, and the buffers, which are initially
-    zero. If `trains` is False, there are no gradients. `storage` is for master weights that are not
-    in the device's memory.
+    """The parameters of one rank: their order in flat buffers, and the buffers themselves, which
+    are initially zero. If `trains` is False, there are no gradients. `storage` is the memory of the
+    master weights if they are not the weights themselves.
 
     `masters` and `reduced` have one tensor for each shard unit: the master weights and the
-    gradients for the part that this rank updates. If the master type equals the compute type, the
+    gradients of the part that this rank updates. If the master type equals the compute type, the
     master weights are the weights. `gradients` is the flat tensor in which gradients accumulate.
-    `weights` is the flat tensor of the weights of all shard units; it does not exist under `zero` =
-    3. Frozen weights have separate shard units: `idle_parts` has one tensor for each of them, and
-    `idle_weights` all frozen weights.
+    `weights` is the flat tensor of the weights of all shard units; with ZeRO stage 3 it is empty.
+    Frozen weights have separate shard units: `idle_weights` is the flat tensor of all frozen
+    weights, and `idle_parts` has this rank's part of each of these shard units.
     """
 
     def __init__(
@@ -114,8 +117,8 @@ class ParameterBuffer(FlatOrder):
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Make a parameter a view of its part of the buffers. `again` is True if the call is for
-        the second use of a tied parameter."""
+        """Make `parameter` a view of its elements in the buffers. `again` is True for the second
+        use of a tied parameter."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
@@ -123,8 +126,8 @@ class ParameterBuffer(FlatOrder):
             weight = absent(entry, self.precision.compute, self.device)
         else:
             weight = entry.view(self.weights if trains else self.idle_weights)
-        # `.data` cannot change the type and device of a meta tensor, so the tensors themselves are
-        # swapped.
+        # the tensors themselves are swapped, because an assignment to `.data` cannot change the
+        # type and device of a meta tensor
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
@@ -137,15 +140,15 @@ class ParameterBuffer(FlatOrder):
             parameter.second = self.second[name]
         if not self.portion.shards_gradients:
             parameter.main_grad = (parameter.second or entry).view(self.gradients)
-        # ptdmpi's own layers add to main_grad themselves; this hook is for other modules (the
-        # norms).
+        # ptdmpi's own layers add their gradients to main_grad; this hook is for other modules, such
+        # as LayerNorm
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
-        """Fill the master weights with random values that depend on (seed, name). The logical
-        tensors are the same in every layout; each rank computes only the part that it stores.
-        If `trained_alone` is True, frozen weights get no random values, because they are loaded
-        from a checkpoint."""
+        """Fill the master weights with random values that depend on the seed and the parameter's
+        name. The logical tensors are the same in every layout; each rank computes only the part
+        that it stores. If `trained_alone` is True, frozen weights get no random values, because
+        they are loaded from a checkpoint."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -184,7 +187,7 @@ class ParameterBuffer(FlatOrder):
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
     """Write the initial values of a logical tensor into `parts`. Each part is a slice of the
-    tensor, with the view that stores it."""
+    tensor, with the view in which the slice is stored."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)
@@ -198,7 +201,7 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a placeholder for a weight that is not gathered. The placeholder has the weight's
-    shape, uses no memory, and is NaN everywhere, so that using it by mistake is noticed."""
+    shape and uses no memory. All its elements are NaN, so that a use by mistake is noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 

@@ -1,5 +1,5 @@
-"""Functions that build modules from the table of parameters (`plan.shape.parameters`). The planner
-uses the same table to count parameters."""
+"""Functions that build modules from the descriptions of their parameters in
+`plan.shape.parameters`. The planner counts parameters with the same descriptions."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from ptdmpi.plan.shape import parameters
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
     """Return a linear whose outputs are divided over the tensor axis, with its adapters. All
-    functions of this module raise TypeError if the table describes another kind of module."""
+    functions of this module raise TypeError if the description is for another kind of module."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,
@@ -59,8 +59,9 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach to a linear the adapters that the table describes under the name `name`. `columns`
-    has, for each part of the linear (such as q, k and v), its slice of the outputs."""
+    """Attach to a linear the adapters that `parts` describes for the name `name`. `columns` has,
+    for each part of the linear (such as query, key and value), its slice of the outputs on this
+    rank."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -113,9 +114,9 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Copy two properties from the table to the declarations of a stage's parameters: whether they
-    train, and whether they are quantized in matrix multiplications (only the weights of the layers'
-    linears are quantized)."""
+    """Copy two properties from the descriptions to the declarations of a stage's parameters:
+    whether a parameter trains, and its quantized form (only the weights of the layers' linears may
+    be quantized)."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:
@@ -133,7 +134,8 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield (prefix of names, table of parameters) for each module of a stage with these layers."""
+    """Yield (prefix of names, descriptions of parameters) for each module of a pipeline stage with
+    these layers."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, number)
     if layers.start == 0:
@@ -143,8 +145,8 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
 
 
 def _declared(module: nn.Module) -> Iterator[Parameter]:
-    """Yield the parameters that belong to the module itself and not to its submodules, the weight
-    first."""
+    """Yield the parameters of the module itself, without the parameters of its submodules. The
+    weight comes first."""
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight

@@ -9,12 +9,12 @@ from ptdmpi.model.kernels.attention import AttentionCore
 
 
 class KeyValueCache:
-    """The keys and values [b, capacity, kv heads / t, head size] of b sequences, for each of the
-    `layers`; t is the tensor-parallel size.
+    """The keys and values of b sequences for each of the `layers`: [b, capacity, kv heads / t, head
+    size], where t is the tensor-parallel size.
 
     Sequences may have different lengths, because each token has a position in its own sequence
-    (`at`). If padding was stored at a position, the real token overwrites it before any query sees
-    it, because no query sees later positions.
+    (`at`). If padding was stored at a position, the real token overwrites the padding before any
+    query sees it, because no query sees positions after its own.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class KeyValueCache:
     def at(self, positions: Tensor) -> None:
         """Set the positions [s, b] of the next tokens in their sequences."""
         self.positions = positions
-        # only up to the last token, because later positions are never read
+        # the positions up to the last token; later positions of the cache are never read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:
-        """Return a mask [b, 1, s, cached positions], bool, that is True for the cached positions
-        that each of the s next tokens sees."""
+        """Return a bool mask [b, 1, s, cached positions]. It is True for the cached positions that
+        each of the s next tokens sees. If `window` is not 0, a token sees only the last `window`
+        positions up to its own."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         if window:
@@ -47,9 +48,9 @@ class KeyValueCache:
         return seen
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
-        """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and
-        to the earlier tokens of their sequence, or only to those in the window. Store the keys and
-        values of the new tokens."""
+        """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to the earlier
+        tokens of their sequence and to themselves; if the layer has a window, only to tokens in the
+        window. Store the keys and values of the new tokens."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)

@@ -1,5 +1,5 @@
-"""The documents of a microbatch, in each of which attention and positions start again, and the
-pairs of documents that a preference loss compares.
+"""The documents in the sequences of a microbatch, and the pairs of documents that a preference loss
+compares. Attention and positions start again in each document.
 
 In this module a document is a run of tokens that attend only to each other: one text of a packed
 sample, or the padding after the last text.
@@ -19,11 +19,12 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 class Documents:
     """The documents of b sequences of s tokens.
 
-    `numbers` [b, s] identify the document of each token within its row. `positions` [s, b] count
-    from 0 in each document. `pieces` are (row, begin, end) of all documents, row by row; they are
-    on the host, because they decide which kernels are used. `offsets` int32 [documents + 1] has the
-    position of each document's first token, and the end of the last document, after all rows are
-    concatenated.
+    `numbers` [b, s] has the number of each token's document within its sequence. `positions` [s, b]
+    has the position of each token in its document, from 0 on. `pieces` has (sequence, begin, end)
+    of all documents, sequence by sequence; it is on the host, because it decides which kernels are
+    used. If all sequences are concatenated, `offsets` int32 [documents + 1] has the position of
+    each document's first token, and the end of the last document. `longest` is the length of the
+    longest document.
     """
 
     numbers: Tensor
@@ -34,13 +35,14 @@ class Documents:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Documents":
-        """Return the documents that the numbers [b, s] describe. The numbers are on the host, and
-        each run of equal numbers in a row is one document."""
+        """Return the documents of b sequences, given document numbers [b, s] on the host.
+        Consecutive tokens with equal numbers form one document."""
         rows, length = numbers.shape
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the greatest document start up to a token is the start of the token's own document
+        # the start of a token's document is the last document start up to this token, which the
+        # cumulative maximum finds
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -65,8 +67,8 @@ class Documents:
         )
 
     def others(self, positions: Positions = ALL) -> Tensor:
-        """Return a mask [b, 1, queries, s], bool, for queries at some positions: True if query and
-        key are in different documents."""
+        """Return a bool mask [b, 1, queries, s] for the queries at `positions`. It is True if query
+        and key are in different documents."""
         queries = positions.of(self.numbers, dim=1)
         return queries[:, None, :, None] != self.numbers[:, None, None, :]
 
@@ -76,10 +78,11 @@ class Pairs:
     """The pairs of answers in a microbatch of b sequences of s tokens: document 2 i of a row has
     the preferred answer, and document 2 i + 1 the other answer.
 
-    `answers` [s, b] has the answer of each label, 2 n for the preferred answer of pair n and 2 n +
-    1 for the other one; -1 for a label that does not count. `references` [s, b] are the
-    log-probabilities of the labels in the reference model. `size` is the number of pairs, and
-    `counted` is the number of pairs that this rank of the context axis counts: all pairs or none.
+    `answers` [s, b] has the number of each label's answer: 2 n for the preferred answer of pair n,
+    2 n + 1 for the other answer, and -1 for a label with weight 0. `references` [s, b] are the
+    log-probabilities of the labels in the reference model. `size` is the number of pairs. `counted`
+    is the number of pairs in whose count this rank of the context axis is included: all pairs on
+    the rank with the first position, and 0 on all other ranks.
     """
 
     answers: Tensor
@@ -89,9 +92,9 @@ class Pairs:
 
     @classmethod
     def of(cls, documents: Tensor, weights: Tensor, references: Tensor) -> "Pairs":
-        """Return the pairs of documents. The documents' numbers [b, s] start from 0 in each row.
-        The weights [b, s] are 0 for labels that do not count, and for all labels of rows that do
-        not count."""
+        """Return the pairs of documents. The documents' numbers [b, s] start from 0 in each
+        sequence. The weights [b, s] are 0 for labels that are not part of an answer, and for all
+        labels of padding sequences."""
         rows = torch.arange(len(documents))[:, None]
         pairs = rows * (int(documents.max()) + 1) + documents // 2
         known = torch.unique(pairs[weights > 0])
@@ -102,13 +105,13 @@ class Pairs:
     def summed(self, values: Tensor) -> Tensor:
         """Return, for each answer, the sum of the `values` [s, b] of its labels: [pairs, 2]."""
         numbers = torch.arange(2 * self.size, device=values.device)[:, None, None]
-        # not index_add, whose order of additions changes from run to run on GPUs
+        # index_add is not used, because its order of additions on GPUs changes from run to run
         sums = torch.where(self.answers == numbers, values, 0.0).sum((1, 2))
         return sums.view(self.size, 2)
 
     def at(self, positions: Positions) -> "Pairs":
-        """Return the same pairs with only the labels at some positions. The rank with the first
-        position counts the pairs."""
+        """Return the same pairs with only the labels at `positions`. `counted` is 0 unless
+        `positions` includes the first position."""
         first = positions.numbers(len(self.answers) // positions.parts, self.answers.device)[0]
         return Pairs(
             positions.of(self.answers),

@@ -1,8 +1,8 @@
-"""The order of a rank's parameters in one flat buffer, divided into shard units (of ZeRO), which
-are cut into equal shards.
+"""The order of a rank's parameters in one flat buffer. The buffer is divided into shard units,
+which ZeRO cuts into equal shards.
 
-A shard unit is gathered or reduced in one operation. Each rank of the shard group owns an equal
-part of every unit that `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+A shard unit is gathered or reduced in one operation. Each rank of the shard group owns one shard of
+every shard unit (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,9 +23,10 @@ ALL = "all"  # the name of the shard unit for all parameters that have no separa
 
 @dataclass(frozen=True)
 class Portion:
-    """A rank's part of the model and its state: the rank's number on the tensor axis, and its
-    number in the shard group. The ranks of the shard group share the tensors that `zero` shards. If
-    the shard group has only one rank, this rank stores these tensors completely."""
+    """A rank's part of the model and its state: the rank's position on the tensor axis, the stage
+    of ZeRO (`zero`), and the shard group. The tensors that ZeRO shards are divided among the ranks
+    of the shard group. If the shard group has only one rank, this rank stores these tensors
+    completely."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -34,7 +35,7 @@ class Portion:
 
     @property
     def sharing(self) -> Sharing:
-        """Return the stage of ZeRO and the number of ranks that share the tensors it covers."""
+        """Return the stage of ZeRO and the number of ranks of the shard group."""
         return Sharing(self.zero, self.group.size)
 
     @property
@@ -66,8 +67,8 @@ class Portion:
 @dataclass(frozen=True)
 class Unit:
     """A shard unit: consecutive entries at [start, stop) of the flat buffer. Entries with weight
-    decay come first. `apart` are the axes along which the gradients of these entries are not
-    summed, because each rank has different parameters there (see `Declaration`)."""
+    decay come first. `apart` has the axes over which the gradients of these entries are not summed,
+    because the ranks along these axes have different parameters (see `Declaration`)."""
 
     name: str
     start: int
@@ -76,8 +77,8 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A part of a logical tensor: its slice of the logical tensor, its values, and the share that
-    it belongs to."""
+    """A part of a logical tensor: the slice of the logical tensor, its values, and the `HeldShare`
+    to which it belongs."""
 
     box: Box
     values: Tensor
@@ -86,9 +87,9 @@ class LogicalPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The elements [begin, end) of an entry's local tensor, in row-major order, which this rank
-    has. These elements begin at `offset` of this rank's part of shard unit number `unit`. Shard
-    units of frozen weights are counted separately."""
+    """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
+    row-major order. These elements begin at `offset` of this rank's part of shard unit number
+    `unit`. Shard units of frozen weights have separate numbers."""
 
     entry: Entry
     begin: int
@@ -106,20 +107,20 @@ class OwnPart:
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the same view as `view`, with the padding after it."""
+        """Return the same view as `view`, extended by the padding after these elements."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the slices of the local tensor that these elements form, each with its view in
-        `flat`, which has their values."""
+        """Yield (slice of the local tensor, view of its values in `flat`) for slices that together
+        contain these elements. `flat` has only these elements."""
         done = 0
         for box in runs(self.entry.shape, self.begin, self.end):
             yield box, flat[done : done + box.elements].view(box.size)
             done += box.elements
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
-        """Yield the parts of the logical tensor that these elements form, as views of `flat`.
-        Padding is not part of the logical tensor."""
+        """Yield the parts of the logical tensor that these elements contain, with views of `flat`.
+        Padding, which is not part of the logical tensor, is skipped."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -131,15 +132,15 @@ class OwnPart:
 
 
 class FlatOrder:
-    """The positions of one rank's parameters in flat buffers, and the part of them that the rank
-    owns.
+    """The positions of one rank's parameters in flat buffers, and the part of the buffers that the
+    rank owns.
 
-    `named` has (logical name, parameter) of all stages of the rank. A name that occurs twice is a
-    tied weight. Both occurrences of a tied weight share their storage, and the `second` has a
-    gradient of its own, so that the two gradients can be reduced separately and then added.
-    `unit_of` maps a name to the name of its shard unit. Parameters that do not train are `packed`
-    if they are quantized, and otherwise `frozen`, in a separate flat buffer with its own shard
-    units.
+    `named` has (logical name, parameter) of all pipeline stages of the rank. A name that occurs
+    twice is a tied weight. Both uses of a tied weight share their storage, and the second use has a
+    separate gradient (`second`), so that the two gradients can be reduced separately and then
+    added. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
+    train are in `packed` if they are quantized. Other parameters that do not train are in `frozen`,
+    which has a separate flat buffer with its own shard units.
     """
 
     def __init__(
@@ -163,12 +164,14 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # second gradients are reduced like a shard unit, although they have no separate weights
+        # the gradients of second uses form a shard unit for the reduction, although they have no
+        # separate weights
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         whole = {name: p for name, p in idle.items() if not p.declaration.packed}
-        # if frozen weights are sharded, they are divided into the same units as other parameters
+        # if frozen weights are sharded, they are divided into the same shard units as parameters
+        # that train
         apart = portion.frozen_shards > 1
         self.frozen_units = self._placed(
             whole,
@@ -189,8 +192,8 @@ class FlatOrder:
         unit_of: Callable[[str], str],
         shards: int,
     ) -> list[Unit]:
-        """Give each parameter its entry, one shard unit after the other, in the order in which the
-        units occur. Return the units."""
+        """Create the entry of each parameter. Shard units follow each other in the order in which
+        they first occur in `parameters`. Return the shard units."""
         groups: dict[tuple[str, tuple[str, ...]], dict[str, Parameter]] = {}
         for name, parameter in parameters.items():
             key = (unit_of(name), parameter.declaration.apart)
@@ -198,8 +201,8 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # first the parameters with weight decay, then the others: the optimizer has at most one
-            # slice of a unit for each
+            # place parameters with weight decay before parameters without, so that the optimizer
+            # has at most one slice of each shard unit for each group
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -224,9 +227,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry that this rank updates, and for which it has the reduced
-        gradient. For the second use of a tied table, return the part whose gradient this rank has;
-        for a frozen entry, the part that it stores. Return None if there is no such part."""
+        """Return the part of an entry that this rank updates. The rank also has the reduced
+        gradient of this part. For the second use of a tied table, return the part whose gradient
+        this rank has; for a frozen entry, return the part that it stores. Return None if this rank
+        has no part of the entry."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -248,21 +252,22 @@ class FlatOrder:
         )
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return, for each shard, the slice of an entry that it has. The entry must be one that
-        trains."""
+        """Return the slices into which the shards of its shard unit cut an entry, with the number
+        of each shard. The entry must belong to a parameter that trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
-        """Yield `own_part` of all entries that train, or of those with these names."""
+        """Yield this rank's part of each entry that trains, or only of the entries with the given
+        `names`."""
         for name in self.entries if names is None else names:
             held = self.own_part(self.entries[name])
             if held is not None:
                 yield held
 
     def own_frozen(self) -> Iterator[OwnPart]:
-        """Return an iterator over `own_part` of all frozen entries."""
+        """Yield this rank's part of each frozen entry."""
         parts = map(self.own_part, self.frozen.values())
         return (held for held in parts if held is not None)
 
@@ -273,8 +278,8 @@ def unit_number(units: Sequence[Unit], entry: Entry) -> int:
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Give each parameter an entry, one after the other from `start`. Return the end of the last
-    one."""
+    """Create the entry of each parameter, one after the other from `start` on. Return the end of
+    the last entry."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

@@ -1,11 +1,11 @@
-"""The operators of a layer: one module for each kind of row in `plan.layer`, and the functions that
-run the rows. A row describes one operator.
+"""The operators of a layer. In `plan.layer`, a row describes one operator. This module has a module
+class for each kind of row, and the functions that compute the rows.
 
 `install` makes the modules of some rows and registers them under the names of the rows. `run` calls
 the modules in order. The planner uses the same rows of `plan.layer.describe`, so the planner and
 the model cannot disagree. All modules use a tensor axis; with an axis of size 1 the model is
-serial. Activations are [s, b, h]; between blocks under sequence parallelism, they have only this
-rank's positions.
+serial. Activations are [s, b, h], for b sequences of s positions and the hidden size h. Under
+sequence parallelism, activations between blocks have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +48,14 @@ from ptdmpi.plan.layer.products import Multiply
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of a forward pass other than the activation.
+    """The inputs of a layer's forward pass, except the activation.
 
     `stream` is the random stream for dropout; None without dropout. `documents` is None if each
-    sequence is one document. `rotary` has the rotary angles, if they are not the angles of all
-    positions. `cache` has the keys and values of earlier tokens. `positions` are the positions of
-    the sequence that this rank has in matrix products. If the layer is recomputed, `chosen` has the
-    experts that the first forward pass has chosen. `factors` has, by name, the factors of the
-    routers' losses in the gradient.
+    sequence is one document. `rotary` has the cosines and sines of the rotary angles, if they
+    differ from the ones that the layer stores. `cache` has the keys and values of earlier tokens.
+    `positions` are the positions of the sequence that this rank has inside a block. If the layer is
+    recomputed, `chosen` has the experts that the first forward pass has chosen. `factors` has, by
+    name, the factor of each router loss in the gradient.
     """
 
     stream: RandomStream | None = None
@@ -74,8 +74,8 @@ class Context:
 
 
 class Build(NamedTuple):
-    """The inputs from which a layer's modules are made, in addition to their row. If `selective` is
-    True, the core of attention is recomputed in the backward."""
+    """The inputs from which a layer's modules are made, in addition to the row of each module. If
+    `selective` is True, the core of attention is recomputed in the backward."""
 
     model: ModelConfig
     axis: TensorAxis
@@ -96,8 +96,8 @@ class Norm(nn.Module):
         partial_gradient: bool = False,
     ) -> None:
         """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
-        `shared_gradient` is True if the input is divided when the sequence is divided, and
-        `partial_gradient` if the input is divided when the heads are divided (see
+        `shared_gradient` is True if, under sequence parallelism, the input has only this rank's
+        positions. `partial_gradient` is True if the input has only this rank's heads (see
         `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps
@@ -111,7 +111,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized activations, which have the shape of x [..., h]."""
         weight: Tensor = self.weight
-        if self.zero_centered:  # in float32: half types do not resolve small w in 1 + w
+        if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
             return rms_norm(x, weight, self.eps)
@@ -119,23 +119,24 @@ class Norm(nn.Module):
 
 
 class Heads:
-    """The division of [s, b, (a + 2 kv)/t d] into queries, keys and values by head, [b, heads/t, s,
-    d] each, for a query heads, kv key heads and t tensor ranks. Queries and keys are normalized and
-    rotated if the row requires it."""
+    """The function that divides the output [s, b, (a + 2 kv) / t * head size] of the linear into
+    queries, keys and values by head, for a query heads, kv key heads and t tensor ranks. Queries
+    are [b, a / t, s, head size], keys and values are [b, kv / t, s, head size]. Queries and keys
+    are normalized and rotated if the row says so."""
 
     def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
         model, axis = build.model, build.axis
         self.head_size = model.head_size
         self.heads = model.heads // axis.size
-        # if there are more ranks than key heads, several ranks have the same key head, each for its
-        # own queries
+        # if there are more tensor ranks than key heads, several ranks have a copy of the same key
+        # head, each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
         self.rotates = row.rotates
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (q, k, v)."""
+        """Return queries, keys and values."""
         qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
         rotary = None
         if self.rotates:
@@ -153,22 +154,23 @@ class Heads:
                 q = rotate(q, *rotary)
                 k = rotate(k, *rotary)
         if rotary is not None:
-            v = v.clone()  # copy, because a view would keep all of qkv in memory
-        # here heads come before positions, because products are computed by head; elsewhere tensors
-        # are [s, b, ...]
+            v = v.clone()  # a copy, because a view would keep all of qkv in memory
+        # in attention, heads come before positions, because products are computed for each head;
+        # other tensors are [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 class SelfAttention(Computing):
-    """Attention softmax(q k^T) v, causal or bidirectional: [b, heads/t, s, d] -> [s, b, a/t d]."""
+    """Attention softmax(q k^T) v, causal or bidirectional. The inputs are [b, heads, s, head size],
+    and the result is [s, b, heads * head size], for this tensor rank's heads."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of this rank's part of the heads; `deals` is True if this rank has
-        # all positions of its part (Ulysses)
+        # `part` is the number of this rank's part of the heads; `deals` is True if, for attention,
+        # this rank has all positions of its part (Ulysses)
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -182,21 +184,22 @@ class SelfAttention(Computing):
             model.attention_softcap,
         )
         self.attend = AttentionCore(self.scores)
-        # ring attention saves no scores, and recomputing it would send all keys again
+        # ring attention is not recomputed, because it saves no scores, and a recomputation would
+        # send all keys again
         self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
-        """Compute by these kernels from now on."""
+        """Compute with these kernels from now on."""
         super().take(kernels)
         self.attend = AttentionCore(self.scores, kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Return the concatenated results of the heads, [s, b, a/t d]."""
+        """Return the concatenated results of this rank's heads, [s, b, heads * head size]."""
         if context.cache is not None:
             core = context.cache.attend(q, k, v, layer=self.layer, core=self.attend)
         elif self.selective:
-            # the core is cheap to compute, but its tensors are large (Korthikanti et al. 2022,
-            # section 5)
+            # recompute the core of attention, which is cheap to compute but has large tensors
+            # (Korthikanti et al. 2022, section 5)
             core = checkpoint(
                 self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
             )
@@ -220,7 +223,7 @@ class SelfAttention(Computing):
             return self.attend(q, k, v, context.documents, positions=positions)
         if kv_heads != heads:
             group = heads // kv_heads
-            # copy the shared heads, because batched products have no groups
+            # copy the shared key heads, because batched products do not support groups of heads
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
@@ -229,7 +232,7 @@ class SelfAttention(Computing):
         hidden = hidden_keys(k, sight)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        # in a half type, a sum of s exponentials would lose the small exponentials
+        # in a 16-bit type, a sum of s exponentials would lose the small exponentials
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         keep = stream.attention_mask(weights.shape, self.rate)
@@ -237,8 +240,8 @@ class SelfAttention(Computing):
 
 
 class Activation(Computing):
-    """An activation function such as GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202): [...,
-    gates w] -> [..., w]."""
+    """An activation function such as GELU, [..., w] -> [..., w], or a gated unit, [..., 2 w] ->
+    [..., w] (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, row: Activate) -> None:
         super().__init__()
@@ -246,7 +249,7 @@ class Activation(Computing):
         self.gated = row.gates == 2
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """Return the activated inputs, [..., w]."""
+        """Return the activations, [..., w] (see the class)."""
         if self.gated:
             return gated(x, self.function, self.kernels)
         return gelu(x, self.function, self.kernels)
@@ -255,8 +258,9 @@ class Activation(Computing):
 def drop_hidden(
     x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
 ) -> Tensor:
-    """Return the activations x [s, b, h], or this rank's positions of them, after dropout. `place`
-    has the number of the layer and the number of the mask within the layer."""
+    """Return the activations x [s, b, h] after dropout; under sequence parallelism, x has only this
+    rank's positions. `place` has the number of the layer and the number of the dropout within the
+    layer."""
     if context.stream is None or rate == 0.0:
         return x
     stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))
@@ -267,7 +271,7 @@ def drop_hidden(
 
 
 class RowStep(NamedTuple):
-    """A row and the function that computes it. `compute(*inputs, context)` returns the row's
+    """A row and the function that computes the row. `compute(*inputs, context)` returns the row's
     output, or a tuple of outputs. `last` has the names of the inputs that no later row reads."""
 
     row: Operator
@@ -309,8 +313,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
         """Return the queries at this rank's positions, and the keys and values at all positions."""
         if build.context.exchange != "all_gather":
             return q, k, v
-        # copy q, because a view would keep this rank's k and v in memory, which the gathered ones
-        # replace
+        # copy q, because a view would keep this rank's k and v in memory, which are not needed
+        # after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute
@@ -318,7 +322,7 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
 
 def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return queries, keys and values at all positions, for this rank's part of the heads."""
+        """Return queries, keys and values of this rank's part of the heads, at all positions."""
         if build.context.exchange != "ulysses":
             return q, k, v
         return part_of_heads(q, k, v, build.context)
@@ -351,8 +355,8 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the sum of the experts' outputs. Include the output of the shared experts, if
-        there are any."""
+        """Return the sum of the experts' outputs and, if the layer has shared experts, of the
+        output of the shared experts (`rest`)."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 
@@ -373,8 +377,8 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
 
 
 Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
-# Kind of row -> the function that makes and registers its module. A new kind of operator needs an
-# entry here.
+# Class of a row -> the function that makes and registers its module. A new kind of operator needs
+# an entry here.
 MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,
@@ -406,7 +410,7 @@ def add(owner: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
-    """Make the modules of `rows`, registered in `owner`, and return the steps to `run`."""
+    """Make the modules of `rows`, and register them in `owner`. Return the steps for `run`."""
     steps = []
     for number, row in enumerate(rows):
         last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
@@ -415,7 +419,8 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if one of `rows` reads a value before any of them writes it."""
+    """Return True if one of `rows` reads the value `name`, and no earlier row in `rows` writes
+    it."""
     for row in rows:
         if name in row.inputs:
             return True
@@ -425,7 +430,8 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    """Compute rows in order from named values. Return the values that no row has consumed.
+    """Compute rows in their order, beginning with the named `values`. Return the values that are
+    left at the end, by name.
 
     A value is freed after the last row that reads it.
     """

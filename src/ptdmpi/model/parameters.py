@@ -1,4 +1,4 @@
-"""Parameters with their logical names, and how they are divided over ranks.
+"""Parameters, their declarations, and their division over ranks.
 
 Each parameter of a layer is declared once, with its logical (unsharded) shape and its division over
 the tensor axis. Names and logical shapes are the same on every rank and in every layout; only the
@@ -23,13 +23,14 @@ from ptdmpi.plan.layout.grid import SHARD_AXES, axis_named
 
 @dataclass(frozen=True)
 class Split:
-    """The division of dim `dim` over the tensor axis. Each of `parts` (such as q, k, v) is divided
-    separately.
+    """The division of dim `dim` of a parameter over the t ranks of the tensor axis. `parts` are the
+    sizes of the parts (such as query, key and value) of this dim; each part is divided separately
+    into shares.
 
-    A part that t does not divide is padded at its end; the padding belongs to no logical element.
-    `most` is the maximum number of shares of each part (a key head is never cut). If t is a
-    multiple of this number, neighbouring ranks have copies of one share. If `most` is None, there
-    are t shares.
+    If the number of shares does not divide the size of a part, the part is padded at its end; the
+    padding is not part of the logical tensor. `most` is the maximum number of shares of each part,
+    because a key head, for example, is never cut. If t is larger than this number, neighbouring
+    ranks have copies of the same share. If `most` is None, each part has t shares.
     """
 
     dim: int
@@ -57,12 +58,12 @@ class Split:
 
 @dataclass(frozen=True)
 class HeldShare:
-    """A piece of a parameter on one rank: its slice of the logical tensor (`logical`), and its
-    slice of the local tensor (`local`).
+    """A share of a parameter that one rank has: its slice of the logical tensor (`logical`), and
+    its slice of the rank's local tensor (`local`).
 
-    `copies` is the number of neighbouring tensor ranks that have this piece. `counts` is True on
-    the first of them, and False on the others, so that norms and saved state include the piece only
-    once.
+    `copies` is the number of neighbouring tensor ranks that have this share. `counts` is True on
+    the first of these ranks, and False on the other ranks, so that norms and checkpoints include
+    the share only once.
     """
 
     logical: Box
@@ -75,15 +76,16 @@ class HeldShare:
 class Declaration:
     """The properties of a parameter, except its name.
 
-    `init` is a standard deviation of a normal distribution, or "zeros" or "ones". `apart`: the axes
-    of the grid along which each rank has different parameters under this declaration, such as
-    different experts: no gradient is summed along them. Each of the axes in `apart` cuts the
-    training state. `shared_gradient`: under sequence parallelism each tensor rank sees only its
-    positions, so the gradient of this replicated parameter is a part that must be summed over the
-    tensor axis. `partial_gradient`: the gradient is always such a part, since each tensor rank sees
-    only its heads. `trains`: if False, the parameter has no gradient, no master weight and no
-    moments. `low_bit`: its quantization in matrix multiplications; if the parameter does not train,
-    it is stored in this form.
+    `shape` is the logical shape, and `split` is the division over the tensor axis; None means that
+    every tensor rank has the full parameter. `init` is the standard deviation of a normal
+    distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
+    axes of the grid along which ranks have different parameters with this declaration, such as
+    different experts; gradients are not summed over these axes. If `shared_gradient` is True, each
+    tensor rank sees only its positions under sequence parallelism, and its gradient must then be
+    summed over the tensor axis. If `partial_gradient` is True, each tensor rank sees only its
+    heads, and its gradient must always be summed over the tensor axis. If `trains` is False, the
+    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized form that
+    matrix multiplications use; a parameter that does not train is also stored in this form.
     """
 
     shape: tuple[int, ...]
@@ -103,23 +105,23 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if the parameter is stored quantized. If it is, only matrix multiplications
-        use the parameter, with its dequantized values."""
+        """Return True if the parameter is stored in quantized form. Such a parameter is used only
+        in matrix multiplications, with its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property
     def cut_by(self) -> tuple[str, ...]:
         """Return the axes along which ranks have different parts of the parameter's state. Along
-        the pipeline and the axes in `apart` they have different parameters, and along the other
-        returned axes different slices of the same parameters. Along all axes that are not returned,
-        ranks have the same part."""
+        the pipeline axis and the axes in `apart`, ranks have different parameters; along the other
+        returned axes, they have different slices of the same parameter. Along all axes that are not
+        returned, ranks have the same part."""
         by_split = () if self.split is None else ("tensor",)
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """Return the axes over which the gradient must be summed because each rank computes only a
-        summand of it, without the axes over which losses are summed. `sequence_divided`: each
-        tensor rank has its own positions."""
+        """Return the axes over which the gradient must be summed because each rank computes only
+        one term of the sum. The axes over which losses are summed are not included.
+        `sequence_divided` is True under sequence parallelism."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return ("tensor",)
         return ()
@@ -133,7 +135,8 @@ class Declaration:
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
-        """Yield the pieces of the logical tensor that one tensor rank has, without empty ones."""
+        """Yield the shares of the logical tensor that one tensor rank has. Empty shares are
+        skipped."""
         whole = Box.whole(self.shape)
         if self.split is None:
             yield HeldShare(whole, whole)
@@ -159,13 +162,13 @@ class Declaration:
 
 
 class Parameter(nn.Parameter):
-    """A parameter's local slice of a logical tensor. The gradient of the parameter accumulates in
-    `main_grad`.
+    """A rank's local slice of a logical parameter. The gradient accumulates in `main_grad`.
 
-    In a split backward `later` is a list: contributions to the gradient are put into it, and the
-    second part of the backward adds them. `entry` is the parameter's position in the flat buffer.
-    `second` is the position of its gradient if another use of the same table has a gradient, too.
-    `packed` is the quantized form; the parameter itself then has a shape and a type, but no values.
+    In the first part of a split backward, `later` is a list that collects contributions to the
+    gradient; the second part of the backward adds these contributions. `entry` is the parameter's
+    position in the flat buffer. For the second use of a tied table, `second` is the position of the
+    gradient of this use. `packed` has the quantized weights of a parameter that is stored in
+    quantized form; such a parameter itself has a shape and a type, but no values.
     """
 
     declaration: Declaration
@@ -178,9 +181,9 @@ class Parameter(nn.Parameter):
     @property
     def operand(self) -> Tensor:
         """Return the tensor that matrix multiplications use: the parameter itself, or its
-        dequantized values, which are made for one multiplication. Gradients are taken with respect
-        to these values, and added unchanged to a parameter that trains (the straight-through
-        estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
+        dequantized values, which are computed for one multiplication. The gradient with respect to
+        the dequantized values is used unchanged as the gradient of a parameter that trains (the
+        straight-through estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
         if self.packed is not None:
             return self.packed.values(self.dtype)
         form = self.declaration.low_bit
@@ -188,12 +191,14 @@ class Parameter(nn.Parameter):
 
     @property
     def puts_off(self) -> bool:
-        """Return True if `accumulate` stores its contributions for later."""
+        """Return True if `accumulate` only stores contributions, because the first part of a split
+        backward is running."""
         return self.later is not None
 
     def accumulate(self, add: Callable[[Tensor], object]) -> None:
-        """Add a part of the gradient to `main_grad` by calling `add`, immediately or later. `add`
-        keeps the tensors that it needs, and may communicate over the tensor axis."""
+        """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
+        second part of a split backward. `add` keeps the tensors that it needs, and may communicate
+        over the tensor axis."""
         if self.later is None:
             add(self.main_grad)
         else:
@@ -203,13 +208,13 @@ class Parameter(nn.Parameter):
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
     """Return a parameter that has no storage yet. `options` are further fields of `Declaration`.
 
-    Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
+    By default weight decay applies only to matrices, as in the training of GPT-3 and LLaMA.
     """
     options.setdefault("split", None)
     options.setdefault("decay", len(shape) > 1)
     declaration = Declaration(tuple(shape), init=init, **options)
-    # a "meta" tensor has a shape but no memory: all parameters of a rank are in one buffer, which
-    # is made later
+    # a "meta" tensor has a shape but no memory; the memory for all parameters of a rank is one
+    # buffer, which is allocated later
     local = torch.empty(declaration.local_shape(tensor_size), device="meta")
     parameter = Parameter(local)
     parameter.declaration = declaration
@@ -232,14 +237,14 @@ class Entry:
         return math.prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the view of the local slice in a tensor that has the order of the flat buffer."""
+        """Return the view of the local slice in `flat`, which has the order of the flat buffer."""
         return flat[self.start : self.start + self.elements].view(self.shape)
 
 
 @dataclass(frozen=True)
 class DataTypes:
-    """The torch data types of a precision: of weights and activations (`compute`), of master
-    weights and gradients (`master`), and of Muon's matrix multiplications (`iteration`)."""
+    """The torch data types of a precision: `compute` for weights and activations, `master` for
+    master weights and gradients, and `iteration` for Muon's matrix multiplications."""
 
     compute: torch.dtype
     master: torch.dtype

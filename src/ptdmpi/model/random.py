@@ -1,9 +1,9 @@
-"""Random numbers that depend on the model, not on the layout.
+"""Random numbers that do not depend on the layout of a run.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
 number of the dropout in the layer, sample, position, channel); for attention, head and key position
-replace the channel. The mask of each element is a hash of its own logical coordinates. Every layout
-and every recomputation therefore computes the same mask, without a generator's state.
+replace the channel. The mask of each element is a hash of these coordinates. Every layout and every
+recomputation therefore computes the same mask, and no state of a random generator is needed.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# The number of elements that are drawn at once. It is small compared with a large tensor, and a
-# multiple of 16.
+# The number of elements of a slab, which are drawn at once. The number is a multiple of 16, and
+# small compared with a large tensor.
 SLAB_ELEMENTS = 2**22
 
 
@@ -30,19 +30,21 @@ def initial(
     *,
     wanted: Sequence[Box] | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the initial values of the logical tensor `name`, float32 on the CPU, in slabs of rows:
-    (box, values) of those slabs that overlap a box in `wanted`, or of all slabs if it is None.
+    """Yield the initial values of the logical tensor `name`, float32 on the CPU, in slabs of rows
+    as (box, values). Only slabs that overlap a box in `wanted` are yielded; if `wanted` is None,
+    all slabs are yielded.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
-    slab has the same bits as that part of a tensor that is drawn at once. The reason is that torch
-    draws numbers one after the other from the generator, and converts each sixteen of them to
-    sixteen normal numbers.
+    slab is bitwise equal to the same rows of a tensor that torch draws in one call. The reason is
+    that torch draws numbers one after the other from the generator, and converts each group of
+    sixteen numbers to sixteen normally distributed numbers.
     """
     whole = Box.whole(shape)
     if wanted is None:
         wanted = [whole]
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    # always on the CPU, so that weights are the same on all devices; a seed has 63 bits
+    # the generator is always on the CPU, so that weights are the same on all devices; the shift
+    # makes a seed of 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     last = max((box.stop[0] for box in wanted), default=0)
     for slab in whole.slabs(_slab_rows(shape)):
@@ -54,7 +56,7 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        else:  # advance the generator by the slab's numbers in half the time of drawing
+        else:  # skip the numbers of this slab, which takes half the time of drawing them
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
 
@@ -64,7 +66,8 @@ def _slab_rows(shape: Sequence[int]) -> int:
     row = math.prod(shape[1:])
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
-    # torch draws the last sixteen numbers again, together, if 16 does not divide the tensor
+    # if 16 does not divide the number of elements, torch draws the last sixteen numbers again, so
+    # they must be in one slab
     while shape[0] > rows and 0 < (shape[0] % rows) * row < 16:
         rows += grain
     return rows
@@ -75,14 +78,14 @@ GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
-# The number of elements of a mask that are hashed at once on a CPU. It is the fastest of 2^14,
-# 2^16, ... 2^22.
+# The number of elements of a mask that are hashed at once on a CPU. In measurements of 2^14, 2^16,
+# ... 2^22 elements, this number was the fastest.
 CHUNK_ELEMENTS = 2**18
 
 
 def shift_right(value: Tensor, bits: int) -> Tensor:
-    """Return `value`, int64, after a logical right shift, in new memory; torch's own right shift is
-    arithmetic."""
+    """Return `value`, int64, shifted to the right by `bits` bits, with zeros as new bits (torch's
+    own right shift copies the sign bit). The result is in new memory."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -97,9 +100,10 @@ def mix(value: Tensor) -> Tensor:
 class RandomStream:
     """The random stream of one dropout in the model at one step.
 
-    `samples` [b] are the global sample numbers of the microbatch. `positions` are the positions of
-    the masked tensor on this rank; `first_head` and `first_channel` are the numbers of its first
-    head and first channel.
+    `key` is a hash of the coordinates that are the same for all elements. `samples` [b] are the
+    global sample numbers of the microbatch. `positions` are the positions of the masked tensor on
+    this rank; `first_head` and `first_channel` are the numbers of the tensor's first head and first
+    channel.
     """
 
     key: int
@@ -112,8 +116,8 @@ class RandomStream:
     def of(
         cls, seed: int, step: int, samples: Tensor, positions: Positions = ALL
     ) -> "RandomStream":
-        """Return the stream for a microbatch, or for some positions of it, in a step of a run with
-        this seed."""
+        """Return the stream for the `samples` and `positions` of a microbatch, in a step of a run
+        with this seed."""
         return cls(fold(seed, step), samples, positions)
 
     def at(
@@ -123,8 +127,8 @@ class RandomStream:
         first_head: int = 0,
         first_channel: int = 0,
     ) -> "RandomStream":
-        """Return the stream of the dropout that `place`, such as (layer, 0), identifies. The
-        positions are the same if no others are given."""
+        """Return the stream of the dropout that `place`, such as (layer, 0), identifies. If
+        `positions` is None, the positions do not change."""
         return replace(
             self,
             key=fold(self.key, *place),
@@ -134,7 +138,7 @@ class RandomStream:
         )
 
     def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a mask [s, b, h], bool, that is True for each element with probability 1 - rate.
+        """Return a bool mask [s, b, h] in which each element is True with probability 1 - rate.
         Elements with False are dropped."""
         s, _, h = shape
         device = self.samples.device
@@ -144,16 +148,17 @@ class RandomStream:
         return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a mask [b, a, queries, s], bool, that is True for each element with probability 1
-        - rate. The mask has all s keys, and the queries at this rank's positions."""
+        """Return a bool mask [b, heads, queries, keys] in which each element is True with
+        probability 1 - rate. The keys are at all positions, and the queries are at this rank's
+        positions."""
         _, a, _, keys = shape
         numbers = torch.arange(keys, device=self.samples.device)
         rows = self.query_hashes(a, self.positions.of(numbers))
         return _keep(rows[..., None], numbers, rate)
 
     def query_hashes(self, heads: int, positions: Tensor) -> Tensor:
-        """Return a hash int64 [b, heads, queries] of queries at some positions [queries], for
-        `kept_keys`."""
+        """Return hashes, int64 [b, heads, queries], of the queries at `positions` [queries].
+        `kept_keys` computes parts of an attention mask from these hashes."""
         last = self.first_head + heads
         numbers = torch.arange(self.first_head, last, device=positions.device)
         rows = mix(mix(self.samples + self.key)[:, None] + numbers[None, :] * GOLDEN)
@@ -161,23 +166,25 @@ class RandomStream:
 
 
 def kept_keys(hashes: Tensor, keys: range, rate: float) -> Tensor:
-    """Return the part of an attention mask, bool [b, heads, queries, keys], for some queries, given
-    by their `query_hashes`, and keys at consecutive positions."""
+    """Return a part of an attention mask, bool [b, heads, queries, keys], for some queries and for
+    keys at consecutive positions. `hashes` are the `query_hashes` of the queries."""
     numbers = torch.arange(keys.start, keys.stop, device=hashes.device)
     return _keep(hashes[..., None], numbers, rate)
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return a mask [..., columns], bool, from the hashes `rows` [..., 1] and `columns`."""
-    # compare the upper half of the hash as an integer, which is exact on every device, unlike a
-    # float
+    """Return a bool mask [..., columns], computed from the hashes `rows` [..., 1] and the numbers
+    `columns`."""
+    # compare the upper half of the hash as an integer, because integers, unlike floats, are exact
+    # on every device
     threshold = round(rate * 2**32)
     columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
-    # A hash takes 8 bytes an element, several times: hashing all elements at once would need more
-    # memory than the masked tensor, and would not fit a CPU's cache.
+    # The computation of a hash needs several temporary values of 8 bytes for each element. For all
+    # elements at once, this would need more memory than the masked tensor, and would not fit into a
+    # CPU's cache.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):

@@ -1,12 +1,13 @@
-"""Communication of a stage while it computes: sharded gradients are reduced and sharded weights
-gathered (`zero` = 2, 3), and all-reduces of gradients may begin early.
+"""The communication of a pipeline stage while it computes: sharded gradients are reduced (ZeRO
+stages 2 and 3), sharded weights are gathered (ZeRO stage 3), and all-reduces of gradients may begin
+early.
 
 A stage notifies its `Walk` when it reaches each of its modules in the forward, in the backward, and
-in recomputation. A module (`place`) is the embedding, a layer, or the head. Under `zero` = 3,
-weights are gathered one module ahead and dropped after their module, whether they train or not.
-Only frozen quantized matrices stay unsharded. Under `zero` = 2 and 3, the gradient of a module is
-unsharded only while it is computed, and is then reduced to each rank's part (Rajbhandari et al.
-2020, arXiv 1910.02054, sections 5.2 and 5.3).
+in recomputation. A module (`place`) is the embedding, a layer, or the head. With ZeRO stage 3, the
+weights of a module are gathered while the previous module is computed, and dropped after the
+module's computation; this includes frozen weights. Only frozen quantized matrices stay unsharded.
+With ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is computed, and is
+then reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -26,8 +27,8 @@ from ptdmpi.plan.schedule.places import EMBEDDING, at_hand
 
 
 class Pool:
-    """A pool of flat tensors for unsharded units, which are reused for other units of the same
-    length."""
+    """A pool of flat tensors for unsharded shard units. A tensor is reused for another shard unit
+    of the same length."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -35,9 +36,9 @@ class Pool:
         self._spare: list[Tensor] = []
 
     def take(self, length: int) -> Tensor:
-        """Return a flat tensor of `length` elements with arbitrary values. Spare tensors of other
-        lengths are freed: the shard units that are not layers have different lengths, and their
-        tensors would otherwise stay for the whole step."""
+        """Return a flat tensor of `length` elements with arbitrary values. Unused tensors of other
+        lengths are freed, because shard units that are not layers have different lengths, and their
+        tensors would otherwise stay in memory for the whole step."""
         fitting = [flat for flat in self._spare if len(flat) == length]
         self._spare = fitting[1:]
         if fitting:
@@ -45,18 +46,18 @@ class Pool:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def give(self, flat: Tensor) -> None:
-        """Give a tensor that is no longer used back to the pool."""
+        """Return a tensor that is no longer used to the pool."""
         self._spare = [flat]
 
 
 class GatheredWeights:
-    """The unsharded weights of the units that are gathered at present, for all stages of a rank.
-    Units are numbered: first the units that train, then the frozen ones."""
+    """The unsharded weights of the shard units that are gathered at present, for all pipeline
+    stages of a rank. In the numbers of shard units, units that train come before frozen units."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        # two pools, because a pool keeps tensors of one length only, and a layer's adapters and its
-        # frozen weights alternate
+        # one pool for units that train and one for frozen units, because a pool keeps tensors of
+        # only one length, and a layer's adapters and its frozen weights are gathered alternately
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
             *zip(buffer.units, buffer.weight_parts, strict=True),
@@ -69,8 +70,8 @@ class GatheredWeights:
         self._there: dict[int, tuple[Tensor, Handle]] = {}
 
     def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
-        """Return the numbers of the shard units that contain these parameters, in ascending
-        order."""
+        """Return the numbers of the shard units that contain these parameters, in ascending order.
+        Quantized parameters are skipped, because they are not sharded."""
         buffer = self.buffer
         units = set[int]()
         for entry in (
@@ -87,7 +88,8 @@ class GatheredWeights:
         self.hold(range(len(self.units)), ())
 
     def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
-        """Gather the shard units `now`, begin to gather the units `ahead`, and drop all others."""
+        """Gather the shard units `now`, begin to gather the shard units `ahead`, and drop all other
+        units."""
         for unit in self._there.keys() - {*now, *ahead}:
             self._drop(unit)
         for unit in (*now, *ahead):
@@ -97,7 +99,7 @@ class GatheredWeights:
             self._there[unit][1].wait()
 
     def drop(self) -> None:
-        """Drop all gathered units, because the weights have changed."""
+        """Drop all gathered shard units. This is called when the weights have changed."""
         for unit in list(self._there):
             self._drop(unit)
 
@@ -108,8 +110,8 @@ class GatheredWeights:
         flat.view(group.size, -1)[group.rank].copy_(part)
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
-            # Assign a new tensor with its own version counter: autograd keeps the parameter itself,
-            # and would otherwise mistake the next gathering for a change of a saved tensor.
+            # Assign a new tensor with its own version counter. Autograd has saved the parameter
+            # itself, and would otherwise treat the next gather as a change of a saved tensor.
             parameter.data = _placed(parameter.entry, flat, unit.start)
 
     def _drop(self, number: int) -> None:
@@ -124,14 +126,15 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """A receiver of the progress of the backward. The stage notifies it of the shard units for
-    which gradients are computed."""
+    """The interface of an object that follows the progress of the backward. The stage notifies the
+    object of the shard units for which gradients are computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Record that gradients are now computed for these shard units, and for no others."""
+        """Record that gradients are now computed for the shard units `numbers`, and for no other
+        units."""
 
     def end(self) -> None:
-        """Record that the gradients of the units of the last `begin` are complete for this
+        """Record that the gradients of the shard units of the last `begin` are complete for this
         microbatch."""
 
     def finish(self) -> None:
@@ -143,13 +146,14 @@ class PlacedGradients(Protocol):
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients are not reduced before they have been read. `look`
-        reads the gradients; gradients that stay in the buffer are read at the end of the op."""
+        """Return a context in which gradients are not reduced before the caller has tested them.
+        `look` tests the gradient of a parameter; gradients that stay in the buffer are tested at
+        the end of the op."""
 
 
 class _Leaving(NamedTuple):
-    """The unsharded gradient of a shard unit that is being reduced: the unit's number, its values,
-    and the handle of the reduction."""
+    """The unsharded gradient of a shard unit that is being reduced: the number of the unit, the
+    gradient's values, and the handle of the reduction."""
 
     number: int
     gradient: Tensor
@@ -174,8 +178,8 @@ class ReducedGradients:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Call `look` with each parameter when its `main_grad` has the full gradient of a
-        microbatch on this rank, before it is reduced."""
+        """Return a context in which `look` is called with each parameter when its `main_grad` has
+        this rank's gradient of a microbatch, before the gradient is reduced."""
         self._look = look
         try:
             yield
@@ -183,8 +187,8 @@ class ReducedGradients:
             self._look = None
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Provide memory for the gradients of these shard units, and of no others, which are
-        computed next."""
+        """Provide memory for the gradients of the shard units `numbers`, which are computed next.
+        The gradients of earlier units are complete."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -193,30 +197,31 @@ class ReducedGradients:
                 parameter.main_grad = _placed(entry, flat, unit.start)
 
     def end(self) -> None:
-        """Begin to reduce the gradients of the units of the last `begin`, which are complete for
-        this microbatch."""
+        """Begin to reduce the gradients of the shard units of the last `begin`, which are complete
+        for this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                # adding to the gradient later would be an error, which must raise
+                # remove the attribute, so that a later addition to the gradient, which would be an
+                # error, raises an exception
                 del parameter.main_grad
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # on some transports collectives are complete when they return: then free their memory now
+        # if the transport has already completed all collectives, free their memory now
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
     def finish(self) -> None:
-        """Wait until all computed gradients have been added to this rank's part."""
+        """Wait until all computed gradients are reduced and added to this rank's part."""
         self.end()
         self._arrived()
 
     def forget(self) -> None:
-        """Discard the gradients of an interrupted step that were not reduced. The group keeps
-        unfinished reductions until they are complete; their memory is not used again."""
+        """Discard the gradients of an interrupted step that were not reduced. The communicator
+        keeps the tensors of incomplete reductions, so their memory is not used again."""
         self._open = {}
         self._leaving = []
 
@@ -230,11 +235,12 @@ class ReducedGradients:
 
 
 class Walk:
-    """The modules (`places`) of one stage, in the order of its forward, and the communication at
-    each.
+    """The modules (`places`) of one pipeline stage, in the order of its forward, and the
+    communication at each module.
 
-    `parameters` are the parameters that each module uses. `weights` is None if weights are
-    unsharded (`zero` < 3), `gradients` is None if nothing trains.
+    `parameters` has the parameters that each module uses. `weights` is None if weights are
+    unsharded (ZeRO stages below 3). `gradients` is None if no parameter trains, or if gradients
+    need no communication during the backward.
     """
 
     def __init__(
@@ -251,17 +257,18 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # The backward does not reach modules before the first one that trains. The backward also
-        # leaves out an embedding that consists of tables only, because the backward of a look-up
-        # does not need their values.
+        # The modules whose weights the backward needs. The backward does not reach modules before
+        # the first module that trains. It also does not need the weights of an embedding that
+        # consists only of tables, because the backward of a look-up does not use the values of a
+        # table.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # if weights are unsharded, only units that train: an exchange of their weights may still be
-        # running
+        # if weights are unsharded, only the shard units that train, because an exchange of their
+        # weights (`Decentralized`) may be incomplete
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
@@ -277,11 +284,12 @@ class Walk:
 
     @property
     def units(self) -> list[int]:
-        """Return the numbers of the shard units that this stage adds gradients to."""
+        """Return the numbers of the shard units to which this stage adds gradients."""
         return sorted({unit for some in self._adds_to.values() for unit in some})
 
     def forward(self, place: str) -> None:
-        """Record that the forward reaches the module `place`, and communicate for it."""
+        """Record that the forward reaches the module `place`, and gather the module's weights if
+        they are sharded."""
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
@@ -296,7 +304,7 @@ class Walk:
         self.gradients.begin(self._adds_to[place])
 
     def finish(self) -> None:
-        """Record that the backward has ended."""
+        """Record that the backward of a microbatch has ended."""
         if self.gradients is not None:
             self.gradients.finish()
 
@@ -306,15 +314,15 @@ class Walk:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Return `x` as the input of the module `place`, so that the forward reports when it enters
-        the module, and the backward when it leaves it."""
+        """Return `x` as the input of the module `place`. The forward then calls `forward` when it
+        enters the module, and the backward calls `backward` when it leaves the module."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x
         return _Enter.apply(x, self, place)
 
     def before(self, place: str) -> str | None:
-        """Return the module before `place`; None for the first."""
+        """Return the module before `place`; None for the first module."""
         here = self.places.index(place)
         return self.places[here - 1] if here else None
 
@@ -327,8 +335,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """An identity at the input of a module. The forward of this function runs before the module's
-    forward, and its backward after the module's backward."""
+    """The identity function at the input of a module. Its forward runs before the module's forward,
+    and its backward runs after the module's backward; both notify the `Walk`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:
@@ -344,7 +352,7 @@ class _Enter(Function):
 
 
 def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:
-    """Return the view of an entry in a flat tensor that begins at position `start` of the flat
-    buffer."""
+    """Return the view of an entry in `flat`, which has the elements of the flat buffer from
+    position `start` on."""
     first = entry.start - start
     return flat[first : first + entry.elements].view(entry.shape)

@@ -1,8 +1,8 @@
-"""A pipeline stage: the layers of one model chunk, and the activations of its microbatches in
-flight.
+"""A pipeline stage: the layers of one model chunk, and the activations of the microbatches whose
+backward has not run yet.
 
-The first stage contains the embedding and the last one the output, so that the runner needs no
-special cases. Activations are sent between stages in the form of the stage's boundary.
+The first stage contains the embedding and the last stage contains the output, so that the runner
+needs no special cases. Activations are sent between stages in the form that `Boundary` defines.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,12 +33,14 @@ TIED_NAME = "embedding.word.weight"
 
 
 class Stage(nn.Module):
-    """Layers [begin, end) of the model. The first stage has the embedding before layer 0, the last
-    one the output after the last layer.
+    """The layers `layers` of the model. The first stage also has the embedding before layer 0, and
+    the last stage also has the output after the last layer.
 
-    A stage runs the ops of a schedule: `forward_microbatch` and `backward_microbatch` are its F and
-    B, `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B. The inputs of
-    each are the microbatch and the tensor that the op receives from a neighbour.
+    A stage runs the ops of a schedule: `forward_microbatch` is the forward op (F), and
+    `backward_microbatch` is the backward op (B). `input_microbatch` (I) and `weight_microbatch` (W)
+    are the two parts of a split backward. The inputs of each op are the microbatch and the tensor
+    that the op receives from a neighbouring stage. In the shapes below, V is the size of the
+    vocabulary and t is the number of tensor ranks.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Stage(nn.Module):
         self.router_losses = model.router_losses
         self.first = layers.start == 0
         self.last = layers.stop == model.layers
-        # no layer before this stage trains, so the input needs no gradient
+        # True if no layer before this stage trains, so that the input needs no gradient
         self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings
@@ -72,7 +74,7 @@ class Stage(nn.Module):
                 for i in layers
             }
         )
-        # the mixtures of experts by the numbers of their layers
+        # layer number -> mixture of experts
         self.mixtures = {
             int(number): module
             for number, block in self.layers.items()
@@ -90,21 +92,20 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # if weights or gradients are sharded, the walk is notified which module of the stage is
-        # computed
+        # the walk, if there is one, is notified of the module of the stage that is computed
         self.walk: Walk | None = None
         self._idle = False
         self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return (logical name, parameter) of all parameters; a tied head has the embedding's
-        name."""
+        """Return (logical name, parameter) of all parameters. A tied head has the name of the
+        embedding."""
         renamed = {"head.weight": TIED_NAME} if self.tied else {}
         return [(renamed.get(name, name), weight) for name, weight in self._weights()]
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return those parameters of `named_logical_parameters` that have gradients."""
+        """Return the parameters of `named_logical_parameters` that train."""
         return [
             (name, weight)
             for name, weight in self.named_logical_parameters()
@@ -112,21 +113,22 @@ class Stage(nn.Module):
         ]
 
     def parameters_by_place(self) -> dict[str, list[Parameter]]:
-        """Return the parameters that each module (`place`) of the stage uses, in the order of its
-        forward."""
+        """Return the parameters that each module (`place`) of the stage uses. The modules are in
+        the order of the forward."""
         by_place: dict[str, list[Parameter]] = {place: [] for place in self.places}
         for name, weight in self._weights():
             by_place[place_of(name)].append(weight)
         return by_place
 
     def place_tables(self, model: ModelConfig, device: torch.device) -> None:
-        """Compute the tables that all layers share: the rotary angles, and the values of
-        quantization codes."""
+        """Compute the tables that all layers share: the cosines and sines of rotary angles, and the
+        levels of quantization codes."""
         form = LowBit.of(model.quantize)
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # convert to the compute type here; if each layer converted, each would have a copy
+            # convert to the compute type here, because otherwise each layer would have a converted
+            # copy
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)
@@ -137,38 +139,41 @@ class Stage(nn.Module):
                 block.place_rotary(here)
 
     def begin_step(self) -> None:
-        """Discard the incomplete work of an interrupted step. The runner calls this before the
-        ops."""
+        """Discard the incomplete work of an interrupted step. The runner calls this method before
+        the ops of a step."""
         self._in_flight = {}
         self._put_off = {}
         if self.walk is not None:
             self.walk.begin_step()
         for mixture in self.mixtures.values():
             mixture.begin_step()
-        # an input has a gradient if a layer before it trains, even if no weight of this stage
-        # trains
+        # True if the backward has nothing to compute: no layer before this stage trains, and no
+        # weight of this stage trains
         self._idle = self.foremost and not any(weight.requires_grad for weight in self.parameters())
 
     @property
     def in_flight(self) -> int:
-        """Return the number of microbatches whose activations are in memory."""
+        """Return the number of microbatches whose activations are in memory for their backward."""
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return this stage's output. On the last stage the results are the logits for this rank's
-        part of the vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
+        """Return this stage's output. On the last stage these are the logits for this rank's part
+        of the vocabulary, at all positions [s, b, V/t] or at the k masked positions of each
+        sequence [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
     def hidden(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return the output of this stage's layers for the batch, or for the stage's input `x`."""
+        """Return the output of this stage's layers for the token ids of the batch (first stage), or
+        for the stage's input `x` (other stages). In training step `step`, dropout is applied; None
+        means no dropout."""
         return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
 
     def advance(
         self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
     ) -> Tensor:
-        """Return the output of this stage's layers for the token ids, or for the stage's input
-        `x`."""
+        """Return the output of this stage's layers for the token ids (first stage), or for the
+        stage's input `x` (other stages). On the last stage the final norm is applied, too."""
         if self.embedding is not None:
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)
@@ -196,14 +201,14 @@ class Stage(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each head for the last stage's activations, without sequence
-        parallelism: the logits for this rank's part of the vocabulary at all positions [s, b, V/t],
-        and the logits of a sentence order [b, 2]."""
+        parallelism: the logits for this rank's part of the vocabulary at all positions [s, b, V/t]
+        and, if the model predicts the segment order, its logits [b, 2]."""
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
-        """Return the scores [samples, n] of each class, or of each candidate, for the last stage's
-        activations, in float32 or wider."""
+        """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
+        for the last stage's activations, in float32 or wider."""
         assert isinstance(self.output, ClassOutput), "a last stage with scores of classes"
         return self.output.scores(batch, x, self._context(batch, step))
 
@@ -211,7 +216,7 @@ class Stage(nn.Module):
         """Run the forward op (F). Return the output to send, or None on the last stage, which
         stores the losses in the microbatch.
 
-        If gradients are enabled, the tensors for the backward pass stay in memory until then.
+        If gradients are enabled, the tensors for the backward stay in memory until the backward op.
         """
         batch = microbatch.batch
         training = torch.is_grad_enabled()
@@ -226,16 +231,17 @@ class Stage(nn.Module):
         if self.output is not None:
             y = microbatch.take(self.output.losses(batch, y, context))
         if training and not self._idle:
-            # keep only the graph: the memory of the output can be freed after it has been passed on
+            # store only the autograd graph, so that the memory of the output can be freed after it
+            # was sent
             self._in_flight[microbatch.number] = (arrival, Departure(y))
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """Run the backward op (B). Return the gradient of this stage's input, None on the first
-        stage, and free the activations.
+        """Run the backward op (B), and free the activations. Return the gradient of this stage's
+        input; None on the first stage.
 
-        Weight gradients are added to each parameter's main_grad. If no layer before this stage
-        trains, the gradient of its input is zeros. The zeros are sent nevertheless, because the
+        The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
+        the gradient of its input is a tensor of zeros, which is sent nevertheless, because the
         schedule is the same for all models. If no parameter of the stage trains either, nothing is
         computed.
         """
@@ -244,7 +250,8 @@ class Stage(nn.Module):
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "its forward has left the loss"
-            # nothing follows the loss: its gradient is its weight in the mean over the global batch
+            # the loss is the last value, so its gradient is its weight in the mean over the global
+            # batch
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])
@@ -260,12 +267,12 @@ class Stage(nn.Module):
         return torch.zeros(self.boundary.shape, dtype=like.dtype, device=like.device)
 
     def input_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """Run I, the first part of a backward: return the gradient of this stage's input, as B
-        does, and free the activations.
+        """Run the first part of a split backward (op I), and free the activations. Return the
+        gradient of this stage's input, the same as `backward_microbatch`.
 
-        All weight gradients that B would add, including the gradients of norms and biases, are
-        deferred until W. Weight gradients therefore never belong to a later microbatch than the one
-        whose gradient W completes.
+        All additions to gradients of parameters, including norms and biases, are deferred until
+        `weight_microbatch`. When `weight_microbatch` completes the gradient of a microbatch, the
+        gradient therefore contains nothing of later microbatches.
         """
         later: list[Callable[[], object]] = []
         try:
@@ -278,15 +285,15 @@ class Stage(nn.Module):
             self._put_off[microbatch.number] = later
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
-        """Run W, the second part of a backward: add the gradients that I has deferred to each
-        parameter's main_grad, in the order of B."""
+        """Run the second part of a split backward (op W): add the gradients that `input_microbatch`
+        has deferred to `main_grad`, in the same order as `backward_microbatch`."""
         later = self._put_off.pop(microbatch.number)
-        # pop() takes from the end: reversed, it takes the oldest first, in the order in which B
-        # would have added
+        # reverse the list, because pop() takes elements from the end, and the oldest element must
+        # come first
         later.reverse()
         with torch.no_grad():
             while later:
-                later.pop()()  # this also frees the tensors that the deferred function has kept
+                later.pop()()  # after the call, the tensors that the function has kept are freed
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:
         for name, weight in self.named_parameters():

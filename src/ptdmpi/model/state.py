@@ -1,14 +1,15 @@
-"""The training state of a rank: everything that an update changes, organized by kind and logical
+"""The training state of a rank: all values that an update changes, organized by kind and logical
 name.
 
-A kind has one number for each element of a parameter. The kinds are the master `weights`, each
-moment of the optimizer, and the values that the data-parallel method keeps. For each kind, replicas
-have equal or different values. The state also contains a few counters (`Counters`). Code that
-stores or compares state (checkpoints, parity) iterates over `State.pieces`: slices of logical
-tensors with their values. Each piece has the axes along which ranks have different slices, so the
-code knows which ranks have the same values. Only this module knows how a rank stores its part,
-which may differ from entry to entry and from kind to kind. One exception exists: survivors of a
-lost rank send `State.flats` unchanged, since the receivers store the same part.
+A kind of state has one number for each element of a parameter. The kinds are the master `weights`,
+each moment of the optimizer, and the values that the data-parallel method keeps. For each kind,
+replicas have equal or different values. The state also contains a few counters (`Counters`). Code
+that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of logical
+tensors with their values. Each slice has the list of axes along which ranks have different slices;
+from this list follows which ranks have the same values. Only this module uses the form in which a
+rank stores its part, which may differ between parameters and between kinds. There is one exception:
+after the loss of a rank, the surviving ranks send `State.flats` unchanged, because the receivers
+store the same part.
 """
 
 import contextlib
@@ -30,22 +31,25 @@ from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
 from ptdmpi.plan.layout.grid import SHARD_AXES
 
-# The kind of the weights that matrix multiplications use, if these are not the master weights.
+# The name under which `State.residents` yields the weights that matrix multiplications use, if they
+# are not the master weights.
 USED = "weights in use"
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
-    """Return the name of a tensor of the state in files: `weights/layers.0.mlp.up.weight`, or, if
-    replicas differ, the name for one replica, `weights@3/layers.0.mlp.up.weight`."""
+    """Return the name of a tensor of the state in checkpoint files, such as
+    `weights/layers.0.mlp.up.weight`. If replicas differ, the name has the number of the replica:
+    `weights@3/layers.0.mlp.up.weight`."""
     return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The properties of a kind of state other than the weights. `differs` are the axes along which
-    replicas have different values. `begins` says which values the kind has before the first step,
-    and when a run resumes from a checkpoint without this kind. If `needed`, a run cannot resume
-    from such a checkpoint. `names` are the parameters that have this kind; None means all."""
+    """The properties of a kind of state. `differs` has the axes along which replicas have different
+    values. `begins` determines the values before the first step, and after a resume from a
+    checkpoint without this kind: zeros, or the values of the weights. If `needed` is True, a run
+    cannot resume from a checkpoint without this kind. `names` has the parameters that have this
+    kind; None means all parameters."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -55,8 +59,9 @@ class Kept:
 
 @dataclass
 class Counters:
-    """The counters of the optimizer: the number of updates (skipped steps do not count), the loss
-    scale, and the steps since it was last changed. The counters are equal on all ranks."""
+    """The counters of the optimizer: the number of updates (without skipped steps), the loss scale,
+    and the number of steps without overflow since the loss scale was last changed. The counters are
+    equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
@@ -65,15 +70,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a logical tensor of shape `shape`, and its values on this rank, which are a view
-    with the size of the slice.
+    """A slice of a logical tensor of shape `shape`, and the slice's values on this rank, as a view
+    of the state.
 
-    `cut_by` are the axes along which ranks have different slices; along all other axes ranks have
-    the same slice. `owned` is False in a special case: ranks along an axis of `cut_by` have the
-    same slice nevertheless, and they write it to checkpoints. The special case is a tied table, or
-    a share of which neighbours on the tensor axis have copies. In all other cases this rank and the
-    ranks with the same slice along the other axes write it together. `replica` is the number of the
-    replica if replicas differ in this kind; None if they are equal.
+    `cut_by` has the axes along which ranks have different slices; along all other axes ranks have
+    the same slice, and these ranks write the slice to checkpoints together. `owned` is False if
+    another rank along an axis of `cut_by` has the same slice nevertheless and writes it to
+    checkpoints. This is the case for the second copy of a tied table, and for a share of which
+    neighbours on the tensor axis have copies. `replica` is the number of the replica if replicas
+    differ in this kind; None if they are equal.
     """
 
     kind: str
@@ -91,20 +96,21 @@ class Piece:
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
-        """Return rows [first, last) of dim 0, counted from the first row of the piece."""
+        """Return a piece with only rows [first, last) of dim 0, counted from the first row of this
+        piece."""
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """Return the piece with its present values copied to the host, so that sending the piece
-        sends only these values."""
+        """Return a piece with a copy of the present values on the host. If the copied piece is
+        pickled, only these values are sent, and not the memory of which they were a view."""
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
 @dataclass(frozen=True)
 class Resident:
     """The values of a parameter in this rank's memory, as a flat tensor with padding. `kind` is a
-    kind of the state, or of weights that are not part of the state. `cut_by` are the axes along
-    which ranks have different values; along all other axes they have the same."""
+    kind of the state, or a name for weights that are not part of the state. `cut_by` has the axes
+    along which ranks have different values; along all other axes ranks have the same values."""
 
     kind: str
     name: str
@@ -114,8 +120,9 @@ class Resident:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: a flat tensor for this rank's part of each shard unit of the buffer,
-    the positions of parameters in these tensors, and the properties of the kind (`Kept`)."""
+    """One kind of the state: `parts` has a flat tensor for this rank's part of each shard unit,
+    `held` has the positions of parameters in these tensors, and `kept` has the properties of the
+    kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
@@ -123,14 +130,15 @@ class Kind:
 
 
 class State:
-    """The training state that belongs to a parameter buffer. `kinds` are the kinds of state by
-    name; the argument does not contain the weights, which are added.
+    """The training state for the parameters of a buffer. `kinds` has the kinds of state by name.
+    The argument `kinds` does not contain the weights, which are added.
 
-    `borrowed`: names of parameters of which this rank has a second copy, such as a tied table on
-    the last pipeline rank. `differs` are the axes along which replicas have different weights,
-    which some data-parallel methods permit; `peers` are the replicas, including this one.
-    `scales_loss`: the state contains the run's loss scale instead of the constant 1. Parameters
-    that do not train are not part of the state, because no update changes them.
+    `borrowed` has the names of parameters of which this rank has a second copy, such as a tied
+    table on the last pipeline rank. `differs` has the axes along which replicas have different
+    weights, which some data-parallel methods permit. `peers` is the group of the replicas,
+    including this one. If `scales_loss` is True, the loss scale is part of the state; otherwise it
+    is always 1. Parameters that do not train are not part of the state, because no update changes
+    them.
     """
 
     def __init__(
@@ -157,17 +165,19 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # kinds that begin as zero are already zero; writing zeros to a file would read it into
-        # memory
+        # kinds that begin with zeros are already zero, and writing zeros to a storage in a file
+        # would read the file into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # an event that has passed when a copy of the state is complete; updates wait for it
+        # a mark that is passed when a running copy of the state is complete; updates wait for this
+        # mark
         self.read: Passed = copies_of(buffer.device).passed()
-        # a function that completes unfinished operations before pieces, or their mean, are read
+        # a function that completes unfinished operations; it is called before the state, or its
+        # mean, is read
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Set the kinds `kinds` to their initial values, which may be the present weights."""
+        """Set the given kinds to their initial values: zeros, or the present weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:
@@ -177,10 +187,11 @@ class State:
 
     @contextlib.contextmanager
     def averaged(self, kind: str) -> Iterator[None]:
-        """Within this context, set `kind` to the mean over the replicas that differ in it. All
-        replicas get the same bits, and all must call this. The mean uses the memory of the
-        gradients, which are lost. The weights are not updated from the master weights (`changed`),
-        neither at the beginning nor at the end."""
+        """Return a context in which the values of `kind` are the mean over replicas, if replicas
+        differ in this kind. All replicas must call this method, and the mean is bitwise equal on
+        all of them. The own values are stored in the memory of the gradients, which are
+        overwritten. The caller must update the weights from the master weights (`changed`), inside
+        and after the context."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
@@ -197,8 +208,8 @@ class State:
                 part.copy_(kept)
 
     def deviate(self) -> None:
-        """Write the difference between this replica's weights and the mean of all replicas into the
-        gradients."""
+        """Overwrite the gradients with the difference between this replica's weights and the mean
+        over all replicas."""
         self.settle()
         parts = self.kinds[WEIGHTS].parts
         whole = self.buffer.gradients.zero_()
@@ -210,24 +221,24 @@ class State:
             torch.sub(part, room, out=room)
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
-        """Return the number of elements of the gradients outside `parts`: those for the second use
-        of a tied table."""
+        """Return the number of elements of the gradients that are not in `parts`: the gradient of
+        the second use of a tied table."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
     def flats(self) -> list[Tensor]:
-        """Return all tensors of the state, flat. The tensors are equal on ranks that have the same
-        part of the state."""
+        """Return all flat tensors of the state. Ranks that have the same part of the state have
+        equal tensors."""
         return [part for kind in self.kinds.values() for part in kind.parts]
 
     def view(self, kind: str, name: str) -> Tensor:
-        """Return this rank's part of one kind of one parameter, flat, including padding."""
+        """Return this rank's part of one kind of one parameter, as a flat view without padding."""
         return self.kinds[kind].held[name].view(self.kinds[kind].parts)
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
-        """Yield all pieces of the state that this rank has, parameter by parameter and then kind by
-        kind. `mean`: although replicas differ, describe the pieces as equal on all replicas, as
-        they are while the kind is `averaged`."""
+        """Yield all pieces of the state that this rank has, parameter by parameter, and for each
+        parameter kind by kind. If `mean` is True, the pieces are described as equal on all replicas
+        even if replicas differ. This is correct inside the context `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -236,7 +247,7 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """Yield this rank's part of the frozen weights as pieces, including codes and scales of
+        """Yield this rank's part of the frozen weights as pieces, including the codes and scales of
         quantized weights. The frozen weights are not part of the state."""
         for held in self.buffer.own_frozen():
             yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
@@ -253,8 +264,8 @@ class State:
                 )
 
     def residents(self) -> Iterator[Resident]:
-        """Yield all tensors that stay in this rank's memory from step to step: the state, the
-        weights that matrix multiplications use if these are not the master weights, and frozen
+        """Yield all tensors that stay in this rank's memory from step to step: the state; the
+        weights that matrix multiplications use, if these are not the master weights; and frozen
         weights."""
         for kind, all_held in self.kinds.items():
             for name, own in all_held.held.items():
@@ -277,7 +288,8 @@ class State:
                 yield Resident(kind, name, values.flatten(), self._whole_by(buffer.packed[name]))
 
     def _own_weights(self, owned: Iterable[OwnPart], parts: Sequence[Tensor]) -> Iterator[Resident]:
-        """Yield this rank's parts of weights. Weights are sharded only under `zero` = 3."""
+        """Yield this rank's parts of weights (`owned`) as `Resident` objects. Weights are sharded
+        only with ZeRO stage 3."""
         for own in owned:
             cut_by = self._whole_by(own.entry)
             if self.buffer.portion.shards_weights:
@@ -285,16 +297,16 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which matrix multiplications use different weights, except the axes
-        that shard them."""
+        """Return the axes along which ranks use different weights in matrix multiplications. These
+        are the axes of the parameter without the axes of the shard group."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
         return tuple(axis for axis in cut_by if axis not in SHARD_AXES)
 
     def gradients(self) -> Iterator[Piece]:
-        """Yield the gradients as pieces with the same slices as the weights. The gradients are not
-        part of the state."""
+        """Yield the gradients as pieces. The pieces have the same slices as the pieces of the
+        weights. The gradients are not part of the state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
@@ -318,29 +330,30 @@ class State:
             )
 
     def restore(self, counters: Counters) -> None:
-        """Continue from stored counters. The loss scale is used only if this run's precision scales
-        the loss."""
+        """Set the counters to stored values. The stored loss scale is used only if this run's
+        precision scales the loss."""
         self.counters.updates = counters.updates
         if self.scales_loss:
             self.counters.loss_scale = counters.loss_scale
             self.counters.good_steps = counters.good_steps
 
     def changed(self, written: bool = False) -> None:
-        """Update the weights from the master weights, after values were written into pieces.
-        `written`: this rank's weights are already up to date."""
+        """Update the weights from the master weights, after the master weights were changed. If
+        `written` is True, this rank's own part of the weights is already up to date."""
         self.buffer.refresh_weights(written)
 
     def let_go(self) -> None:
-        """Allow the storage to free memory after pieces were read: a state in a file need not stay
-        in memory."""
+        """Free memory after pieces were read. A state that is stored in a file need not stay in
+        memory."""
         self.buffer.storage.let_go()
 
 
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return the positions of some parameters in tensors that contain only these, in the same
-    order, and the lengths of these tensors, one for each shard unit."""
+    """Return positions for the parameters `names` in flat tensors that contain only these
+    parameters, in the same order, and the lengths of these tensors. There is one tensor for each of
+    `units` shard units."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():
@@ -353,8 +366,8 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that one tensor rank has. `values` are the elements of
-    `held`."""
+    """Yield the pieces of a parameter that the part `held` of one tensor rank contains. `values` is
+    a flat tensor with the elements of `held`."""
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
@@ -370,9 +383,9 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return two values: the logical tensors by parameter, assembled from the pieces of all ranks,
-    which are all of one kind; and the names of the tensors whose copies do not have the same bits.
-    The tensors and the names are both in the order of names.
+    """Assemble logical tensors from the pieces of all ranks. All pieces are of one kind. Return the
+    tensors by the name of the parameter, and the names of the tensors whose copies on several ranks
+    are not bitwise equal. Tensors and names are sorted by name.
 
     An element that no rank has is NaN, so that every comparison with it fails.
     """

@@ -1,5 +1,6 @@
-"""Lookup tables: either unsharded on every tensor rank, or, for a vocabulary, with rows divided
-over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+"""Lookup tables for embeddings. A table is either complete on every tensor rank, or, for a
+vocabulary, its rows are divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053,
+section 3)."""
 
 from typing import Any
 
@@ -12,8 +13,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class _Look(Function):
-    """A look-up of rows in a table. The backward adds the gradients of these rows to the table's
-    gradient."""
+    """The look-up of rows in a table, as a function whose backward adds the gradients of these rows
+    to the table's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
@@ -29,31 +30,32 @@ class _Look(Function):
 
 
 def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """Add dy [..., h] to those rows of a table's gradient that `rows` [...] names."""
+    """Add dy [..., hidden] to the rows of a table's gradient `total` whose numbers are `rows`
+    [...]."""
     dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
     total.index_add_(0, rows.reshape(-1), dy)
 
 
 class Table(nn.Module):
-    """A table that every rank has unsharded. The table is looked up at this rank's positions: [...]
-    -> [..., h]."""
+    """A table that every tensor rank has completely. Rows are looked up only for this rank's
+    positions: row numbers [...] -> rows [..., hidden]."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:
         super().__init__()
         self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
 
     def first(self, count: int) -> Tensor:
-        """Return the first rows, [count, h]."""
+        """Return the first `count` rows, [count, hidden]."""
         return self.weight[:count]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the rows [..., h] of the table whose numbers are `rows` [...]."""
+        """Return the rows [..., hidden] of the table whose numbers are `rows` [...]."""
         return _Look.apply(rows, self.weight)
 
 
 class _Embed(Function):
-    """A look-up in a table that is divided by rows: each rank looks up its own rows, and the
-    results are summed."""
+    """The look-up in a table whose rows are divided over the tensor axis: each rank looks up the
+    rows that it has, and the results of all ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
@@ -63,7 +65,7 @@ class _Embed(Function):
         rows = weight.shape[0]
         local = ids - axis.rank * rows
         # for an id whose row another rank has, this rank looks up row 0 and sets the values to
-        # zero, so that the sum over ranks counts each token once
+        # zero, so that the sum over ranks contains each row once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)
@@ -75,7 +77,7 @@ class _Embed(Function):
         weight, axis, local, elsewhere = ctx.layer
 
         def add(total: Tensor) -> None:
-            """Add the gradients of this rank's rows, for all positions."""
+            """Add the gradients of the rows that this rank has, for all positions."""
             whole = axis.gather(dy)
             if elsewhere is not None:
                 whole = whole.masked_fill(elsewhere[..., None], 0.0)
@@ -86,8 +88,8 @@ class _Embed(Function):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of token ids, [s, b] -> [s, b, h]. The rows of its table are divided over the
-    tensor axis."""
+    """An embedding of token ids, [s, b] -> [s, b, hidden]. The rows of its table are divided over
+    the tensor axis."""
 
     def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
         super().__init__()
@@ -97,5 +99,6 @@ class VocabularyEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of the table for `ids`. Each rank has a part of the table."""
+        """Return the embeddings of `ids`; under sequence parallelism, only at this rank's
+        positions."""
         return _Embed.apply(ids, self.weight, self.axis)

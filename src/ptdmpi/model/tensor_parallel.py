@@ -1,19 +1,21 @@
 """Layers divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-Activations are [s, b, h]: sequence first, so that the sequence-parallel collectives work on
-contiguous memory. The conjugate operators of the paper's Figure 3:
+Activations are [s, b, h], for b sequences of s positions and the hidden size h. The sequence dim
+comes first, so that the sequence-parallel collectives work on contiguous memory. These are the
+conjugate operators f and g of the paper's Figure 3:
 
     f   forward: nothing             backward: all-reduce
     g   forward: all-reduce          backward: nothing
 
-and with sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), where
-activations between the blocks are divided along s:
+With sequence parallelism, activations between blocks are divided along s, and other operators are
+used (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
 
     g   forward: all-gather          backward: reduce-scatter      (replaces f)
     g'  forward: reduce-scatter      backward: all-gather          (replaces g)
 
-Weight gradients are added to the parameter's float32 `main_grad` where they are computed, or in the
-second part of a split backward (`Parameter.accumulate`).
+Weight gradients are added to the parameter's float32 `main_grad` when they are computed, or in the
+second part of a split backward (`Parameter.accumulate`). In the shapes below, i and o are the
+numbers of inputs and outputs of a linear, and t is the number of tensor ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +38,15 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor communicator, and whether activations between blocks are divided along s."""
+    """The communicator of the tensor axis. `sequence_parallel` is True if activations between
+    blocks are divided along the sequence."""
 
     comm: Communicator
     sequence_parallel: bool = False
 
     @property
     def size(self) -> int:
-        """Return the number of ranks t of the axis."""
+        """Return the number of ranks of the axis."""
         return self.comm.size
 
     @property
@@ -84,36 +87,37 @@ class TensorAxis:
         return partial, self.comm.all_reduce_begin(partial)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this rank's share of `x`, a flat view of 1/t of its elements. All ranks have `x`,
-        and t divides its number of elements."""
+        """Return this rank's share of `x`, which all ranks have: a flat view of 1/t of the
+        elements. The number of elements must be a multiple of t."""
         flat = x.detach().contiguous().view(-1)
         elements = len(flat) // self.size
         return flat.narrow(0, self.rank * elements, elements)
 
     def from_shares(self, share: Tensor) -> Tensor:
-        """Return the flat tensor x, gathered from the `share` of each rank."""
+        """Return the flat tensor from which each rank's `share` was taken, gathered from all
+        ranks."""
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
-        """Return the positions whose activations this rank has between blocks: all positions of the
-        tensor group, or this rank's share of them."""
+        """Return the positions whose activations this rank has between blocks: `positions`, or,
+        under sequence parallelism, this tensor rank's share of `positions`."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the gradient of a bias to its `main_grad`; do nothing if there is no bias or it does not
-    train."""
+    """Add the gradient of a bias to its `main_grad`. Do nothing if there is no bias, or if the bias
+    does not train."""
     if bias is not None and bias.requires_grad:
-        # sum in the gradient's type, because a sum over all positions in a half type loses small
+        # sum in the gradient's type, because a sum over all positions in a 16-bit type loses small
         # terms
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: total.add_(summed))
 
 
 class Gathered:
-    """An activation at all positions, gathered from the ranks' positions for the gradients that
-    need it. The gather begins immediately if `early`, otherwise at the first call. In a split
-    backward the first call is in the second part."""
+    """An activation at all positions, which is gathered from this rank's positions `x` when a
+    gradient needs it. If `early` is True, the gather begins immediately, otherwise at the first
+    call of the object. In a split backward the first call is in the second part."""
 
     def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
         self._axis = axis
@@ -124,8 +128,8 @@ class Gathered:
             self._begun = axis.gather_begin(x)
 
     def __call__(self) -> Tensor:
-        """Return the activation, [s, b, h]. Wait for the gather, after beginning it if
-        necessary."""
+        """Return the activation at all positions. Begin the gather if it has not begun, and wait
+        for its end."""
         if self._whole is None:
             self._whole, arrived = self._begun or self._axis.gather_begin(self._x)
             self._begun = None
@@ -135,7 +139,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class LinearPass:
-    """The objects of one forward pass of a linear that its backward needs: the parameters, the
+    """One forward pass of a linear, with the objects that the backward needs: the parameters, the
     tensor axis, the kernels, the adapters that are added to the product, and the random stream for
     the adapters' dropout."""
 
@@ -153,19 +157,19 @@ class LinearPass:
         return [self.weight, self.bias, *pairs]
 
     def kept(self, x: Tensor) -> Tensor | None:
-        """Return the input `x` if the gradient of any parameter needs it, else None."""
+        """Return the input `x` if the gradient of a parameter needs it, otherwise None."""
         if self.weight.requires_grad or self.adapters:
             return x
         return None
 
     def add_adapters(self, y: Tensor, x: Tensor) -> list[Tensor]:
         """Add the adapters' products with x [s, b, i] to y [s, b, o], in place. Return the inner
-        activation [s, b, r] of each adapter."""
+        activation [s, b, rank of the adapter] of each adapter."""
         return [adapter.add_to(y, x, self.stream) for adapter in self.adapters]
 
     def input_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
         """Return the gradient [s, b, i] of the input, including the adapters' contributions. `ups`
-        [s, b, r] are the gradients of the adapters' inner activations."""
+        has the gradient of each adapter's inner activation, [s, b, rank of the adapter]."""
         dx = self.kernels.input_gradient(dy, self.weight)
         for adapter, up in zip(self.adapters, ups, strict=True):
             adapter.add_input_gradient(dx, up, self.stream)
@@ -178,9 +182,9 @@ class LinearPass:
         downs: Sequence[Tensor],
         ups: Sequence[Tensor],
     ) -> None:
-        """Add the gradients of the weight and of the adapters, immediately or in the second part of
-        a split backward. The functions `x` and `dy` return the input and the gradient of the output
-        when the gradients are computed."""
+        """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
+        immediately or in the second part of a split backward. The functions `x` and `dy` return the
+        input and the gradient of the output at that time."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy(), x()))
@@ -189,9 +193,9 @@ class LinearPass:
 
 
 class _ColumnLinear(Function):
-    """A column-parallel linear: the operator f, then x W^T + b plus the adapters' products. If a
-    gradient needs the input, the forward saves only this rank's positions of it, and the backward
-    gathers all positions again."""
+    """The function of a column-parallel linear: the operator f, then x W^T + b plus the adapters'
+    products. If a gradient needs the input, the forward saves the input only at this rank's
+    positions, and the backward gathers all positions again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
@@ -209,17 +213,19 @@ class _ColumnLinear(Function):
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
-            # Gather x again instead of saving all positions (Korthikanti et al. 2022, section
-            # 4.2.2). If communication makes progress during computation, begin the gather early, to
-            # overlap it with the input's gradient. Otherwise an early gather would only take memory
-            # for longer. Detach x, because it would keep its autograd graph in memory.
+            # Gather x again, because only this rank's positions were saved (Korthikanti et al.
+            # 2022, section 4.2.2). If communication makes progress during computation, begin the
+            # gather early, so that it overlaps with the computation of the input's gradient.
+            # Otherwise an early gather would only use memory for longer. Detach x, because it would
+            # keep its autograd graph in memory.
             early = axis.comm.overlaps and not layer.weight.puts_off
             whole = Gathered(axis, x.detach(), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
         dx = None
         summed = DONE
         if ctx.needs_input_grad[0]:
-            # this reduction overlaps with the weights' gradients, which do not need its result
+            # this reduction overlaps with the computation of the weights' gradients, which do not
+            # need its result
             dx, summed = axis.reduce_begin(layer.input_gradient(dy, ups))
         if whole is not None:
             layer.accumulate(whole, lambda: dy, downs, ups)
@@ -229,8 +235,8 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """A row-parallel linear: the product x W^T plus the adapters' products, then the operator g,
-    and last the sum with b."""
+    """The function of a row-parallel linear: the product x W^T plus the adapters' products, then
+    the operator g, and finally the addition of the bias b."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
@@ -254,15 +260,16 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         x, *downs = ctx.saved_tensors
-        # add before the gather: each rank adds the gradient of its own positions, and the ranks'
-        # parts are summed later
+        # add the bias gradient before the gather: each rank adds the gradient of its own positions,
+        # and the sums of the ranks are added later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]
         if x is not None:
             x = x.detach()
             if layer.weight.puts_off and axis.divides_sequence:
-                # a split backward saves only this rank's positions, and its second part gathers all
+                # the first part of a split backward saves only this rank's positions of dy, and the
+                # second part gathers all positions
                 layer.accumulate(lambda: x, Gathered(axis, dy), downs, ups)
             else:
                 layer.accumulate(lambda: x, lambda: whole, downs, ups)
@@ -273,8 +280,8 @@ class _RowLinear(Function):
 
 
 def _no_gradients(ctx: Any) -> list[None]:
-    """Return None for each argument of a Function after the first, because the gradients of these
-    arguments are added to `main_grad`."""
+    """Return None for each argument of an autograd Function after the first. The gradients of these
+    arguments are added to `main_grad` instead."""
     return [None] * (len(ctx.needs_input_grad) - 1)
 
 
@@ -287,10 +294,11 @@ def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -
 
 
 class ColumnParallelLinear(Computing):
-    """A linear y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
+    """A linear y = x W^T + b in which the rows of W are divided over the tensor axis: [s, b, i] ->
+    [s, b, o/t].
 
-    `parts` are the output sizes, such as the three sizes of q, k and v. Each part is divided
-    separately, into at most `most` shares (see `Split`).
+    `parts` has the numbers of outputs of each part, such as query, key and value. Each part is
+    divided separately, into at most `most` shares (see `Split`).
     """
 
     def __init__(
@@ -326,7 +334,8 @@ class ColumnParallelLinear(Computing):
 
 
 class RowParallelLinear(Computing):
-    """A linear y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
+    """A linear y = x W^T + b in which the columns of W are divided over the tensor axis: [s, b,
+    i/t] -> [s, b, o]."""
 
     def __init__(
         self, axis: TensorAxis, inputs: int, outputs: int, *, bias: bool, init_std: float
@@ -339,8 +348,8 @@ class RowParallelLinear(Computing):
         self.scales: Sequence[ScaleAdapter] = ()
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
-        """Return the sum [s, b, o] over all ranks' products, or this rank's positions of the sum.
-        `stream` is the random stream for the adapters' dropout."""
+        """Return the sum [s, b, o] over all tensor ranks' products; under sequence parallelism,
+        only at this rank's positions. `stream` is the random stream for the adapters' dropout."""
         layer = LinearPass(
             weight=self.weight,
             bias=self.bias,
@@ -353,7 +362,7 @@ class RowParallelLinear(Computing):
 
 
 class _Linear(Function):
-    """The function x W^T + b with a weight of which every rank has a full copy."""
+    """The function x W^T + b for a weight of which every tensor rank has a full copy."""
 
     @staticmethod
     def forward(
@@ -378,8 +387,8 @@ class _Linear(Function):
 
 
 class ReplicatedLinear(Computing):
-    """A linear y = x W^T + b that every rank computes equally: [..., i] -> [..., o], for an x that
-    every rank has."""
+    """A linear y = x W^T + b that every tensor rank computes completely, for an input x that every
+    tensor rank has: [..., i] -> [..., o]."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
         super().__init__()
@@ -392,8 +401,8 @@ class ReplicatedLinear(Computing):
 
 
 class _SelectPositions(Function):
-    """The activations at some positions, gathered on every rank. In the backward, the gradient of
-    each position goes to the rank that has the position."""
+    """The selection of activations at some positions, which every tensor rank gets. In the
+    backward, each rank gets the gradient of the positions that it has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
@@ -408,20 +417,21 @@ class _SelectPositions(Function):
         length = local
         if ctx.axis.divides_sequence:
             length *= ctx.axis.size
-        # every rank has the full gradient, and returns its own positions of it
+        # every rank has the full gradient, and returns only its own positions
         dx = dy.new_zeros((length, b, h))
         dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
         return ctx.axis.between_blocks().of(dx), None, None
 
 
 def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the activations [k, b, h] at the positions [k, b] of each sequence, on every rank."""
+    """Return the activations [k, b, h] at `positions` [k, b], k positions of each of b sequences.
+    The result is the same on every tensor rank."""
     return _SelectPositions.apply(x, positions, axis)
 
 
 class _AddBias(Function):
-    """The addition of a bias in place. The result of a product that includes the bias would be a
-    view, which the loss could not overwrite."""
+    """The addition of a bias in place. The bias is not added by the linear's own kernel, because
+    the result would be a view, which the loss could not overwrite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:
@@ -436,8 +446,9 @@ class _AddBias(Function):
 
 
 class VocabularyHead(Computing):
-    """The linear from [s, b, h] to this rank's logits [s, b, ceil(V/t)], capped if `softcap` is not
-    0; padded columns give -inf."""
+    """The linear from activations [s, b, h] to this rank's logits [s, b, ceil(V/t)], for a
+    vocabulary of size V. The logits are capped if `softcap` is not 0. Padded columns have the logit
+    -inf."""
 
     def __init__(
         self,

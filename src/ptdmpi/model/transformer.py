@@ -1,8 +1,9 @@
-"""The transformer. One block class, which a table of operators describes, serves models like GPT,
-LLaMA and BERT.
+"""The modules of a transformer. One block class, which computes a table of operators, is used for
+models like GPT, LLaMA and BERT.
 
 All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
-h]; between blocks under sequence parallelism, they have only this rank's positions.
+h], for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
+between blocks have only this rank's positions.
 """
 
 import math
@@ -34,15 +35,16 @@ from ptdmpi.plan.shape import parameters
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
 
-    Both are float32. The rotated pairs are the channels (i, i + head size / 2), as in the LLaMA
-    weights that Hugging Face publishes.
+    Both tensors are float32. The rotated pairs are the channels (i, i + head size / 2), as in the
+    LLaMA weights in Hugging Face's format.
     """
     size = model.head_size
-    # float32 for every compute type, because bfloat16 cannot represent 257
+    # compute in float32 for every compute type, because bfloat16 cannot represent large positions,
+    # such as 257, exactly
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
     frequencies = 1.0 / model.rope_theta**exponents
-    length = 1.0  # the factor by which rotation changes the length of vectors
+    length = 1.0  # factor by which the rotation changes the length of vectors
     if model.rope_scaling == "llama3":
         frequencies = _stretched(frequencies, model)
     elif model.rope_scaling == "yarn":
@@ -54,12 +56,12 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
-    """Return RoPE's frequencies for longer contexts, as in Llama 3.1.
+    """Return RoPE's frequencies, changed for longer contexts as in Llama 3.1.
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`, those with more than `rope_high_factor` turns do not change, and those in between
-    are interpolated linearly. This rule is not in Dubey et al. 2024; its source is `apply_scaling`
-    in Meta's llama-models.
+    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
+    between are interpolated linearly in the number of turns. This rule is not in Dubey et al. 2024;
+    its source is `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -68,19 +70,19 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
-    """Return RoPE's frequencies for longer contexts, as in YaRN (Peng et al. 2023, arXiv
+    """Return RoPE's frequencies, changed for longer contexts as in YaRN (Peng et al. 2023, arXiv
     2309.00071, section 3.2).
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`, those with more than `rope_high_factor` turns do not change. Frequencies in
+    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
     between are interpolated linearly in the number of their dimension, between two integer
-    dimensions, as in the authors' code and in `transformers`. The paper interpolates linearly in
-    the number of turns.
+    dimensions, as in the authors' code and in the package `transformers`. The paper itself
+    interpolates linearly in the number of turns.
     """
 
     def dimension(turns: float) -> float:
-        """Return the number of the dimension whose frequency makes `turns` turns; it is not an
-        integer in general."""
+        """Return the number of the dimension whose frequency makes `turns` turns within the
+        original length. In general it is not an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -92,7 +94,8 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer, which runs the rows of its sublayers (`plan.layer.describe`) in order."""
+    """A layer, which computes the operators of its sublayers (`plan.layer.describe`) in their
+    order."""
 
     def __init__(
         self,
@@ -106,8 +109,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # recompute the first layers of the model, not of each stage, so that recomputation does not
-        # depend on the pipeline size p or the number of chunks v
+        # `recompute.layers` is the number of first layers of the model, not of each pipeline stage,
+        # so that recomputation does not depend on the number of pipeline ranks or model chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -125,15 +128,16 @@ class Block(nn.Module):
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Store the rotary angles of all positions, cos and sin [s, 1, 1, head size]."""
+        """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1, head
+        size] each."""
         for step in self.steps:
             if isinstance(step.compute, Heads):
                 step.compute.rotary = rotary
 
     def compiled_by(self, backend: str) -> None:
-        """Compile the layer's training pass to one forward and one backward graph, by a backend of
-        torch.compile. Layers of the same shape share the graphs. The first forward raises an
-        exception if an operation breaks the graph."""
+        """Compile the layer's training pass to one forward and one backward graph, with the given
+        `backend` of torch.compile. Layers of the same shape share the graphs. The first forward
+        raises an exception if an operation cannot be part of the graph."""
         # loading torch's compiler takes seconds, so it is loaded only here
         compiler.settle(torch.compiler.assume_constant_result)
         self._compiled = torch.compile(
@@ -142,8 +146,8 @@ class Block(nn.Module):
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run the layer without its compiled graph within the context, because a compiled graph
-        does not call the hooks of modules."""
+        """Return a context in which the layer runs without its compiled graph, because a compiled
+        graph does not call the hooks of modules."""
         compiled, self._compiled = self._compiled, None
         try:
             yield
@@ -151,8 +155,8 @@ class Block(nn.Module):
             self._compiled = compiled
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the layer's output for the input x. Both are [s, b, h], or this rank's positions
-        of that."""
+        """Return the layer's output for the input x. Both are [s, b, h]; under sequence
+        parallelism, both have only this rank's positions."""
         if not torch.is_grad_enabled():
             return self._forward(x, context)
         run = self._forward if self._compiled is None else self._compiled
@@ -160,21 +164,22 @@ class Block(nn.Module):
             if self.chooses:
                 context = replace(context, chosen=Chosen())
             with self._keeping():
-                # recomputation needs no generator's state, because dropout masks are hashes of
-                # coordinates (model/random.py)
+                # recomputation needs no state of a random generator, because dropout masks are
+                # hashes of coordinates (model/random.py)
                 return checkpoint(run, x, context, use_reentrant=False, preserve_rng_state=False)
         return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
-        """Return a context that decides how recomputation saves the block's input. Each tensor rank
-        saves the full input, or only 1/t of it, which is gathered in the backward pass (the P_a of
-        Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
+        """Return a context that determines how recomputation saves the block's input. Each of the t
+        tensor ranks saves the full input, or only 1/t of it, which is gathered in the backward pass
+        (this is P_a in Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
-        # torch's checkpoint adds its own hooks inside these, for the tensors that the layer would
-        # save
+        # torch's checkpoint adds its own hooks inside these hooks, for the tensors that the layer
+        # would save
         return saved_tensors_hooks(
-            lambda x: (self.axis.share(x).clone(), x.shape),  # copy: a view keeps all of x
+            # a copy, because a view would keep all of x
+            lambda x: (self.axis.share(x).clone(), x.shape),
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )
 
@@ -183,8 +188,9 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The embedding of token ids [s, b] with token types [s, b] as activations [s, b, h]: word
-    embedding, learned positions, token types, norm and dropout."""
+    """The embedding of token ids [s, b] and token types [s, b] as activations [s, b, h]: the sum of
+    word embedding, learned positions and token types, then norm and dropout. A model may have only
+    some of these modules."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
@@ -198,9 +204,10 @@ class Embedding(nn.Module):
         self.norm = Norm(model) if "norm" in parts else None
 
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
-        """Return the input of the first layer [s, b, h], or this rank's positions of it."""
+        """Return the input of the first layer, [s, b, h]; under sequence parallelism, only at this
+        rank's positions."""
         x = self.word(ids)
-        if self.scale is not None:  # round the factor to the type of x, as in Gemma's training
+        if self.scale is not None:  # round the factor to the type of x, as in the training of Gemma
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         between = self.axis.between_blocks(context.positions)
         if self.position is not None and context.cache is not None:
@@ -215,13 +222,13 @@ class Embedding(nn.Module):
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
-        # for random numbers, the embedding has the number of the layer before the first
+        # in the hash of random numbers, the embedding has the layer number -1
         return drop_hidden(x, context, self.rate, place=(-1, 0), axis=self.axis)
 
 
 class MaskedTransform(Computing):
     """BERT's modules before its output head: linear, GELU and norm (Devlin et al. 2019). Every rank
-    of the tensor axis has the input [..., h] and computes all of it."""
+    of the tensor axis has the full input [..., h] and computes the full output."""
 
     def __init__(self, model: ModelConfig, parts: Parts) -> None:
         super().__init__()
@@ -235,10 +242,12 @@ class MaskedTransform(Computing):
 
 
 class SentenceOrder(nn.Module):
-    """The prediction of the order of two segments. Activations [b, h] at the first positions ->
-    logits [b, 2] for segments in order or swapped.
+    """The prediction of the order of two segments, from the activations [b, h] at the first
+    position of each sequence. The logits [b, 2] are for segments in their original order and for
+    swapped segments.
 
-    It has the pooler of Devlin et al. 2019 and the objective of Lan et al. 2020 (arXiv 1909.11942).
+    The module has the pooler of Devlin et al. 2019, and is trained with the objective of Lan et al.
+    2020 (arXiv 1909.11942).
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -247,24 +256,24 @@ class SentenceOrder(nn.Module):
         self.order = built.replicated_linear(parts["sentence.order"])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [b, 2] of the activations [b, h] at the first positions."""
+        """Return the logits [b, 2] for the activations [b, h] at the first positions."""
         return self.order(self.pooler(x).tanh())
 
 
 class Classes(nn.Module):
-    """The scores of sequences: activations [1, b, h] at one position of each sequence -> scores [1,
-    b, n]. There is a score for each of n classes, or one score (n = 1) for a sequence that is one
-    of several candidates.
+    """The linear that computes scores [1, b, n] of sequences from the activations [1, b, h] at one
+    position of each sequence. A sequence has a score for each of n classes. If the sequence is one
+    of several candidate answers, it has one score (n = 1).
 
-    In a masked language model, pooler and dropout come before the linear for the scores (Devlin et
-    al. 2019, sections 4.1, 4.4).
+    In a masked language model, a pooler and dropout come before the linear (Devlin et al. 2019,
+    sections 4.1, 4.4).
     """
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        self.place = (model.layers, 0)  # numbered as the layer after the last
-        self.axis = TensorAxis(axis.comm)  # each rank has all of the few positions
+        self.place = (model.layers, 0)  # in random numbers: the layer after the last one
+        self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None
         if "sentence.pooler" in parts:
             self.pooler = built.replicated_linear(parts["sentence.pooler"])

@@ -1,5 +1,5 @@
-"""The interface that a sink must implement, and the description of a run's start that a
-sink gets.
+"""The interface that a sink must implement, and the description of a run's state that a sink gets
+at the start.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Past:
-    """The state of a run when one of its processes starts.
+    """The state of a run when it is started or resumed.
 
-    `path` is the run directory, whose metrics.jsonl has the kept records. The run resumes after
-    step `step`. `dropped` is True if this start has dropped records after that step.
+    `path` is the run directory, whose file `metrics.jsonl` has the records up to step `step`. The
+    run resumes after step `step`. `dropped` is True if this start has removed records of later
+    steps.
     """
 
     path: Path
@@ -21,10 +22,12 @@ class Past:
 
 
 class Sink(Protocol):
-    """One tool that shows records. If it raises, it is closed, and the run continues without it."""
+    """The interface of a sink, which is a tool that shows records. If a method of a sink raises an
+    exception, the run continues without the sink."""
 
     def record(self, values: dict[str, Any]) -> None:
-        """Show one record of `metrics.jsonl`. Records arrive in the order of their steps."""
+        """Write one record of `metrics.jsonl` to the tool. The method is called in the order in
+        which records are written."""
 
     def close(self) -> None:
         """Write all records to files, and close the sink."""

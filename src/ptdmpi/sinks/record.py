@@ -1,4 +1,4 @@
-"""The records of `metrics.jsonl` as named numbers, which are the same for every sink."""
+"""Conversion of the records of `metrics.jsonl` to named numbers, in the same way for every sink."""
 
 import json
 import statistics
@@ -22,18 +22,18 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-# keys without a curve, because their values are the same in each step or are the horizontal axis of
-# the curves
+# keys that sinks do not show: the step is the horizontal axis of all curves, and the messages are
+# the same in each step
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
 # numbers of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return every number of a record by a name such as "train/loss", but not its step.
+    """Return every number of a record, except its step, by a name such as "train/loss".
 
-    Lists and tables become one number for each item ("data/epochs/0"). Texts are left out, and so
-    are numbers that are the same in each record.
+    A list or table becomes one number for each of its elements ("data/epochs/0"). Texts are not
+    included, and neither are numbers that are the same in each record.
     """
     numbers: dict[str, float] = {}
     for key, value in record.items():
@@ -47,8 +47,8 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers in `value` by name. In a list or a table the name is extended by the
-    place."""
+    """Return the numbers in `value` by name. For an element of a list or a table, the name is
+    extended by its index or key."""
     items = {name: value}
     if isinstance(value, dict):
         items = {f"{name}/{key}": item for key, item in value.items()}
@@ -82,7 +82,8 @@ def _group(key: str) -> str:
 
 
 def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run so far; skip any other line."""
+    """Yield the records in the file `metrics` of a run, in their order. Lines that are not records
+    are skipped."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -1,4 +1,5 @@
-"""All sinks that `[log]` asks for; none of them can stop the run."""
+"""All sinks that the section [log] of the configuration enables. An error in a sink never stops the
+run."""
 
 import atexit
 import importlib.util
@@ -10,7 +11,8 @@ from ptdmpi.sinks.contract import Past, Sink
 
 
 def require(log: LogConfig) -> None:
-    """Raise InputError if the package of a wanted sink is missing; it names the extra."""
+    """Raise InputError if the package of an enabled sink is not installed. The message names the
+    extra to install."""
     if log.tensorboard:
         _require_package("tensorboardX", "tensorboard", "true")
     if log.wandb:
@@ -26,7 +28,8 @@ def _require_package(package: str, key: str, text: str) -> None:
 
 
 class Sinks:
-    """The open sinks, on rank 0. A sink that fails is closed, and `say` prints a line about it."""
+    """The open sinks of a run, which only rank 0 has. A sink that raises an exception gets no more
+    records, and `say` prints a line about the failure."""
 
     def __init__(self, config: Config, past: Past, say: Callable[[str], None]) -> None:
         self._say = say
@@ -34,7 +37,7 @@ class Sinks:
         for name, make in _wanted(config.log):
             try:
                 self._open[name] = make(config, past)
-            except Exception as error:  # the code of another package may raise any exception
+            except Exception as error:  # the other package may raise any exception
                 self._failed(name, error)
         atexit.register(self.close)
 
@@ -48,7 +51,7 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all sinks; also called at the end of the process."""
+        """Close all sinks. This method is also called at the end of the process."""
         atexit.unregister(self.close)
         while self._open:
             name, sink = self._open.popitem()
@@ -63,8 +66,8 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each wanted sink. They are imported here, since they need
-    extras."""
+    """Return the name and the class of each enabled sink. The classes are imported here, because
+    they need optional packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

@@ -1,7 +1,9 @@
-"""TensorBoard: event files in `runs/NAME/tensorboard/`, written without TensorFlow.
+"""The sink for TensorBoard: event files in `runs/NAME/tensorboard/`, which are written without
+TensorFlow.
 
-The writer is tensorboardX's synchronous one. Its SummaryWriter hands events to a thread through a
-queue. When a full disk ends that thread, the queue fills up and blocks the training.
+The events are written with tensorboardX's synchronous `EventsWriter`. Its SummaryWriter is not
+used, because it passes events to a thread through a queue: if a full disk ends that thread, the
+queue fills up and blocks the training.
 """
 
 import os
@@ -24,16 +26,17 @@ FLUSH_S = 5.0
 class TensorBoard:
     """A sink that writes one event file for each start of a run.
 
-    A later start begins with TensorBoard's own mark of a restart, after which readers drop earlier
-    events of that step or later. The first start with this sink writes the existing records of the
-    run, too.
+    The file of a later start begins with TensorBoard's own event for a restart at a step;
+    TensorBoard then ignores events of this and later steps in earlier files. The first start with
+    this sink also writes the existing records of the run.
     """
 
     def __init__(self, config: Config, past: Past) -> None:
         folder = past.path / FOLDER
         folder.mkdir(exist_ok=True)
         before = any(folder.glob("*.tfevents.*"))
-        # two starts within a second, or on two hosts of one name, must not share a file
+        # process id and time make the file name unique, even for two starts within a second, or on
+        # two hosts with the same name
         self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns()}")
         self._flushed_s = time.monotonic()
         if before:
@@ -47,11 +50,12 @@ class TensorBoard:
         self._flush()
 
     def record(self, values: dict[str, Any]) -> None:
-        """Write one record; flush it every few seconds, and after each checkpoint."""
+        """Write one record. Flush the file every few seconds, and after each checkpoint."""
         numbers = scalars(values)
         parts = [scalar(name, number).value[0] for name, number in numbers.items()]
         self._write(Event(step=values["step"], summary=Summary(value=parts)))
-        # a resumed run does not record the steps before its checkpoint again
+        # flush after a checkpoint, because a run that resumes from it does not record earlier steps
+        # again
         saved = "checkpoint_bytes" in values
         if saved or time.monotonic() - self._flushed_s >= FLUSH_S:
             self._flush()

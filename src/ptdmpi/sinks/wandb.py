@@ -1,8 +1,10 @@
-"""Weights & Biases: `runs/NAME/wandb/`, offline unless `log.wandb = "online"`.
+"""The sink for Weights & Biases (wandb): files in `runs/NAME/wandb/`, which are sent to the server
+only with `log.wandb = "online"`.
 
-A run of wandb has an id, and its steps only increase. A start that resumes at the last recorded
-step takes the same id, so the curves continue. A start from an earlier step takes a new id in the
-same group and writes the kept records again, because wandb cannot remove recorded steps.
+A run of wandb has an id, and the steps of its records only increase. If a run of ptdmpi resumes at
+its last recorded step, it continues the wandb run with the same id, so the curves continue. If it
+resumes at an earlier step, it uses a new id in the same group and writes the remaining records
+again, because wandb cannot remove recorded steps.
 """
 
 import json
@@ -29,7 +31,7 @@ class WeightsAndBiases:
         known = None if past.dropped else _known_id(folder / STATE)
         identity = known or secrets.token_hex(4)
         write_whole(folder / STATE, json.dumps({"id": identity}))
-        # do not query git about the sources, and do not copy the terminal's output
+        # do not record the git commit, and do not copy the output on the terminal
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0
         self._run = wandb.init(
@@ -49,7 +51,8 @@ class WeightsAndBiases:
 
     def record(self, values: dict[str, Any]) -> None:
         """Log one record at its step."""
-        # an asynchronous save is recorded late, with the step that it saved
+        # the record of an asynchronous save comes late, and has the step that was saved; wandb's
+        # steps must not decrease
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 
@@ -59,7 +62,7 @@ class WeightsAndBiases:
 
 
 def _known_id(state: Path) -> str | None:
-    """Return the id in the file `state`, or None without such a file."""
+    """Return the id in the file `state`, or None if the file is missing or damaged."""
     try:
         identity = json.loads(state.read_bytes())["id"]
     except (OSError, ValueError, KeyError, TypeError):

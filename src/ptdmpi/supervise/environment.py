@@ -1,5 +1,5 @@
-"""The environment of MPI programs, which `jobs/mpi-env.sh` sets; no other code knows its
-settings."""
+"""The environment variables of MPI programs. The script `jobs/mpi-env.sh` sets them; no other code
+contains their values."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
-# Open MPI passes its own variables on; a rank on another host also needs these.
+# Open MPI passes only its own variables to a rank on another host; the rank also needs these.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
 

@@ -1,4 +1,4 @@
-"""The decision after the end of a start: whether the run is over, or its ranks are
+"""The decision after a start of the ranks has ended: whether the run is over, or its ranks are
 started again.
 """
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ptdmpi.supervise.start import Ended
 
-STOPPED = 75  # the exit code after a stop on request and a save (see watch/requests.py)
+STOPPED = 75  # exit code of a run that saved and stopped on request (see watch/requests.py)
 BAD_INPUT = 2
 CORRUPT = 3  # run.on_corruption = "stop"
 
@@ -15,9 +15,10 @@ CORRUPT = 3  # run.on_corruption = "stop"
 class Starts:
     """The facts that the supervisor stores about earlier starts.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of consecutive
-    starts without a new step. `failed_at` is the step after which the last start ended because of
-    an exception or a hang of the program; None if the start ended for another reason.
+    `furthest` is the last step that any start has recorded. `idle` is the number of starts since
+    the last one that recorded a new step, including that one. `failed_at` is the step after which
+    the last start ended because of an exception or a hang of the program; None if the start ended
+    for another reason.
     """
 
     furthest: int = 0
@@ -34,8 +35,8 @@ class Starts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision: the exit code of the run, or None if its ranks are started again. `why` is the
-    reason as text.
+    """The decision after a start: `code` is the exit code of the run, or None if its ranks are
+    started again. `why` is the reason as text.
     """
 
     code: int | None
@@ -46,15 +47,16 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     """Decide whether the ranks are started again, after a start that ended after `step` before the
     run was complete.
 
-    `asked` is True if a stop was requested. `restarts` is the allowed number of consecutive starts
-    without a new step.
+    `asked` is True if a stop was requested. `restarts` is the largest number of consecutive
+    restarts without a new step; after one more, the run ends.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)
-    # mpirun can end with 0 after it has lost a node
+    # mpirun can end with exit code 0 after it has lost a node
     code = ended.code or 1
     if asked:
-        # a signal ends a rank whose handlers are not installed yet; nothing has been trained then
+        # a signal kills a rank that has not installed its handlers yet; the run has trained nothing
+        # then
         return Judgement(STOPPED if code in (128 + 10, 128 + 15) else code)
     now = before.after(ended, step)
     if ended.failed and before.failed_at == step:

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-# A launcher puts lines of dashes around its notices; a rank's line of dashes belongs to a table.
+# A launcher prints a line of dashes before and after its notices; a line of dashes from a rank
+# belongs to a table.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"
@@ -24,12 +25,13 @@ class LauncherOutput:
     """The output of one start of the ranks; threads print it line by line.
 
     `said` is True if a rank has reported why it ends. `failed` is True if the reported reason was
-    an exception or a hang of the program. `unread` becomes True when no process reads the output of
+    an exception or a hang of the program. `on_unread` is called when no process reads the output of
     this process any more.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], IO[str]]], on_unread: Callable[[], None]) -> None:
-        """Read from the first file of each pair until it ends, and print to the second one."""
+        """Start one thread for each pair of files. The thread reads the first file until its end,
+        and prints the lines to the second file."""
         self.said = False
         self.failed = False
         self._on_unread = on_unread
@@ -42,8 +44,8 @@ class LauncherOutput:
             thread.start()
 
     def finish(self, limit_s: float) -> None:
-        """Wait until everything is printed, at most `limit_s` for each pipe, because a process that
-        outlives the launcher may hold one open."""
+        """Wait until all lines are printed, at most `limit_s` seconds for each pipe. A process that
+        outlives the launcher may keep a pipe open."""
         for thread in self._threads:
             thread.join(limit_s)
 

@@ -1,8 +1,8 @@
 """The nodes on which a job may start ranks, and the command line that starts ranks on these nodes.
 
-In an allocation the scheduler determines the nodes. In Slurm the ranks are started by `srun`; in
-PBS by mpirun, with the names in the node file. Without a scheduler the nodes are the hosts that the
-user names, or this machine.
+In an allocation of a scheduler, the scheduler determines the nodes. In Slurm, `srun` starts the
+ranks; in PBS, mpirun starts them on the nodes of the node file. Without a scheduler the nodes are
+the hosts that the user names, or this machine.
 """
 
 import math
@@ -20,8 +20,8 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node is treated as lost if it cannot start the program `true` within this time. Each node is
-# tested twice, because the first test may fail while an earlier launcher still cleans up on the
+# A node is treated as lost if it cannot start the program `true` within PROBE_S seconds. Each node
+# is tested twice, because the first test may fail while an earlier launcher still cleans up on the
 # node.
 PROBE_S = 20.0
 PROBES = 2
@@ -30,7 +30,8 @@ PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class LaunchHost:
-    """A host, and the number of ranks to start on it; 0 means an equal share of all ranks."""
+    """A host, and the number of ranks to start on it. If `ranks` is 0, the ranks are divided
+    equally among the hosts."""
 
     name: str
     ranks: int = 0
@@ -54,7 +55,7 @@ class LaunchPlace:
     program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return a copy with a number of ranks set for each node, so that `ranks` ranks fit.
+        """Return a copy of this place for `ranks` ranks, in which each node has a number of ranks.
 
         Raise InputError if the nodes have room for fewer ranks.
         """
@@ -74,7 +75,8 @@ class LaunchPlace:
         return sum(node.ranks for node in nodes)
 
     def command(self, ranks: int, nodes: Sequence[LaunchHost]) -> list[str]:
-        """Return the command line that starts `ranks` ranks on the first of `nodes`."""
+        """Return the command line that starts `ranks` ranks. It uses as many of `nodes` as needed,
+        from the first one on."""
         used: list[LaunchHost] = []
         for node in nodes:
             if self.room(used) < ranks:
@@ -103,7 +105,8 @@ class LaunchPlace:
         return [launcher, "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
-        """Return the nodes on which a program can be started now. All nodes are tested at once."""
+        """Return the nodes on which a program can be started now. All nodes are tested at the same
+        time."""
         alive = self._on_each(environment, "true", times=PROBES)
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
@@ -113,8 +116,8 @@ class LaunchPlace:
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
-        """Start a program on all nodes at once. On a node where the program fails, try it up to
-        `times` times. Return for each node True if the program succeeded.
+        """Start a program on all nodes at the same time. On a node where the program fails, try it
+        up to `times` times. Return for each node True if the program succeeded.
         """
 
         def works(node: LaunchHost) -> bool:
@@ -146,8 +149,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
     the nodes of the scheduler's allocation, or only this machine.
 
     `launch` is the launcher with options, such as "mpiexec --cpu-bind depth". If `launch` is empty,
-    an installed launcher is chosen. Raise InputError if there is no launcher, a quotation of
-    `launch` has no end, or a host has no number of ranks after its colon.
+    an installed launcher is chosen. Raise InputError if no launcher is installed, if a quotation
+    mark in `launch` is not closed, or if a host has a colon without a number of ranks after it.
     """
     try:
         words = shlex.split(launch)
@@ -173,8 +176,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
 
 
 def _found(hosts: str, environment: Mapping[str, str]) -> str:
-    """Return the launcher that starts ranks here: srun in an allocation of Slurm, unless the user
-    names `hosts`, or else mpirun or mpiexec."""
+    """Return the name of an installed launcher. In an allocation of Slurm this is srun, unless the
+    user names `hosts`; otherwise it is mpirun or mpiexec."""
     path = environment.get("PATH")
     if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
         return "srun"
@@ -209,9 +212,9 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return the nodes of a Slurm allocation, with the options of `srun`. The exit code of one rank
-    must not end the job step at once, because ranks do not stop at the same moment; srun ends the
-    other ranks 60 s after the first one. Options in `asked`, which the user has given, are not
-    added again.
+    must not end the job step at once, because ranks do not stop at the same moment. Therefore srun
+    ends the remaining ranks 60 s after the first rank has ended. `asked` are the options that the
+    user has given; they are not added again.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
@@ -220,12 +223,13 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
         text=True,
     ).stdout.split()
     ranks = int(environment.get("SLURM_NTASKS", "0"))
-    # a step whose node is lost may hold the cores of other nodes for a while, so steps may overlap
+    # a job step that has lost a node may occupy the cores of its other nodes for a while, so job
+    # steps may overlap
     options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
     if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        options.append(f"--cpus-per-task={cores}")  # srun does not inherit it since 22.05
+        options.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 srun does not inherit this
     share = math.ceil(ranks / max(1, len(names)))
     return LaunchPlace(
         "srun", tuple(LaunchHost(name, share) for name in names), tuple(options), ranks
@@ -233,8 +237,8 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
 
 
 def _plugin(environment: Mapping[str, str]) -> str:
-    """Return Slurm's plugin for the MPI library: pmix for Open MPI, pmi2 for MPICH and its
-    descendants, and cray_shasta for Cray's machines, which have no mpirun."""
+    """Return the name of Slurm's plugin for the MPI library: pmix for Open MPI, pmi2 for MPICH and
+    libraries derived from MPICH, and cray_shasta for Cray's machines, which have no mpirun."""
     if not shutil.which("mpirun", path=environment.get("PATH")):
         return "cray_shasta"
     return "pmix" if "Open MPI" in _version("mpirun", environment) else "pmi2"

@@ -13,8 +13,8 @@ TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The last recorded step of a run, and the number of ranks that trained this step; both are 0
-    if no step is recorded.
+    """The last recorded step of a run, and the number of ranks that trained this step. Both numbers
+    are 0 if no step is recorded.
     """
 
     step: int = 0
@@ -49,8 +49,8 @@ class RunProgress:
         return None
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
-        """Return the name and the time of the newest checkpoint; None if there is none. Both change
-        with every save."""
+        """Return the name of the newest checkpoint and the time of its save, in nanoseconds. Return
+        None if the run has no checkpoint."""
         latest = self.path / "checkpoints" / "latest"
         with contextlib.suppress(OSError):
             name = read_file(latest).decode(errors="replace").strip()

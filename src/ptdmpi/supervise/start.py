@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ptdmpi.supervise.output import LauncherOutput
 
-# Launchers need a moment to install their handlers, and ranks need one to end after their launcher.
+# Ranks need some time to end after their launcher has ended: GRACE_S seconds.
 POLL_S = 0.05
 GRACE_S = 5.0
 
@@ -29,8 +29,9 @@ class Ended:
 
 
 class LauncherStart:
-    """A launcher with its ranks, in a separate session, so that Ctrl-C does not reach it. Open
-    MPI's launcher would end its ranks a quarter of a second after Ctrl-C."""
+    """A launcher with its ranks, in a separate session of the operating system, so that Ctrl-C does
+    not reach the launcher. Open MPI's launcher would end its ranks a quarter of a second after
+    Ctrl-C."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command`; raise OSError if it cannot be started."""
@@ -49,11 +50,12 @@ class LauncherStart:
         self.output = LauncherOutput(pipes, self.ask_to_stop)
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to stop after this step and to save; launchers pass SIGUSR1 on."""
+        """Ask the ranks to stop after this step and to save. The launcher gets SIGUSR1 and passes
+        it to the ranks."""
         self._send(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Have the launcher end its ranks at once."""
+        """Make the launcher end its ranks at once, by SIGTERM."""
         self._send(signal.SIGTERM)
 
     def running(self) -> bool:
@@ -61,10 +63,12 @@ class LauncherStart:
         return self.process.poll() is None
 
     def finish(self, quiet: bool) -> Ended:
-        """Return how the launcher ended, once no process of its session on this machine is left.
+        """Wait until the launcher and all processes of its session on this machine have ended.
+        Return how the launcher ended.
 
-        The launcher's notices are printed if no rank has reported why it ended. They are not
-        printed with `quiet`, or if the end was requested.
+        The launcher's notices are printed if no rank has reported why the job ended. The notices
+        are not printed with `quiet`, or if the exit code says that the run is complete, has an
+        input error, or stopped on request.
         """
         code = self.process.wait()
         self._end_session()
@@ -80,7 +84,8 @@ class LauncherStart:
             self.process.send_signal(number)
 
     def _end_session(self) -> None:
-        """Kill ranks that outlive the launcher, because they would hold the run's lock."""
+        """Kill the ranks that outlive the launcher, because these ranks would keep the run
+        directory locked."""
         end = time.monotonic() + GRACE_S
         while left := _session(self.process.pid):
             for pid in left:
@@ -92,7 +97,8 @@ class LauncherStart:
 
 
 def _session(leader: int) -> list[int]:
-    """Return the living processes of a session on this machine."""
+    """Return the process ids of the living processes of a session on this machine. `leader` is the
+    process id of the session's first process."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,8 +1,8 @@
-"""The supervisor of a job: it starts the ranks, and starts them again after ranks were lost.
+"""The supervisor of a job: it starts the ranks, and starts them again after some of them were lost.
 
 The supervisor is one process, which runs the launcher and has no training state. After a restart
-the run continues from a checkpoint, or from copies in the memory of the nodes, which remain when
-the ranks end.
+the run continues from a checkpoint, or from copies of the state in the memory of the nodes. These
+copies remain when the ranks end.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
-AGAIN_S = 5.0  # a second request has an effect only after this time, as for the ranks
+AGAIN_S = 5.0  # a second request to stop has an effect only after this time
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """The job to run on `ranks` ranks. `tree` is the content of the file `config` with `settings`
-    applied.
+    """The job to run on `ranks` ranks. `tree` is the content of the configuration file `config`, in
+    which `settings` have replaced values.
 
     If `searched` is True, the first start searches the layout. `restarts` is the allowed number of
-    consecutive starts without a new step. `grow_s` is the number of seconds between two checks
+    consecutive restarts without a new step. `grow_s` is the number of seconds between two checks
     whether lost nodes are available again.
     """
 
@@ -70,7 +70,7 @@ class Supervisor:
         self._asked_s = 0.0
         self._growing = False
         self._looked_s = 0.0
-        self._first_after = 0  # the last step that had a record when this start began
+        self._first_after = 0  # the last step that was recorded before this start
 
     def run(self) -> int:
         """Start the ranks until the run has ended; return the exit code."""
@@ -115,7 +115,7 @@ class Supervisor:
         self.starts += 1
         self._start = start
         self._first_after = self.progress.newest().step
-        if self._requests:  # the request came before there was a launcher
+        if self._requests:  # the request came before the launcher was started
             start.ask_to_stop()
         self._looked_s = time.monotonic()
         while start.running():
@@ -139,8 +139,8 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the settings in which this start differs from the first one. A later start
-        resumes, may use a layout for fewer ranks, and does not measure kernels again.
+        """Return the settings in which this start differs from the first start. A later start
+        resumes the run, may use a layout for fewer ranks, and does not measure kernels again.
         """
         settings = []
         if self.starts:
@@ -171,14 +171,15 @@ class Supervisor:
             self._say(verdict.why)
         return verdict.code
 
-    # -- fewer ranks, and all of them again ------------------------------------------------------
+    # -- fewer ranks after a loss, and all ranks again ---------------------------------------------
 
     def _fitting(self, room: int) -> int:
-        """Return the largest number of ranks that the model can use, up to `room` and up to the
-        number of ranks of the job.
+        """Return the largest number of ranks on which the run can continue: at most `room`, and at
+        most the number of ranks of the job. Return 0 if no number is possible.
 
-        Only the data axis shrinks, so the update stays the same. If replicas differ, their number
-        does not change, because the data-parallel method depends on it.
+        Only the data axis shrinks, so the optimizer's update stays the same. If the data-parallel
+        method lets replicas differ, the number of ranks cannot shrink, because the method depends
+        on the number of replicas.
         """
         if room >= self.job.ranks:
             return self.job.ranks
@@ -190,8 +191,8 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """After a loss of ranks or nodes, ask the ranks to stop and save when more ranks fit
-        again."""
+        """If ranks or nodes were lost and more ranks can be started again now, ask the ranks to
+        save and stop."""
         waited = time.monotonic() - self._looked_s
         if self._growing or self._requests or waited < self.job.grow_s:
             return
@@ -205,8 +206,8 @@ class Supervisor:
             start.ask_to_stop()
 
     def _training(self) -> int:
-        """Return the number of ranks that train now. The number is smaller than at the start if the
-        run has continued without a lost rank (`run.on_failure = "shrink"`).
+        """Return the number of ranks that train now. This number is smaller than the number of
+        started ranks if the run has continued without a lost rank (`run.on_failure = "shrink"`).
         """
         newest = self.progress.newest()
         if newest.step > self._first_after:
@@ -217,7 +218,7 @@ class Supervisor:
         """Return how many of `ranks` ranks train; the other ranks are spare."""
         return ranks - self.job.run.spare_ranks
 
-    # -- requests and words ----------------------------------------------------------------------
+    # -- requests to stop, and printed lines -------------------------------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         """Pass a request to stop to the ranks. The third request ends the ranks at once."""

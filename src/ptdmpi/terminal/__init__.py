@@ -1,1 +1,2 @@
-"""Common code of both command-line programs: options, help, exit codes, one-line error messages."""
+"""Common code of the command-line programs `ptdmpi` and `ptdmpi-data`: options, help, exit codes,
+and one-line error messages."""

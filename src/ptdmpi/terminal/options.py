@@ -1,4 +1,4 @@
-"""Types for the values of command-line options, and options that several commands have."""
+"""Types for the values of command-line options, and options that are shared by several commands."""
 
 import math
 from collections.abc import Callable
@@ -33,17 +33,18 @@ _OF_A_TRAINED_MODEL = (
 
 
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all commands for trained models have."""
+    """Decorate a command's function with the options that are common to all commands for trained
+    models."""
     for option in reversed(_OF_A_TRAINED_MODEL):
         function = option(function)
     return function
 
 
 class Number(click.types.FloatParamType):
-    """The type of an option whose value is a finite number above 0 or, if `least` is given, a whole
-    number from `least` to `most`.
+    """The type of an option whose value is a finite number above 0. If `least` is given, the value
+    is a whole number from `least` to `most`.
 
-    Raises InputError, one line, for anything else. `most` 0 sets no limit.
+    Raises a one-line InputError for any other value. If `most` is 0, there is no upper limit.
     """
 
     name = "number"
@@ -53,7 +54,8 @@ class Number(click.types.FloatParamType):
         self.most = most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Return the number that an option's text means."""
+        """Return the number in an option's text. Raise InputError if the text is not a legal
+        number."""
         try:
             number = float(value) if self.least is None else int(value)
         except ValueError:
@@ -74,8 +76,8 @@ class Number(click.types.FloatParamType):
 
 
 class NumberList(click.ParamType[list[int]]):
-    """The type of an option whose value is a list of whole numbers from 1, separated by commas. The
-    numbers are sorted, and duplicates are removed.
+    """The type of an option whose value is a list of positive whole numbers, separated by commas.
+    The numbers are sorted, and duplicates are removed.
     """
 
     name = "sizes"
@@ -91,15 +93,15 @@ class NumberList(click.ParamType[list[int]]):
 
 
 class ShardGroup(click.ParamType[int | str]):
-    """The type of an option for the size of a group of data ranks that shards the training state:
-    "all", "node" or a number.
+    """The type of an option for the number of data ranks among which the training state is sharded.
+    The value is "all", "node" or a number.
     """
 
     name = "group"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        """Return "all", "node" or a number, as the option's text says. Raise InputError for any
-        other text.
+        """Return the option's value: "all", "node" or a number. Raise InputError for any other
+        text.
         """
         if value in ("all", "node"):
             return str(value)

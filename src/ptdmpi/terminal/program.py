@@ -1,8 +1,9 @@
-"""Common code for all commands of both programs: shared options, exit codes, and one-line error
-messages.
+"""Common code for all commands of the programs `ptdmpi` and `ptdmpi-data`: shared options, exit
+codes, and one-line error messages.
 
-A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun only
-rank 0 prints help and errors of usage. A command that needs no MPI runs only on rank 0.
+A program is a `CommandGroup` of `Command`s; the function `run` executes its command line. Under
+mpirun or srun only rank 0 prints help and usage errors. A command that needs no MPI runs only on
+rank 0.
 """
 
 import importlib.metadata
@@ -25,7 +26,8 @@ EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
 
 def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
-    """Return the callback for an option that prints a text, only on rank 0, and exits."""
+    """Return the callback for an option such as --help, which prints a text on rank 0 and exits on
+    all ranks. `text_of` returns the text."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         """Print the text and exit, if the option is given."""
@@ -66,7 +68,7 @@ def _shared_options() -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command with the shared options; its help ends with its exit codes."""
+    """A command with the shared options, such as --help. Its help text ends with its exit codes."""
 
     def __init__(self, name: str | None, *, exit_codes: str = EXIT_CODES, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": exit_codes, **options})
@@ -76,8 +78,8 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group of commands with the shared options.
 
-    Commands named in `in_parallel` run on all ranks of a job, and all other commands only on rank
-    0.
+    Commands whose names are in `in_parallel` run on all ranks of a job. All other commands run only
+    on rank 0.
     """
 
     command_class = Command
@@ -91,7 +93,8 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does, but end the ranks that have no work for it, silently."""
+        """Find a command in the same way as click. If the command runs only on rank 0, end all
+        other ranks without a message."""
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()
@@ -106,11 +109,11 @@ class CommandGroup(click.Group):
 def run(
     program: click.Group, name: str, *, interrupted: str = "interrupted", lists: bool = False
 ) -> None:
-    """Run the command line of the program `name`. An error is one line on stderr.
+    """Execute the command line of the program `name`. An error is printed as one line on stderr.
 
-    `interrupted`: the message after Ctrl-C. `lists`: an InputError may have several lines, one for
-    each mistake. Raises SystemExit: 2 for bad input, 130 if interrupted, 1 for other failures, or
-    the command's own exit code.
+    `interrupted` is the message after Ctrl-C. If `lists` is True, the message of an InputError may
+    have several lines, one for each mistake. Raises SystemExit with code 2 for bad input, 130 after
+    Ctrl-C, 1 for other failures, or with the command's own exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -141,8 +144,8 @@ def run(
 
 
 def require_own_package() -> None:
-    """Raise InputError if another folder `ptdmpi`, such as one in the current directory, shadows
-    the package, because the files of the package would not be found.
+    """Raise InputError if another folder with the name `ptdmpi`, for example in the current
+    directory, hides the package. In that case the files of the package would not be found.
     """
     folder = Path(__file__).parents[1]
     package = sys.modules["ptdmpi"].__file__
@@ -160,8 +163,8 @@ def _flat(text: str) -> str:
 def _end_all(text: str) -> NoReturn:
     """Exit because of an error that every rank has raised. Only rank 0 prints the error.
 
-    The other ranks exit with code 0. After the first non-zero exit code mpirun kills all ranks, so
-    it could kill rank 0 before rank 0 has printed the error.
+    All other ranks exit with code 0. After the first non-zero exit code mpirun kills all ranks, so
+    a non-zero code of another rank could kill rank 0 before it has printed the error.
     """
     if launched_rank():
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""One start of a run: the state it begins from, its first log lines, and its history."""
+"""One start of a run: the state from which it begins, its first log lines, and its history."""
 
 import contextlib
 import os
@@ -33,26 +33,26 @@ from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
 def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the fastest kernels that the cluster file `cluster` has measured; {} if it has
-    none."""
+    """Return the fastest kernels according to the measurements in the cluster file `cluster`.
+    Return {} if the file has no such measurements."""
     if not cluster:
         return {}
-    # the planner is imported here: a run without a cluster file does not need it
+    # import this module only here, because a run without a cluster file does not need it
     from ptdmpi.plan.machine.cluster import load_cluster
 
     return load_cluster(cluster).kernels.entries()
 
 
 class Attempt:
-    """One start of a run, made by all ranks together. Rank 0 keeps the history.
+    """One start of a run, made by all ranks together. Rank 0 writes the history file.
 
     `first` is the number of steps that were done before this start. If `idle` is True, nothing is
     left to train, and nothing is written. `over` is the reason why the run has ended before its
-    last step, if it has. `how` describes the state from which the run begins. `why` describes why
-    the run ended, and is empty until then. `live` is True if the state came from other ranks, so
-    perhaps no checkpoint contains it. `skipped` has the checkpoints that could not be read, with
-    reasons. `choice` has the kernels that the run computes with; None means that they are not
-    chosen yet.
+    last step; otherwise it is empty. `how` describes the state from which the run begins. `why`
+    describes why the run ended, and is empty until then. `live` is True if the state came from
+    other ranks, so perhaps no checkpoint contains it. `skipped` has the checkpoints that could not
+    be read, with reasons. `choice` has the kernels with which the run computes; None means that no
+    kernels are chosen yet.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Attempt:
         start: Handover,
         copies: MemoryCopies | None = None,
     ) -> None:
-        """Load the state into `engine`. Raises InputError on every rank if that is not possible."""
+        """Load the state into `engine`. Raises InputError, on every rank, if the state cannot be
+        loaded."""
         config = engine.config
         self.config = config
         self.world = world
@@ -72,20 +73,19 @@ class Attempt:
         self.copies = copies
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
-        # kernels that `ptdmpi probe` has measured on this machine
+        # the fastest kernels that `ptdmpi probe` has measured on this machine
         self.own = world.on_root(lambda: _measured(config.run.cluster))
         self.live = start.load is not None
         self.skipped: list[str] = []
         self.how = "begins"
         self.why = ""
         self.over = ""
-        # the last step of the live state is not recorded or saved yet, or the run owes the work
-        # that follows it
+        # True if the last step of the state is not completely recorded, validated and saved
         self.pending = start.unfinished is not None
         self.history: History | None = None
         self.choice: Choice | None = None
-        # `steps_done` stays None until the state is loaded completely: if a rank is lost meanwhile,
-        # no survivor may continue from an incomplete state
+        # `steps_done` stays None until the state is loaded completely. If a rank is lost during the
+        # loading, no survivor may continue from the incomplete state.
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
@@ -102,10 +102,10 @@ class Attempt:
         engine.steps_done = self.first
 
     def choose(self, engine: Engine, memory: Memory, say: Callable[[str], None]) -> None:
-        """Choose the kernels that the engine computes with, the same on all ranks. Do nothing if no
-        step is left to train.
+        """Choose the kernels with which the engine computes. The choice is the same on all ranks.
+        Do nothing if no step is left to train.
 
-        `memory` limits the choice to kernels whose working memory fits.
+        `memory` limits the choice to kernels whose working memory fits into the rank's memory.
         """
         if not self.idle:
             compute = data_types(self.config.precision.compute).compute
@@ -118,8 +118,9 @@ class Attempt:
                 engine.compute_by(self.choice)
 
     def take_owed(self, owed: bool) -> None:
-        """Take it that work is left after the last step if the run owes it, because a stop
-        interrupted it, and the run is not marked as done. Every rank calls it."""
+        """Set `pending` if `owed` is True and the run is not marked as done. `owed` is True if a
+        stop has interrupted the validation or the tasks after the last step. Every rank calls this
+        method."""
         if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
             self.pending = True
 
@@ -129,11 +130,12 @@ class Attempt:
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:
-        """Load the state that `checkpoint.resume` and `checkpoint.initial` name; return the steps
-        done.
+        """Load the state that `checkpoint.resume` and `checkpoint.initial` name. Return the number
+        of steps for which the state was trained.
 
-        `fresh` names the parameters of a head that `adapt.base` lacks. They keep their random
-        initial values, unless a checkpoint has them. Raises InputError on every rank.
+        `fresh` has the names of the head's parameters that the base model `adapt.base` lacks. These
+        parameters keep their random initial values, unless a checkpoint has them. Raises
+        InputError, on every rank, if the state cannot be loaded.
         """
         if self.copies is not None:
             copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
@@ -154,7 +156,8 @@ class Attempt:
         return 0
 
     def _resumed(self, resume: str, step: int) -> str:
-        """Return in words how a run resumes after `step`. Raises InputError if no step is left."""
+        """Return a text that describes how the run resumes after `step`. Raises InputError if a
+        checkpoint was named and no step is left."""
         checkpoints = self.checkpoints
         steps = self.config.run.steps
         if step >= steps and checkpoints.branches:
@@ -170,10 +173,12 @@ class Attempt:
         return how
 
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
-        """Open the run directory on rank 0, and begin the history of this attempt there.
+        """Open the run directory on rank 0, and record the beginning of this attempt in the
+        history.
 
-        `concluded` is the number of steps that have their records, and `show` prints a line.
-        Returns None on other ranks, and if nothing is left to train. Raises InputError.
+        `concluded` is the number of steps that are recorded, and `show` prints a line. Returns None
+        on other ranks, and if nothing is left to train. Raises InputError if the directory cannot
+        be written.
         """
         if self.idle or self.world.rank:
             return None
@@ -198,7 +203,8 @@ class Attempt:
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
-        """Record in the history why the work inside the block ended, and after how many steps."""
+        """Return a context. At its end, record in the history why the work inside the block ended,
+        and after how many steps."""
         why = "done"
         try:
             yield
@@ -206,7 +212,7 @@ class Attempt:
         except SystemExit as stop:
             why = self.why or f"exit code {stop.code}"
             raise
-        except GeneratorExit:  # a program that trains step by step has left its loop
+        except GeneratorExit:  # a user's program that trains step by step has left its loop
             self.why = why = "left before its last step"
             raise
         except BaseException as error:
@@ -217,7 +223,8 @@ class Attempt:
             self._keep(lambda history: history.end(steps_done(), why))
 
     def _keep(self, work: Callable[[History], None]) -> None:
-        """Write to the history. If the disk fails, this is reported, and the run goes on."""
+        """Call `work` to write to the history. If the disk fails, print a warning, and continue the
+        run."""
         if self.history is not None and self.path.is_dir():
             try:
                 work(self.history)
@@ -226,8 +233,8 @@ class Attempt:
                 print(text, file=sys.stderr, flush=True)
 
     def finish(self, last: int) -> None:
-        """Mark the run directory as done if the run is complete after step `last`; every rank calls
-        it."""
+        """Mark the run directory as done if the run is complete after step `last`. Every rank calls
+        this method."""
         if not self.idle or self.over or self.first == self.config.run.steps:
             self.world.on_root(lambda: mark_done(self.path, last))
 
@@ -313,8 +320,6 @@ class Attempt:
             )
 
     def _changed(self) -> str:
-        """Return the end of a log line: the settings that have changed since the run
-        last trained.
-        """
+        """Return the end of a log line: the settings that differ from the previous attempt."""
         changes = "; ".join(self.course.answer.changed)
         return f"; changed since: {changes}" if changes else ""

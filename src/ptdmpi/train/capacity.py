@@ -27,14 +27,14 @@ if TYPE_CHECKING:  # its import starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# If an allocation fails although the memory should suffice, the rank is assumed to have had this
-# share of the memory that the model needs.
+# If an allocation fails although the memory should suffice, the error message assumes that the rank
+# could use this fraction of the memory that the model needs.
 FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: the bytes that the rank may use, and the bytes that the
-    model needs.
+    """The memory of one rank of a run: the bytes that the rank may use, and the bytes that training
+    needs.
 
     `capacity_bytes` is the memory that this rank may use on its device. `step` is the predicted
     memory of a step.
@@ -43,9 +43,10 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        """Compare the capacity with the need before anything is allocated; every rank calls it.
+        """Compare the capacity with the need before the model is allocated. Every rank calls this
+        method.
 
-        Raises InputError on every rank if a node cannot hold what its ranks need.
+        Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
         """
         self._config = config
         # without a supervisor no copies in memory are made, because no later start would load them
@@ -58,7 +59,7 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # the host's share for this rank, for state that is not on the device
+        # the part of the host's memory that this rank may use, for state that is not on the device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -66,11 +67,12 @@ class Memory:
         self._require(self._fits(self.step))
 
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
-        """Return the chosen kernels, limited to those whose memory fits; all ranks call it.
+        """Return the chosen kernels, limited to kernels whose memory fits. All ranks call this
+        method.
 
         If the memory is too small to keep the attention probabilities, the backward pass computes
-        the same probabilities again, and `say` reports this. Raises InputError on every rank if the
-        kernels widen half types and there is no memory for the copies.
+        the same probabilities again, and `say` reports this. Raises InputError, on every rank, if
+        the kernels convert 16-bit types to float32 and there is no memory for the float32 copies.
         """
         if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
             return choice
@@ -105,7 +107,8 @@ class Memory:
         return replace(step, host_capacity_bytes=self._least_host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
-        """Return True if every node and GPU holds what its ranks need; all ranks call it."""
+        """Return True if every node and every GPU has the memory that its ranks need. All ranks
+        call this method."""
         world = self._world
         pipeline_rank = grid_of(self._config).coordinates(world.rank)["pipeline"]
         peak = step.peak(pipeline_rank)
@@ -113,7 +116,8 @@ class Memory:
             own=_Use(peak.total, self.capacity_bytes), host=_Use(peak.host, self._host_bytes)
         )
         needs = world.control.allgather(mine)
-        # the ranks on a node share the host's memory, and each rank has its share of a GPU
+        # the ranks on a node share the host's memory; each rank has a fixed part of its GPU's
+        # memory
         uses: dict[tuple[str, int], list[_Use]] = {}
         for rank, (process, need) in enumerate(zip(world.processes, needs, strict=True)):
             on_host = need.own if self._on_host else need.host
@@ -136,27 +140,28 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add a note to an out-of-memory error. The note shows how the memory is used, and which
-        changes would make the model fit.
+        """Return a context that adds a note to an out-of-memory error. The note shows how the
+        memory is used, and which changes of the configuration would make the model fit.
         """
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            # add a note and raise no other exception, because the traceback shows which tensor was
-            # allocated
+            # add a note to the exception instead of raising another one, because the traceback
+            # shows which tensor was allocated
             if _lacks_memory(error):
-                # another program has the rest of this rank's memory
+                # another program may use a part of this rank's memory
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # the hosts' memory was checked at the start; another check would need all ranks
+                # leave out the hosts' memory, which was checked at the start; a new check would
+                # need all ranks
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
 
 
 class _Use(NamedTuple):
-    """For one memory (of a device or a host): the bytes that a rank needs, and the bytes that it
-    may use.
+    """The bytes that a rank needs in one memory (of a device or a host), and the bytes that it may
+    use there.
     """
 
     needed_bytes: float
@@ -174,14 +179,15 @@ class _Need(NamedTuple):
 def _lacks_memory(error: Exception) -> bool:
     """Return True if an allocation failed.
 
-    On CPUs the error is a RuntimeError, and only its message distinguishes it from others.
+    On CPUs the error is a RuntimeError, and only its message distinguishes it from other errors.
     """
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def ranks_sharing(world: "World", device: torch.device) -> int:
-    """Return the number of ranks that share this rank's GPU, or its host; every rank calls it.
+    """Return the number of ranks that share this rank's GPU, or, for a CPU, its host. Every rank
+    calls this function.
 
     GPUs are compared by UUID, because a site may show each rank only one GPU, always with the same
     number.
@@ -199,8 +205,8 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that ranks started on this node will have.
 
-    This is the number that this process sees, or Slurm's if that is larger, because Slurm may show
-    each task only one GPU.
+    This is the larger of two numbers: the GPUs that this process sees, and Slurm's number of GPUs
+    on the node. Slurm may show each task only one GPU.
     """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -209,7 +215,7 @@ def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 def expected_sharing(device: torch.device, local_ranks: int) -> int:
     """Return the maximum number of ranks that will share a GPU if `local_ranks` ranks start on this
-    node; on a node without GPUs, the number that will share the host.
+    node. If `device` is a CPU, return the number of ranks that will share the host.
 
     Ranks take the GPUs in turn, so the largest number of ranks on a GPU is the quotient rounded up.
     """
@@ -219,12 +225,12 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return the bytes of its GPU or host that a rank may still use; `sharing` ranks share the
-    memory.
+    """Return the bytes of its GPU's or host's memory that a rank may still use, if `sharing` ranks
+    share this memory.
 
-    The memory in use is subtracted. On a GPU that reports its free memory this is the memory of
-    contexts, communicators and other processes. On a host it is the resident memory of this
-    process.
+    The memory in use is subtracted from the total. On a GPU that reports its free memory, the
+    memory of contexts, communicators and other processes is in use. On a host, the resident memory
+    of this process is in use.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
@@ -258,18 +264,20 @@ def process_bytes() -> tuple[int, int]:
 def forget_peak() -> None:
     """Reset this process's peak of resident memory to its present value.
 
-    Free memory that glibc keeps is given back first; other C libraries have no such call.
+    First, free memory that the C library glibc keeps is returned to the system. Other C libraries
+    have no call for this.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # some kernels forbid it; the peak then stays
+    with contextlib.suppress(OSError):  # some kernels forbid this, and the peak stays
         (PROCESS / "clear_refs").write_text("5")
 
 
 def host_memory_bytes() -> int:
-    """Return the physical memory of the host, or the lowest limit of its control groups."""
+    """Return the physical memory of the host in bytes, or the lowest limit of this process's
+    control groups if it is lower."""
     limits = [int(text) for text in _limits() if text.isdigit()]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -278,7 +286,8 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Yield the memory limits of this process's control groups and their parents (v2 and v1)."""
+    """Yield the memory limits of this process's control groups and of their parents, for versions 1
+    and 2 of Linux control groups."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -37,11 +37,11 @@ from ptdmpi.train.tasks.files import task_files
 
 
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """Return the configuration of a run on `ranks` ranks, `node_ranks` of them on a node.
+    """Return the configuration of a run on `ranks` ranks, of which `node_ranks` are on each node.
 
-    `tree` has the sections as parsed from TOML. The data, the cluster file, the tasks and the run
-    directory are checked, too. Nothing is written. Raises InputError with all mistakes, one line
-    each.
+    `tree` has the sections of the configuration, as parsed from TOML. The data, the cluster file,
+    the tasks and the run directory are checked, too. No file is written. Raises InputError with one
+    line for each mistake.
     """
     tree = with_form(tree)
     try:
@@ -56,8 +56,9 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration whose [quantize] section has the format of its frozen base.
 
-    `tree` is returned unchanged if its [quantize] has a format, if its base is not quantized, or if
-    the base cannot be read, which other checks report.
+    `tree` is returned unchanged if its [quantize] section has a format, if its base model is not
+    quantized, or if the base model cannot be read. (Other checks report a base model that cannot be
+    read.)
     """
     adapt = tree.get("adapt", {})
     quantize = tree.get("quantize", {})
@@ -82,10 +83,11 @@ def _form_of_base(base: object) -> LowBit | None:
 
 
 def checked_data(config: Config) -> int:
-    """Return the size of the vocabulary, after checks of everything that a run reads or writes.
+    """Check all files and directories that a run reads or writes. Return the size of the
+    vocabulary.
 
-    The datasets must fit together and suffice for the run; cluster file, tasks and run directory
-    must be usable. Raises InputError with all mistakes, one line each.
+    The datasets must fit together and have enough samples for the run; the cluster file, the tasks
+    and the run directory must be usable. Raises InputError with one line for each mistake.
     """
     mistakes = _mistakes(_section_checks(Sections.of_config(config)))
     mistakes += refusals(config.layout, config.model)
@@ -99,7 +101,8 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # if the run resumes, the number of samples is counted from the step of the checkpoint
+    # with `data.change` samples are counted from the step of the checkpoint, which is not known
+    # here
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
@@ -109,7 +112,7 @@ def checked_data(config: Config) -> int:
 
 
 def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """Return the lines of all InputErrors that the checks raise, each line once."""
+    """Call the checks. Return the lines of all InputErrors that they raise, without repetitions."""
     lines: list[str] = []
     for check in checks:
         try:
@@ -120,8 +123,8 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield the checks that need only one section each, so that they are possible even if other
-    sections are wrong.
+    """Yield the checks that need only one or two sections of the configuration. These checks are
+    possible even if other sections are wrong.
     """
     run = sections.run
     if run is not None:
@@ -148,7 +151,8 @@ def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
 
 
 def _dataset(path: str, model: ModelConfig | None) -> None:
-    """Open a dataset. Raises InputError if that fails, or the vocabulary is too small for it."""
+    """Open a dataset. Raises InputError if the dataset cannot be opened, or if `model.vocab_size`
+    is too small for its vocabulary."""
     dataset = Dataset(path)
     if model is not None and 0 < model.vocab_size < dataset.vocab_size:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Reading of a run's datasets from disk, and their transfer to the device as microbatches."""
+"""Reading of a run's datasets from the disk, and the transfer of microbatches to the device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -45,12 +45,14 @@ from ptdmpi.train.tasks.files import task_framing
 if TYPE_CHECKING:  # its import starts MPI, and data is also opened without MPI
     from ptdmpi.comm.world import Axes
 
-# The number of microbatches in a group of validation; groups bound the memory of validation.
+# The number of validation microbatches that are on the device at the same time; this limits the
+# memory of a validation.
 VALIDATION_GROUP = 16
 
 
 class SampleSource(Protocol):
-    """The samples of a run: windows of tokens in shards, or the lines of a task's files."""
+    """The interface of the samples of a run: windows of tokens in shards, or the lines of a task's
+    files."""
 
     train: Sequence[Samples]
     valid: Sequence[Samples]
@@ -64,18 +66,19 @@ class SampleSource(Protocol):
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield this data rank's microbatches of validation dataset `number`.
 
-        Every data rank has the same number of them.
+        Every data rank has the same number of microbatches.
         """
 
     def ids(self, number: int, sample: int) -> list[int]:
-        """Return the tokens of one sample of training dataset `number`, to be shown to the user."""
+        """Return the tokens of one sample of training dataset `number`, so that they can be shown
+        to the user."""
 
     def remarks(self) -> Iterator[str]:
-        """Yield the lines about the samples that a run logs at its start."""
+        """Yield log lines about the samples, which a run logs at its start."""
 
 
 class ShardSource:
-    """Windows of the tokens in shards, as samples."""
+    """Samples that are windows of the tokens in shards."""
 
     def __init__(self, config: Config) -> None:
         """Open the datasets. Raises InputError if they do not fit together."""
@@ -83,7 +86,8 @@ class ShardSource:
         self._train, self._valid = open_datasets(config)
         self.train: Sequence[Samples] = self._train
         self.valid: Sequence[Samples] = self._valid
-        # the stored log-probabilities of the reference model, by dataset, if a run compares pairs
+        # the stored log-probabilities of the reference model for each dataset, if a run compares
+        # pairs of answers (DPO)
         self._references: dict[Dataset, References] = {}
         if config.preference.compares:
             self._references = {
@@ -161,22 +165,21 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line on the reference model of each dataset of pairs."""
+        """Yield a line about the reference model of each dataset of pairs."""
         for dataset, references in self._references.items():
             yield f"{dataset.directory}: log-probabilities of {references.model}"
 
     def bigram_loss(self) -> float:
-        """Return the validation loss, in nats per token, of a bigram model that was made from the
-        training shards.
-        """
+        """Return the validation loss of a bigram model of the training shards, in nats per token.
+        The bigram model is made in this call."""
         bigram = Bigram(self._train)
         pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]
         tokens = len(pairs) * self.config.model.seq_length
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
     def _validated_pairs(self, dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield inputs and labels, of shape [1, sequence length], of each sample in the part of the
-        validation data that every layout uses.
+        """Yield inputs and labels, each of shape [1, sequence length], of each validation sample of
+        `dataset`. The samples are the same in every layout.
         """
         batches = ValidationBatches(
             dataset,
@@ -191,10 +194,10 @@ class ShardSource:
 
 
 class TaskSource:
-    """The samples in the files of a task, tokenized when they are read."""
+    """The samples in the files of a task. The texts are tokenized when the files are read."""
 
     def __init__(self, config: Config) -> None:
-        """Read the files. Raises InputError if one cannot be used, or no tokenizer is known."""
+        """Read the files. Raises InputError if a file cannot be used, or no tokenizer is known."""
         self.config = config
         frame = task_framing(config)
         self.form = frame.form
@@ -211,8 +214,8 @@ class TaskSource:
 
     @property
     def _micro(self) -> int:
-        """Return the number of samples in a microbatch. The configured microbatch size is a number
-        of sequences.
+        """Return the number of samples in a microbatch. A sample may consist of several sequences,
+        and the configured microbatch size is a number of sequences.
         """
         return self.config.batch.micro_size // self.config.task.sequences
 
@@ -240,13 +243,14 @@ class TaskSource:
         )
 
     def ids(self, number: int, sample: int) -> list[int]:
-        """Return the tokens of one training sample; if it has several candidates, of the first
-        one."""
+        """Return the tokens of one training sample. If the sample has several candidate answers,
+        return the tokens of the sequence with the first candidate."""
         file = self._train[number]
         return file.rows[sample * file.sequences].ids.tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line on each file: its samples, and the sequences that were cut."""
+        """Yield a line about each file: the number of its samples, and the number of sequences that
+        were cut."""
         for file in (*self._train, *self._valid):
             cut = f"{file.cut} of {counted(len(file.rows), 'sequence')} cut"
             if file.cut:
@@ -266,13 +270,14 @@ def source_of(config: Config) -> SampleSource:
 
 
 class Feed:
-    """The data of a run, as one data rank reads it.
+    """The data of a run, as it is read by one data rank.
 
-    `course` counts samples and tokens, and knows the order of samples.
+    `course` has the order of the samples, and the numbers of samples and tokens after each step.
     """
 
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
-        """Open the data; every rank calls it. Raises InputError."""
+        """Open the data. Every rank calls this method. Raises InputError if the data cannot be
+        used."""
         self.config = config
         self.axes = axes
         self.source = source_of(config)
@@ -294,17 +299,17 @@ class Feed:
         """Return microbatches as tensors on the device, of shape [sequence length, microbatch
         size]. The tensors are valid until the next call.
 
-        Every rank of the context axis reads complete samples; this method selects the rank's
-        positions.
+        Every rank of the context axis reads complete samples; this method selects the positions of
+        this rank.
         """
         here = ContextAxis(self.axes[CONTEXT]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
-        """Yield this data rank's validation microbatches in groups, each with the number of its
-        dataset.
+        """Yield (number of a validation dataset, group of this data rank's microbatches of it).
 
-        Every rank yields the same number of groups, of the same sizes.
+        Every rank yields the same number of groups. Corresponding groups have the same number of
+        microbatches.
         """
         for number in range(len(self.valid)):
             group: list[MicrobatchRows] = []
@@ -320,7 +325,7 @@ class Feed:
         """Return the loss of a bigram model (see `ShardSource.bigram_loss`) on rank 0, and 0.0 on
         all other ranks.
 
-        The loss is computed on the validation samples that every layout uses.
+        The loss is computed on validation samples that do not depend on the layout.
         """
         if self.axes.world.rank or not isinstance(self.source, ShardSource):
             return 0.0
@@ -330,8 +335,8 @@ class Feed:
 def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Open the training and the validation datasets of a run.
 
-    Raises InputError if they do not fit together. All need the same tokenizer, and each needs at
-    least one sample.
+    Raises InputError if the datasets do not fit together. All datasets need the same tokenizer, and
+    each dataset needs at least one sample.
     """
     use_mmap = config.data.reader == "mmap"
     verified = config.data.verify == "read"
@@ -365,8 +370,8 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if conversations were packed into the shards in a form that does not fit the
-    settings of the run: how they are cut, mixed, counted or compared.
+    """Raise InputError if `dataset` has packed conversations, or pairs of answers, that do not fit
+    the settings of the run: the objective, the sequence length, or the boundaries of documents.
     """
     rows = dataset.row_length
     compares = config.preference.compares
@@ -402,7 +407,7 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
-    """Return the samples that a masked model is trained on, made of the windows of `dataset`."""
+    """Return the samples for training a masked model, which are made from windows of `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 

@@ -1,4 +1,4 @@
-"""Hooks: objects that a program adds to a run, and whose methods the run calls."""
+"""Hooks: objects that a user's program adds to a run. The run calls their methods."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,8 @@ from ptdmpi.train.live import Completed
 
 
 class Hook:
-    """An object whose methods a run calls; a subclass overrides the methods that it needs.
+    """The base class of hooks. A run calls the methods of a hook, and a subclass overrides the
+    methods that it needs.
 
     Every rank has its own hook object, and all ranks call their hooks at the same points of the
     run, so a hook may communicate. The result of `state` is stored in each checkpoint. When the run
@@ -30,8 +31,8 @@ class Hook:
         """React to a checkpoint that is complete on the disk."""
 
     def stopped(self, step: int, why: str) -> None:
-        """React to the end of training in this start; `why` is "done", or the reason why the run
-        stopped early.
+        """React to the end of training in this start of the run; `why` is "done", or the reason why
+        the run stopped early.
         """
 
     def state(self) -> Any:

@@ -20,13 +20,13 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# The longest message: counts of MPI calls are 32-bit integers.
+# The largest number of elements in one message, because MPI calls count bytes in 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A step (1-based) that was trained on all ranks, with its result and its time."""
+    """A step that was trained on all ranks: its number (from 1 on), its result and its duration."""
 
     step: int
     result: StepResult
@@ -40,9 +40,8 @@ class Handover:
 
     `load` copies the live state into the engine and returns the number of steps that the state was
     trained for. If `load` is None, a checkpoint is read. `unfinished` is the last step of the live
-    state, if a rank was lost before that step was recorded, validated and saved. `answer` is the
-    data that the state was trained on, and the data of the next steps. `lost` is True if ranks were
-    lost.
+    state, if a rank was lost before that step was recorded, validated and saved. `answer` describes
+    the data of the state's past and next steps. `lost` is True if ranks were lost.
     """
 
     resume: str
@@ -54,12 +53,12 @@ class Handover:
 
 @dataclass(frozen=True)
 class Account:
-    """The report of a rank to the other survivors.
+    """The report of a rank to the other surviving ranks.
 
     `place` has the rank's coordinates in the last process grid. `step` is the number of steps that
     the rank's state was trained for; None means that the rank has no state. `saved` has the step
     and the path of the newest checkpoint. `asked` is the signal that asked the run to stop.
-    `answer` is the data that the state was trained on.
+    `answer` describes the data on which the state was trained.
     """
 
     place: Coordinates | None = None
@@ -87,26 +86,26 @@ class Route(NamedTuple):
     target: int
 
 
-Part = tuple[int, ...]  # coordinates on the axes that cut the model
-Replica = tuple[int, ...]  # coordinates on all other axes
+Part = tuple[int, ...]  # a part of the model: coordinates on the axes that divide the model
+Replica = tuple[int, ...]  # a replica of the model: coordinates on all other axes
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the training state of `engine`. The state does not refer to other parts of the engine,
-    so they can be freed.
+    """Return the training state of `engine`. The result does not refer to the engine, so that the
+    engine's other memory can be freed.
     """
     return Holding(account, engine.state.flats)
 
 
 def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
-    """Return the step from whose state the survivors continue; None if the survivors have no
-    complete state of any step.
+    """Return the step after which the survivors continue; None if the survivors do not have the
+    complete state after any step.
 
     The state after a step is complete if every part of the model is on some surviving rank. The
     result is the newest step with a complete state. If replicas differ (`apart`), the result is the
-    step after which the most replicas are complete, or the newest of several such steps. Ranks do
-    not update at the same moment, so their steps may differ by one. States of different steps are
-    never mixed.
+    step after which the largest number of replicas is complete, or the newest of several such
+    steps. Ranks do not update at the same moment, so their steps may differ by one. States of
+    different steps are never mixed.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -120,8 +119,8 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the complete replicas after `step`: replica -> part of the model -> the rank that has
-    the part.
+    """Return the replicas whose state after `step` is complete: replica -> part of the model -> the
+    rank that has this part.
     """
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
@@ -132,19 +131,19 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return the grid coordinates, before the loss, of the ranks that have the state after `step`,
-    by rank.
+    """Return the coordinates in the old process grid of each rank that has its state after `step`:
+    rank -> coordinates.
     """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
-    """Return the route of the state after `step` to each rank of the grid. A rank that already has
-    the state it needs is its own source.
+    """Return, for each rank of the new grid, the rank that sends it the state after `step`. A rank
+    that already has the state that it needs is its own source.
 
     Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
-    they share the sending.
+    the targets are divided among these ranks.
     """
     ways = []
     holders = _after(accounts, step)
@@ -159,7 +158,7 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
 def routes_apart(
     accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
 ) -> list[Route]:
-    """Return the routes as `routes` does, for replicas that differ.
+    """Return the same as `routes`, for replicas that differ.
 
     Each new replica gets the complete state of one old replica, because parts of different replicas
     do not fit together. Every complete old replica is used once before any old replica is used
@@ -184,8 +183,8 @@ def routes_apart(
 def _matched(
     new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
 ) -> dict[Replica, Replica]:
-    """Return the old replica whose state each new replica gets. The pair (new, old) for which the
-    most parts need not be sent is matched first.
+    """Return, for each new replica, the old replica whose state it gets. Pairs (new, old) are
+    chosen in descending order of the number of parts that need not be sent (`held`).
     """
     chosen: dict[Replica, Replica] = {}
     pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
@@ -201,8 +200,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
     """Begin to send this rank's state to the ranks that need it; return the handles of the
     messages.
 
-    MPI carries the messages, whatever transport the run trains with. The old communicators were
-    revoked, and the new world does not have its communicators yet.
+    MPI carries the messages even if the run trains with another transport. The old communicators
+    were revoked, and the transport of the new world is not connected yet.
     """
     wire = MpiCommunicator(world.control)
     return [
@@ -217,7 +216,7 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
 def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
     """Receive the engine's state from rank `source`, or copy it if `source` is this rank."""
     targets = engine.state.flats
-    # all ranks send and receive in the same order: the weights, then each moment
+    # all ranks send and receive the tensors in the same order: first the weights, then each moment
     if source == world.rank and holding.tensors:
         for target, tensor in zip(targets, holding.tensors, strict=False):
             target.copy_(tensor)

@@ -1,5 +1,5 @@
-"""The training loop: it runs the steps, and after each step the record, validation, checkpoint and
-stop.
+"""The training loop: it trains the steps, and after each step it writes the record, validates,
+saves a checkpoint or stops, if these are due.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
     The loop determines only the order of events: a step, its record, validation, checkpoint and
-    stop. `parts` makes the other objects of the run, and each of those objects makes its own
-    decisions. `Saving` decides when to save, `Validation` when to validate, and `Journal` what a
-    record contains.
+    stop. The module `parts` makes the other objects of the run, and these objects make all other
+    decisions. `Saving` decides when to save, `Validation` decides when to validate, and `Journal`
+    decides what a record contains.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Loop:
         *,
         hooks: Hooks | None = None,
     ) -> None:
-        """Prepare the run; every rank calls it (see `parts.assemble`).
+        """Prepare the run (see `parts.assemble`). Every rank calls this method.
 
         `handover` has the state of the survivors after ranks were lost. Raises InputError if the
         run cannot begin.
@@ -60,8 +60,8 @@ class Loop:
         self.journal = parts.journal
         self.stopping = Stopping(config, parts.lookout, parts.attempt, parts.journal)
         self._vote = parts.vote
-        # the last step that was trained; and the last step whose record, validation and saves are
-        # done
+        # `completed` is the last step that was trained; `concluded` is the last step whose record,
+        # validation and saves are done
         self.completed = parts.start.unfinished
         self.concluded = parts.concluded
 
@@ -71,16 +71,17 @@ class Loop:
         return self.attempt.first
 
     def run(self) -> None:
-        """Train to the end, as `steps` does."""
+        """Train to the end. Raises the same errors as `steps`."""
         for _ in self.steps():
             pass
 
     def steps(self) -> Iterator[Completed]:
-        """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
+        """Train from the present step to the last step, or until `run.stop_after_worse` ends the
+        run.
 
-        Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
-        with one of these codes: 75, after saving, if a stop was requested before the end; 1 if too
-        many steps in a row were not finite; 3 or 4 if the state is corrupt.
+        Yield each step after its record, validation and checkpoint. Raises SystemExit on every
+        rank, with code 75 after a save if a stop was requested, with code 1 if too many steps in a
+        row were not finite, and with code 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -95,7 +96,8 @@ class Loop:
             self.attempt.finish(self.concluded)
 
     def _backends(self) -> tuple[str, ...]:
-        """Return the attention backends of torch that the run's device may use; none on a host."""
+        """Return the attention backends of torch that the run's device may use. The result is empty
+        if the run computes on the host."""
         choice = self.attempt.choice
         return choice.attention if isinstance(choice, DeviceChoice) else ()
 
@@ -125,15 +127,15 @@ class Loop:
         self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
-        """End all threads of this rank without communication, since other ranks may be lost."""
+        """End all threads of this rank without communication, because other ranks may be lost."""
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
         self.lookout.close()  # close the lookout last, because it unlocks the run directory
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
-        """Train on the batches of step `step` (from 0); return the completed step and the
-        batches."""
+        """Train on the microbatches of step `step` (from 0). Return the completed step and its
+        microbatches."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
@@ -145,16 +147,17 @@ class Loop:
         watches = [stopwatch for stopwatch in (watch, result.watch) if stopwatch is not None]
         self.journal.recent.add(elapsed_s, watches, result.inside_s)
         self.lookout.computed(result.compute_s, elapsed_s)
-        # The stopwatch is left out: after a loss of ranks the result travels to other ranks, and a
-        # stopwatch refers to this rank's device.
+        # The result is returned without its stopwatch, which refers to this rank's device: after a
+        # loss of ranks the result is sent to other ranks.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
-        """Record a step; then validate and save it, if these are due or asked for. Return the
-        requests of the ranks (stop or save) after this work.
+        """Record a step. Then validate and save a checkpoint, if these are due or requested. Return
+        the requests of the ranks (stop or save) after this work.
         """
         step = done.step
-        # vote before the record is written, because the vote also collects the memory of all ranks
+        # vote before the record is written, because the record has the peak memory of all ranks,
+        # which the vote computes
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -165,7 +168,7 @@ class Loop:
             self.saving.checkpoints.validated = self.validation.standing.last
         asked = self._save(step, asked)
         if self.config.run.on_failure == "shrink":
-            # after the vote every rank knows that rank 0 has written the record
+            # after this barrier every rank knows that rank 0 has written the record
             self.axes.world.barrier()
         self.concluded = step
         return asked
@@ -179,15 +182,16 @@ class Loop:
 
     def _goes_on(self, step: int) -> bool:
         """Return True if the run is not complete after `step`: steps are left, or a stop
-        interrupted the work after the last one.
+        interrupted the validation or the tasks after the last step.
         """
         return step < self.config.run.steps or self.validation.missed(step)
 
     def _make_up(self, step: int) -> None:
-        """Do the validation and the tasks after `step` that a stop of an earlier start interrupted.
+        """Do the validation and the tasks after `step`, which were interrupted by a stop in an
+        earlier start.
 
-        If the validation makes `step` one of the best steps, the step is saved again, because its
-        checkpoint does not contain the validation loss.
+        If the validation loss is one of the best, the step is saved again, because its checkpoint
+        does not contain the validation loss.
         """
         asked = self.validation.after_step(step)
         self.saving.checkpoints.validated = self.validation.standing.last

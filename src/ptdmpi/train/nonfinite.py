@@ -2,9 +2,10 @@
 steps.
 
 Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
-norm is not finite, nothing is updated. Sums over ranks have then spread the value to all ranks. To
-find its origin, the step is computed a second time, and every output is tested. Dropout masks
-depend only on the samples, so the second computation equals the first.
+norm is not finite, nothing is updated. At that point the sums over ranks have already spread the
+value to all ranks. To find the origin of the value, the step is computed a second time, and every
+output is tested. Dropout masks depend only on the samples, so the second computation gives the same
+values as the first one.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """Kinds of values, in the order in which one causes the next."""
+    """Kinds of values that may be not finite. A value of one kind may cause values of the later
+    kinds."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1
@@ -42,8 +44,9 @@ class Finding:
     """A value that is not finite. Findings are ordered from cause to effect.
 
     `microbatch` is the number of the microbatch within the global batch; -1 for weights. `depth` is
-    the position in the order of computation: the stage, then the position in the stage. `samples`
-    are the samples of the microbatch.
+    the position in the order of computation: the pipeline stage, then the position in the stage.
+    `samples` are the numbers of the samples in the microbatch. `what` is a text that describes the
+    value.
     """
 
     kind: ValueKind
@@ -57,7 +60,7 @@ class Finding:
 class Skips:
     """A counter of steps in a row that were skipped because a value was not finite.
 
-    Overflows in fp16 do not count while the loss scale can still be reduced.
+    A step that overflows in fp16 is not counted as long as the loss scale can still be reduced.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class Skips:
         self.in_a_row = 0
 
     def after(self, step: int, result: StepResult, batches: Sequence[Microbatch]) -> None:
-        """Judge the result of step `step` (from 0), trained on `batches`; every rank calls it.
+        """If step `step` (from 0) was skipped, count it and report the origin of the value that is
+        not finite. `batches` are the step's microbatches. Every rank calls this method.
 
         Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. If a
         weight is not finite, SystemExit is raised at once, because no later step can repair the
@@ -106,8 +110,8 @@ class Skips:
             raise SystemExit(FAILED_EXIT_CODE)
 
     def _explained(self, finding: Finding | None, batches: Sequence[Microbatch]) -> tuple[str, str]:
-        """Return text on the value that is not finite, and text on the samples that may have caused
-        it."""
+        """Return two texts: a description of the value that is not finite, and the numbers of the
+        samples that may have caused it."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
             if self.engine.config.run.compile:  # fused operations round differently
@@ -117,13 +121,14 @@ class Skips:
             if finding.samples:
                 where += f", microbatch {finding.microbatch} of the batch"
                 return where, ", ".join(map(str, finding.samples))
-        # rank 0 prints the line, and it has the first samples of the step
+        # rank 0 prints the line, and its first microbatch has the first samples of the step
         first = int(batches[0].samples[0])
         return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
 
 
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
-    """Compute step `step` again, and return its first value that is not finite.
+    """Compute step `step` again. Return the first value, in the order of `Finding`, that is not
+    finite.
 
     Every rank calls this function and gets the same result. The result is None if all values are
     finite in the second computation. Afterwards the gradients are zero; the weights and the
@@ -140,12 +145,12 @@ def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding
             for name, module in stage.named_modules():
                 if isinstance(module, Block):
                     watching.enter_context(module.uncompiled())
-                # the head is left out, because the logits of a padded vocabulary are minus
-                # infinity; the loss is tested instead
+                # the output of the head is not tested, because the logits of the padding of a
+                # vocabulary are minus infinity; the loss is tested instead
                 if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)
-        # gradients are accumulated, but neither reduced nor used for an update: weights stay
+        # this accumulates gradients, but neither reduces them nor updates the weights
         engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
     findings += watcher.findings
@@ -157,7 +162,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
     """Yield this rank's weights that are not finite."""
     buffer = engine.buffer
     rank = engine.axes.world.rank
-    # if weights are gathered when they are needed (ZeRO 3), a rank holds only its own parts
+    # with ZeRO stage 3 a rank has only its own parts of the weights
     holds_whole = not buffer.portion.shards_weights
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
@@ -165,8 +170,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # a value that came from another rank's shard is an effect and not the cause, so it
-                # is later in the order
+                # if only values from another rank's shard are not finite, this rank is not the
+                # cause, so the finding is later in the order
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,
@@ -202,17 +207,19 @@ class _Watcher(OpHook):
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # number of outputs of this op so far, minus one
+        self._calls = -1  # the number of the last output within this op
         self._broken: set[int] = set()  # ids of weights whose gradient in this op is not finite
 
     def begin(self, op: Op) -> None:
-        """Start an op. An output is identified by its op and its number within the op."""
+        """Store `op`, and count its outputs from 0 on. An output is identified by its op and its
+        number within the op."""
         self._op = op
         self._calls = -1
         self._broken.clear()
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Test the loss and the gradients of an op, before they are removed from the buffer."""
+        """Test the loss and the gradients of an op, before the gradients are removed from the
+        buffer."""
         if op.row.gradients:
             self.look_at_gradients(op.stage, microbatch)
 
@@ -220,9 +227,9 @@ class _Watcher(OpHook):
         """Return a forward hook that tests the outputs of the module `name`."""
 
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            """Test an output, unless a recomputation has made it."""
+            """Test an output of the forward pass."""
             op = self._op
-            # the output is recomputed for the backward pass
+            # outside a forward op, the output is only recomputed for the backward pass
             if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1
@@ -237,8 +244,8 @@ class _Watcher(OpHook):
         return look
 
     def see(self, weight: Parameter) -> None:
-        """Test the gradient of `weight` before it is reduced, which would spread it to every
-        rank."""
+        """Test the gradient of `weight` before it is reduced, because the reduction would spread
+        the value to every rank."""
         if not _finite(weight.main_grad):
             self._broken.add(id(weight))
 
@@ -251,8 +258,8 @@ class _Watcher(OpHook):
                 self._add(ValueKind.LOSS, microbatch.number, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):
             return
-        # with ZeRO stages 2 and 3 gradients are reduced as soon as they are computed; they are
-        # freed by now, and `see` has tested them
+        # with ZeRO stages 2 and 3, `see` has tested each gradient when it was computed, and the
+        # unreduced gradient is already freed
         still_here = not self.engine.buffer.portion.shards_gradients
         # from the last layer to the first, because each layer's gradient is computed from the
         # gradient of the layer after it

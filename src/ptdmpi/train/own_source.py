@@ -11,11 +11,11 @@ from ptdmpi.lineage.trained_on import Samples
 
 
 class OwnSource:
-    """The samples of the classes that `data.train` and `data.valid` name."""
+    """The samples of the user's dataset classes, which `data.train` and `data.valid` name."""
 
     def __init__(self, config: Config) -> None:
-        """Make the datasets. Raises InputError if one cannot be used, or they do not fit
-        together."""
+        """Make the datasets. Raises InputError if a dataset cannot be used, or if the datasets do
+        not fit together."""
         self.config = config
         paths = [part.path for part in config.data.train]
         _require(config, [*paths, *config.data.valid_paths])
@@ -59,7 +59,7 @@ class OwnSource:
         return ids[:-1].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield the number of samples of each dataset."""
+        """Yield a line with the number of samples of each dataset."""
         for dataset in (*self._train, *self._valid):
             yield f"{dataset.path}: {dataset.samples(dataset.seq_length):,} samples"
 

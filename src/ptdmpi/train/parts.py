@@ -1,4 +1,4 @@
-"""The parts of one rank's training run, made in the order of their dependencies."""
+"""The objects of one rank's training run, which are made in the order of their dependencies."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -39,8 +39,8 @@ class Parts:
     """The objects that one rank's training run consists of.
 
     `start` is the state from which the run begins. `concluded` is the last step whose record,
-    validation and saves are done. `vote` returns the requests of all ranks, the same on each rank;
-    every rank calls it.
+    validation and saves are done. `vote` is a function that returns the requests of all ranks to
+    stop or save; every rank calls `vote`, and the result is the same on all ranks.
     """
 
     config: Config
@@ -72,8 +72,8 @@ def assemble(
     """Make the objects of a run, load its state, and open its run directory. Every rank calls this
     function.
 
-    After the loss of ranks `handover` has the state of the survivors. Without a `handover` the
-    state is loaded as `checkpoint.resume` says. Raises InputError if the run cannot begin.
+    After the loss of ranks `handover` has the state of the survivors. If `handover` is None,
+    `checkpoint.resume` determines the state. Raises InputError if the run cannot begin.
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)
@@ -86,7 +86,7 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        # close the lookout, because nothing else refers to it and its threads would not end
+        # close the lookout now, because its threads would not end otherwise
         lookout.close()
         raise
     give_back()
@@ -156,13 +156,13 @@ def _with_state(
 
 
 def _vote(lookout: Lookout, engine: Engine) -> Asked:
-    """Return the requests of all ranks; every rank calls it."""
+    """Return the requests of all ranks to stop or save. Every rank calls this function."""
     return lookout.vote(peak_memory_bytes(engine.device))
 
 
 def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
-    """Return the object that saves and loads the run's checkpoints, which also contain the states
-    of the hooks.
+    """Return the object that saves and loads the run's checkpoints. The checkpoints also contain
+    the states of the hooks.
     """
     folder = Path(engine.config.run.dir) / "checkpoints"
     checkpoints = Checkpoints(folder, engine.state, engine.axes, feed.course)
@@ -173,8 +173,9 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the copies in the nodes' memory. Return None if the run asks for no copies, or if no
-    supervisor would start the ranks again. (`ptdmpi run` names the folder.)"""
+    """Return the object that copies the state into the nodes' memory. Return None if the run asks
+    for no copies, or if `ptdmpi run`, which would start the ranks again, has not set the folder of
+    the copies in `environ`."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):
@@ -191,8 +192,8 @@ def _saving(
     hooks: Hooks,
     copies: MemoryCopies | None,
 ) -> Saving:
-    """Return the object that decides when the run is saved. It verifies the state before every
-    save.
+    """Return the object that decides when the run is saved, and that verifies the state before
+    every save.
     """
     return Saving(
         checkpoints,
@@ -206,8 +207,8 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log, and give the journal the object that computes tokens and
-    FLOPs per second.
+    """Write the first lines of the log, and set `journal.rates`, which computes tokens and FLOPs
+    per second.
     """
     journal = parts.journal
     vocab_size = parts.feed.vocab_size

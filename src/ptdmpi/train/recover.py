@@ -1,11 +1,11 @@
 """A training run that survives the loss of ranks.
 
-A run is a sequence of attempts. In each attempt the living ranks get positions in the process grid;
-spare ranks wait, and the other ranks train. All living ranks end an attempt together, by one
-agreement, at the end of the run or when a rank is lost. After a loss the world shrinks to the
-surviving ranks, which begin the next attempt. The survivors continue from the state in their memory
-if this state has every part of the model, and otherwise from the newest checkpoint. A loss during
-recovery is handled like any other loss.
+A run is a sequence of attempts. In each attempt, some living ranks get positions in the process
+grid and train; the remaining ranks are spare and wait. All living ranks end an attempt together, at
+the end of the run or when a rank is lost: all of them call MPI's agreement function. After a loss
+the world shrinks to the surviving ranks, which begin the next attempt. The survivors continue from
+the state in their memory if this state has every part of the model, and otherwise from the newest
+checkpoint. If another rank is lost during the recovery, the recovery begins again.
 """
 
 import gc
@@ -32,16 +32,17 @@ from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-SPARE_POLL_S = 0.02  # seconds between two checks of a spare rank whether it is needed
-FINISHED = 1  # the lowest bit of the agreed number; the exit code is in the higher bits
+# seconds between two checks with which a spare rank waits for the end of an attempt
+SPARE_POLL_S = 0.02
+FINISHED = 1  # lowest bit of the number on which ranks agree; the higher bits are the exit code
 
 
 class Survivors:
     """One rank of a run that continues after the loss of other ranks.
 
     `world` has all living ranks, including spare ranks. `lost` has all ranks that were lost so far,
-    and `news` the ranks that were lost since the last attempt trained. `failed_at` is the time of
-    the last loss.
+    and `news` has the ranks that were lost since the last attempt began to train. `failed_at` is
+    the time at which the recovery in progress began, or None.
     """
 
     def __init__(
@@ -57,14 +58,15 @@ class Survivors:
         self.lost: list[Process] = []
         self.news: list[Process] = []
         self.failed_at: float | None = None
-        # buffers of messages whose communicator was revoked, which MPI may still read
+        # buffers of messages of revoked communicators; they are kept because MPI may still read
+        # them
         self.stranded: list[Any] = []
 
     def steps(self) -> Iterator[Completed]:
-        """Make attempts until the run has ended, or until too few ranks are left for the model.
+        """Make attempts until the run has ended, or until the model does not fit on the living
+        ranks.
 
-        Yield the steps that this rank takes part in. Raises SystemExit with the exit code if that
-        is not 0.
+        Yield the steps that this rank trains. Raises SystemExit if the exit code is not 0.
         """
         # exclude the objects of imported modules from garbage collection, so that old engines are
         # collected quickly
@@ -91,11 +93,13 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Train, or wait as a spare rank. Return the bitwise AND of the living ranks' numbers: the
-        bit FINISHED says that the run has ended, and the higher bits are the exit code."""
+        """Train, or wait as a spare rank. Return the bitwise AND of the numbers of all living
+        ranks. If the bit FINISHED is set, the run has ended, and the higher bits are the exit code.
+        """
         try:
             code = yield from self._work()
-        # the training ranks have raised the same error, but the spare ranks have not
+        # all training ranks have raised this error, but the spare ranks have not, so it is not a
+        # shared error
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:
@@ -106,29 +110,31 @@ class Survivors:
             self.failed_at = self.failed_at or time.perf_counter()
             self.world.abort_wires()
             ulfm.revoke(self.world)
-            # The agreement is inside this handler, because the frames of the exception hold the
-            # buffers of messages under way. After the agreement no rank sends any more.
+            # The agreement is inside this handler, because the frames of the exception keep the
+            # buffers of incomplete messages alive. After the agreement no rank sends such a
+            # message.
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # No rank may leave before all are done, because the other ranks could not recover without
-        # it.
+        # No rank may leave before all ranks are done, because the remaining ranks may need its
+        # state to recover from a loss.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:
-        """Train to the end and return the exit code. On a spare rank return None at once."""
+        """Train to the end of the run and return the exit code. On a spare rank return None at
+        once."""
         loop = self._take_place()
         if loop is None:
             return None
         try:
             yield from loop.steps()
-        except SystemExit as stop:  # all ranks of the loop stop with the same code
+        except SystemExit as stop:  # all training ranks stop with the same code
             return int(stop.code or 0)
         return 0
 
     def _take_place(self) -> Loop | None:
-        """Give this rank a position in the grid, and return its training loop with the state
-        loaded; None if the rank is spare.
+        """Give this rank a position in the process grid. Return its training loop, with the state
+        loaded, or None if the rank is spare.
         """
         world = self.world
         accounts = world.control.allgather(self.holding.account)
@@ -151,8 +157,9 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # A spare rank discards its state. A later attempt could not use that state, because the
-        # other ranks may train the same step again with other bits.
+        # All ranks discard their old state. In a later attempt the state of a spare rank could not
+        # be used, because the other ranks may train the same step again with bitwise different
+        # results.
         self.holding = Holding(Account())
         if crew is not None:
             if self.news and self.failed_at is not None:
@@ -175,9 +182,10 @@ class Survivors:
         return config.replace("parallel", data=data, shard_group=shard_group)
 
     def _handover(self, accounts: list[Account], step: int | None, ways: list[Route]) -> Handover:
-        """Return the start of this rank's loop: the live state after `step`, or a checkpoint.
+        """Return the state from which this rank's loop starts: the live state after `step`, or a
+        checkpoint if `step` is None.
 
-        `ways` says from which rank each rank gets the live state.
+        `ways` has, for each rank, the rank that sends it the live state.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
@@ -189,7 +197,7 @@ class Survivors:
         source = next(way.source for way in ways if way.target == self.world.rank)
 
         def load(engine: Engine) -> int:
-            """Receive the live state; return the number of steps it was trained for."""
+            """Receive the live state. Return the number of steps for which it was trained."""
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
             engine.policy.replicas_lost()
@@ -199,8 +207,8 @@ class Survivors:
         return Handover(resume, load, unfinished, accounts[source].answer)
 
     def _put_away(self) -> None:
-        """Close the training loop, and keep only the state and messages that the next attempt may
-        need.
+        """Close the training loop. Keep only the state, which the next attempt may need, and the
+        buffers of incomplete messages.
         """
         loop = self.loop
         self.loop = None
@@ -209,7 +217,7 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        # False: the state is incomplete, because messages of neighbours are missing
+        # if this is False, the state is incomplete, because messages of neighbours have not arrived
         settled = loop.engine.policy.settled
         account = Account(
             place=loop.axes.coordinates,
@@ -224,8 +232,8 @@ class Survivors:
         self.holding = live.hold(loop.engine, account)
 
     def _fit(self) -> bool:
-        """Choose the grid with the most data ranks that the living ranks can fill. Return False if
-        they are too few for any grid.
+        """Choose the process grid with the largest number of data ranks for the living ranks.
+        Return False if there are too few living ranks for any grid.
         """
         batch = self.config.batch
         sequences = batch.global_size // batch.micro_size
@@ -233,14 +241,13 @@ class Survivors:
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the new grid divides the state differently, so the parts that ranks have do not fit
-            # the new ranks
+            # the new grid divides the state into other shards, so the old shards cannot be used
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True
 
     def _give_up(self) -> None:
-        """Report that too few ranks are left, and end all living ranks with exit code 1."""
+        """Print that too few ranks are left, and end all living ranks with exit code 1."""
         sizes = [f"t={self.grid['tensor']}", f"p={self.grid['pipeline']}"]
         if self.grid.size_of(EXPERTS) > 1:
             sizes.insert(1, f"e={self.grid.size_of(EXPERTS)}")
@@ -260,8 +267,8 @@ class Survivors:
         """Return the log line about the lost ranks, and about the layout and state of the next
         attempt.
 
-        `step` is the step of the live state; None: a checkpoint is used. `took_s` is the time of
-        the recovery in seconds.
+        `step` is the step of the live state; None means that a checkpoint was used. `took_s` is the
+        duration of the recovery in seconds.
         """
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
@@ -283,11 +290,11 @@ class Survivors:
 
 
 def _unfinished(accounts: list[Account], step: int) -> Completed | None:
-    """Return the result of step `step` from a rank that completed the step; None if some rank has
-    already concluded the step (recorded, validated and saved it).
+    """Return the result of step `step` from a rank that has completed the step. Return None if some
+    rank has already concluded the step, which means recorded, validated and saved it.
     """
     if max(account.concluded for account in accounts) >= step:
-        return None  # a rank concludes a step only after all ranks have done their part of the step
+        return None  # a rank concludes a step only after all ranks have completed it
     for account in accounts:
         done = account.completed
         if account.step == step and done is not None and done.step == step:

@@ -1,4 +1,5 @@
-"""A training run as an object that yields its steps, so that a program can write the loop."""
+"""A training run as an object that yields its steps, so that a user's program can contain the
+training loop."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +44,10 @@ class Run:
 
     Each item is a `Completed` step: its number (from 1), its `result` (loss, gradient norm, ...)
     and its seconds. A step is yielded after its record is written, and after the validation and the
-    checkpoint that the configuration asks for. A program may leave the loop early, if all ranks do
-    so after the same step; the progress since the last checkpoint is then lost. The run directory
-    has the same contents as with `ptdmpi train`, so each of the two can continue a run of the
-    other.
+    checkpoint that the configuration asks for. A program may leave the loop early, if all ranks
+    leave it after the same step; the progress since the last checkpoint is lost in that case. The
+    run directory has the same contents as with `ptdmpi train`. Therefore `ptdmpi train` can
+    continue a run of a `Run` object, and a `Run` object can continue a run of `ptdmpi train`.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class Run:
         """Prepare the run, and load its state.
 
         `config` is the path of a TOML file, or a dictionary of its sections. `settings` replace
-        values by their names, such as "run.steps". `loss`, `data` and `optimizer` are objects of
-        the user, defined at the top level of a module. The keys `run.loss`, `data.train` and
-        `optimizer.own` are set to the names of these objects. `hooks` are called at each step,
-        validation, save and stop. A caller that already has the ranks and handles signals passes
-        them as `launch`. Without `launch` the run uses all ranks, and handles signals until its
-        end. Raises InputError, on all ranks, if the run cannot begin. If one rank does not catch an
-        exception, all ranks end.
+        values by their names, such as "run.steps". `loss`, `data` and `optimizer` are the user's
+        own function and classes, defined at the top level of a module. The keys `run.loss`,
+        `data.train` and `optimizer.own` are set to the names of these objects. `hooks` are called
+        at each step, validation, save and stop. A caller that has already initialized the ranks and
+        handles signals passes both as `launch`. Without `launch` the run uses all ranks, and
+        handles signals until its end. Raises InputError, on all ranks, if the run cannot begin. If
+        one rank does not catch an exception, all ranks end.
         """
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
@@ -94,17 +95,18 @@ class Run:
 
     def __iter__(self) -> Iterator[Completed]:
         """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
-        stop, for example by a signal. In all other cases the exit code is the one with which
+        stop, for example by a signal. In all other cases SystemExit has the exit code with which
         `ptdmpi train` would end.
         """
         source = self._survivors or self._loop
         assert source is not None
         try:
-            yield from source.steps()  # `source` is closed however the caller leaves this generator
+            # if the caller leaves this generator, `source` is closed, too
+            yield from source.steps()
         except (SystemExit, GeneratorExit):
             self._end()
             raise
-        # do not close the run after a failure, because its threads report the state of the other
+        # after another exception the run is not closed, because its threads report the state of all
         # ranks
         self._end()
 
@@ -127,7 +129,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """End the run's threads, release its directory, and handle signals as before.
+        """End the run's threads, release its directory, and restore the signal handlers.
 
         A run that was iterated to its end, or left by `break`, is already closed; a second call
         does nothing. The model stays in memory.
@@ -137,13 +139,14 @@ class Run:
         self._release()
 
     def train(self) -> None:
-        """Train to the end, as an iteration over the run with an empty loop body does."""
+        """Train to the end of the run, without any code between the steps."""
         for _ in self:
             pass
 
     @property
     def _now(self) -> Loop | None:
-        """Return the present loop, which changes after the loss of a rank; None on a spare rank."""
+        """Return the present training loop; None on a spare rank. After the loss of a rank there is
+        a new loop."""
         return self._loop if self._survivors is None else self._survivors.loop
 
     @property
@@ -155,7 +158,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of steps for which the present state has been trained."""
+        """The number of steps for which the model has been trained so far."""
         return self._active.concluded
 
     @property
@@ -179,7 +182,8 @@ class Run:
         return self._active.engine.state
 
     def validate(self) -> dict[str, Any]:
-        """Return the losses on the validation data after the present step; every rank calls it.
+        """Return the losses on the validation data after the present step. Every rank calls this
+        method.
 
         The losses are recorded, too. Return {} if the run has no validation data, or if a stop
         interrupts the validation.
@@ -203,7 +207,8 @@ class Run:
         return Path(newest[1])
 
     def _release(self) -> None:
-        """Restore the signal handlers from before the run, if the run has replaced them."""
+        """Restore the signal handlers that were installed before the run, if the run has replaced
+        them."""
         if self._owns_launch:
             self._owns_launch = False
             self._launch.signals.__exit__(None, None, None)
@@ -223,8 +228,9 @@ def _all_ranks() -> Launch:
 
 
 def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the values of the keys that name the user's own loss, data and optimizer, for those
-    that are given. Raises InputError for an object that cannot be imported by its name.
+    """Return the configuration keys for the user's own loss, data and optimizer, if these are
+    given, with the objects' names as values. Raises InputError for an object that cannot be
+    imported by its name.
     """
     named: dict[str, Any] = {}
     if loss is not None:

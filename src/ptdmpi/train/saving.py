@@ -11,11 +11,11 @@ from ptdmpi.watch.requests import Save
 
 
 class Saving:
-    """The saves of one run; every rank calls `after_step` after every step.
+    """The saves of one run. Every rank calls `after_step` after every step.
 
-    A failed save does not end the run, because its state is in memory. A warning is printed, and
-    the run tries again after 1, 2, 4, ... steps (at most `every_steps`). The run fails only if it
-    ends or is to stop, and still cannot save.
+    A failed save does not end the run, because the state is still in memory. A warning is printed,
+    and the run tries again after 1, 2, 4, ... steps (at most `every_steps`). The run fails only if
+    the save at its end or before a requested stop fails.
 
     `newest` has the step and the path of the newest save, and `last_write_s` the seconds that this
     save took.
@@ -50,18 +50,18 @@ class Saving:
         self.last_write_s = 0.0
 
     def after_step(self, step: int, asked: Save = Save.NO) -> bool:
-        """Save a checkpoint if a save is due or requested by `asked`. Return True if one was; the
-        result is the same on all ranks.
+        """Save a checkpoint if a save is due or requested by `asked`. Return True if a save was due
+        or requested; the result is the same on all ranks.
 
-        Under `Save.NOW`, and after the last step, the save is complete on return. Raises SaveFailed
-        on every rank if such a save fails.
+        With `Save.NOW`, and after the last step, the save is complete when this method returns.
+        Raises SaveFailed, on every rank, if such a save fails.
         """
         must = asked is Save.NOW or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0
         due = must or asked is Save.DUE or step == self.retry_step or regular
         if due:
             self.verify()
-        # finish the previous save first; even if it failed, this save is tried
+        # finish the previous save first; if it has failed, this save is tried nevertheless
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -77,7 +77,8 @@ class Saving:
         return due
 
     def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
-        """Copy the state into the nodes' memory. A failure is reported, and the run goes on."""
+        """Copy the state into the nodes' memory. If this fails, print a warning, and continue the
+        run."""
         if not verified:
             self.verify()
         why = copies.keep(step)

@@ -1,5 +1,5 @@
 """The best validations of a run, and the check whether the run still improves. This module does not
-use MPI, because a dry run needs it, too.
+use MPI, so that a dry run can use it, too.
 """
 
 import math
@@ -26,13 +26,13 @@ class Validated(NamedTuple):
 
 @dataclass
 class Standing:
-    """The validations of a run so far, and the decisions that depend on them.
+    """The validations of a run so far, and the decisions that depend on these validations.
 
     A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
-    is the number of worse validations since the last improvement. The run ends after
-    `stop_after_worse` of them (0: never). `trained` and `tasks_step` are the newest steps that had
-    a record, and scores of tasks, when the run started. A stop may have interrupted the work after
-    `trained`.
+    is the number of worse validations since the last improvement. The run ends when `worse` reaches
+    `stop_after_worse` (0: never). `trained` is the newest step that had a record when this start of
+    the run began, and `tasks_step` is the newest step with recorded scores of tasks. A stop may
+    have interrupted the work after step `trained`.
     """
 
     stop_after_worse: int = 0
@@ -69,8 +69,8 @@ class Standing:
 
     @property
     def remark(self) -> str:
-        """Return the end of the log line of the newest validation, which compares it with the best
-        one.
+        """Return the end of the log line of the newest validation: a comparison with the best
+        validation.
         """
         best = self.best
         if not (self.stop_after_worse or self.keep_best) or best is None:
@@ -97,9 +97,7 @@ class Standing:
 
 
 def standing_of(config: Config, step: int) -> Standing:
-    """Return the standing after `step`, computed from the validations recorded in the run
-    directory.
-    """
+    """Return the `Standing` after `step`, computed from the records in the run directory."""
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
         if record["step"] > step:

@@ -1,4 +1,5 @@
-"""The end of a run before its last step: the lines it prints, and the reason that is recorded."""
+"""The end of a run before its last step: the lines that are printed, and the reason that is
+recorded."""
 
 from typing import NoReturn
 
@@ -10,11 +11,11 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
-# Exit codes for a corrupt state. With 3 a person should check the named hosts before the run is
-# started again. With 4 the run should be started again immediately, from a checkpoint and not from
-# copies in memory.
+# Exit codes for a corrupt state. Code 3 means that a person should check the named hosts before the
+# run is started again. Code 4 means that the run should be started again immediately, from a
+# checkpoint and not from copies in memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
-MOST_FAULTS = 8  # maximum number of faults that are printed one by one
+MOST_FAULTS = 8  # maximum number of faults that are printed on separate lines
 
 
 class Stopping:
@@ -32,8 +33,8 @@ class Stopping:
         self.journal = journal
 
     def before_save(self, asked: Asked, step: int) -> None:
-        """Report that the run, which is not complete, saves after `step` and stops, if the ranks
-        asked for a stop."""
+        """If a stop was requested, print that the run saves after `step` and then stops. The run is
+        not complete after `step`."""
         if asked.stop:
             self.lookout.stops()
             self.attempt.why = f"stopped: {asked.stop}"
@@ -42,7 +43,7 @@ class Stopping:
             )
 
     def stop_if_asked(self, asked: Asked, step: int) -> None:
-        """Raise SystemExit (75) on every rank if the ranks asked for a stop."""
+        """Raise SystemExit (75) on every rank if a stop was requested; `step` is the last step."""
         if not asked.stop:
             return
         self.lookout.obeyed("STOP")
@@ -59,7 +60,8 @@ class Stopping:
         raise SystemExit(STOPPED_EXIT_CODE)
 
     def corrupt(self, error: CorruptState) -> NoReturn:
-        """Report what is corrupt, and raise SystemExit on every rank; nothing is saved."""
+        """Print which tensors are corrupt, and raise SystemExit on every rank. No checkpoint is
+        saved."""
         self.lookout.stops()
         name = self.lookout.ranks.name
         for fault in error.faults[:MOST_FAULTS]:
@@ -74,7 +76,7 @@ class Stopping:
         raise SystemExit(CORRUPT_EXIT_CODES[self.config.run.on_corruption])
 
     def end_early(self, why: str, step: int) -> None:
-        """Report that the run ends after `step` because its validations no longer improve."""
+        """Print that the run ends after `step` because its validation loss no longer improves."""
         self.lookout.stops()
         self.attempt.why = f"stopped early: {why}"
         self.journal.say(f"stopped early after step {step}: {why}")

@@ -1,4 +1,5 @@
-"""The validations of a run: when they are due, their values, and the tasks that follow them."""
+"""The validations of a run: when they are due, their results, and the evaluation of tasks after
+them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,9 @@ from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
-    """The validations of one run; every rank calls `after_step` after every step.
+    """The validations of one run. Every rank calls `after_step` after every step that has one.
 
-    `standing` holds the results so far, the same on all ranks.
+    `standing` has the results so far, which are the same on all ranks.
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class Validation:
         standing: Standing,
         hooks: Hooks,
     ) -> None:
-        """Prepare the validations. `vote` returns the requests of the ranks, because a requested
-        stop interrupts a validation.
+        """Prepare the validations. `vote` returns the requests of the ranks; it is called during a
+        validation, because a requested stop interrupts the validation.
         """
         self.config = config
         self.feed = feed
@@ -44,12 +45,12 @@ class Validation:
         self.standing = standing
         self.hooks = hooks
         self.values: dict[str, Any] = {}  # the values in the record of the last validation
-        # The loss of a bigram model, which is reported once. A model with a lower loss has learned
-        # more than pairs of tokens.
+        # True if the loss of a bigram model must still be reported, which is done once. A model
+        # with a lower loss has learned more than pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
-        """Return True if a validation or the tasks follow `step`."""
+        """Return True if a validation or an evaluation of the tasks is due after `step`."""
         return self._due(step) or self.tasks.due(step)
 
     def _due(self, step: int) -> bool:
@@ -63,8 +64,8 @@ class Validation:
         return 0 < step == self.standing.trained and self.missed(step)
 
     def missed(self, step: int) -> bool:
-        """Return True if the validation or the tasks are due after `step` and have not been
-        done."""
+        """Return True if the validation or the evaluation of the tasks is due after `step` and has
+        not been done."""
         return self._validates(step) or self._asks_tasks(step)
 
     def _validates(self, step: int) -> bool:
@@ -77,8 +78,9 @@ class Validation:
         return self.tasks.due(step) and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
-        """Return the values of the validation after `step`. If no validation was due, it is made
-        now. Return {} if a stop interrupts the validation, or if the run has no validation data.
+        """Return the values of the validation after `step`. If this validation has not been done
+        yet, it is done now. Return {} if a stop interrupts the validation, or if the run has no
+        validation data.
         """
         last = self.standing.last
         if self.feed.valid and (last is None or last.step < step or not self.values):
@@ -88,10 +90,10 @@ class Validation:
         return self.values
 
     def after_step(self, step: int) -> Asked:
-        """Make, record and report the validation and the evaluation of tasks if they are due.
-        Return the requests of the ranks after this work.
+        """Do, record and log the validation and the evaluation of tasks, if these are due. Return
+        the requests of the ranks after this work.
 
-        If replicas differ, the model with the mean of their weights is measured.
+        If replicas differ, the model with the mean of their weights is validated.
         """
         with self.engine.replicas.averaged():
             return self._after_step(step)
@@ -115,8 +117,8 @@ class Validation:
         for number, group in self.feed.validation():
             measured = self.engine.evaluate(self.feed.place(group))
             losses[number] = summed([losses[number], measured])
-            # the ranks vote after each group, because a validation may take longer than a signal
-            # allows
+            # the ranks vote after each group, because a whole validation may take longer than the
+            # time until the system kills a process after a signal
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} broken off")
@@ -131,7 +133,7 @@ class Validation:
         self.journal.keep(step=step, **values)
         self.values = values
         self.hooks.validated(step, values)
-        # rank 0's loss decides for all ranks
+        # all ranks use the loss of rank 0 for their decisions
         loss = self.engine.axes.world.broadcast_object(values["validation_loss"])
         if self.standing.take(step, loss) and not asked.save:
             asked = replace(asked, save=Save.DUE)
@@ -149,8 +151,9 @@ def validation_record(
     """Return the record and the log line of a validation, made from the losses of each dataset in
     `paths`.
 
-    If samples are classified, an accuracy is reported instead of a perplexity. Losses are means
-    over all tokens, in nats. If there are several datasets, each of them has its own loss, too.
+    If the task is a classification, an accuracy is reported instead of a perplexity. Losses are
+    means over all tokens, in nats. If there are several datasets, the loss of each dataset is
+    reported, too.
     """
     whole = summed(list(losses))
     mean = whole[TASK].mean
@@ -162,7 +165,7 @@ def validation_record(
         text += f"  accuracy {accuracy:.2%}"
     elif (
         COUNT not in whole and MARGIN not in whole
-    ):  # the exponential of another loss is no perplexity
+    ):  # only for the loss of text the exponential is a perplexity
         perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 exceeds float64
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"

@@ -11,12 +11,12 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
 class Deputy:
-    """The object with which rank 1 monitors rank 0: it has the time of the last message from rank
-    0, and reacts if rank 0 is silent.
+    """The object with which rank 1 monitors rank 0. It stores the time of the last message from
+    rank 0, and reacts if rank 0 sends no messages.
 
-    Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0, which begin when
-    the heartbeat starts. Without any message the deputy never reacts. With `stall_s` 0 the deputy
-    warns, but never ends the job.
+    Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. The messages begin
+    when the heartbeat starts; before the first message the deputy never reacts. If `stall_s` is 0,
+    the deputy prints a warning, but never ends the job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:
@@ -24,11 +24,11 @@ class Deputy:
         self.directory = directory
         self.stall_s = stall_s
         self._heard_s = math.inf
-        # if a warning was printed: the time of the last message from rank 0
+        # the time of the last message from rank 0, if a warning was printed; otherwise None
         self._missed_s: float | None = None
 
     def hear(self, now_s: float) -> None:
-        """Record that rank 0 is alive."""
+        """Record that a message from rank 0 has arrived at the time `now_s`."""
         self._heard_s = now_s
         if self._missed_s is not None:
             away_s = now_s - self._missed_s
@@ -36,15 +36,15 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was stopped, and could not receive messages while it was
-        stopped.
+        """Record that this process itself was stopped, and could not receive messages during that
+        time. The silence of rank 0 is measured from `now_s` on.
         """
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
     def replaces(self, now_s: float) -> bool:
-        """Return True if rank 1 must end the job in place of rank 0. After a shorter silence, warn
-        once."""
+        """Return True if rank 0 has been silent so long that rank 1 must end the job. After a
+        shorter silence, print one warning."""
         silent_s = now_s - self._heard_s
         if self.stall_s and silent_s > max(self.stall_s, LEAST_SILENCE_S):
             return True
@@ -55,7 +55,7 @@ class Deputy:
         return False
 
     def pronounce(self, now_s: float) -> None:
-        """Print the reason why rank 1 ends the job.
+        """Print the reason for which rank 1 ends the job.
 
         Rank 0 is silent, so either its process is stopped, or it is in a call that lets no thread
         run.
@@ -67,7 +67,7 @@ class Deputy:
         )
 
     def _tell(self, line: str) -> None:
-        """Print a line in place of rank 0, and add it to the log if that can be written."""
+        """Print a line, and append it to the log file if the file can be written."""
         print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
             log.write(line + "\n")

@@ -1,8 +1,9 @@
-"""A thread of each rank that reports the rank's progress to rank 0, even if the main thread hangs.
+"""The heartbeat: a thread of each rank that reports the rank's progress to rank 0, even if the main
+thread hangs.
 
-Rank 0 has a table of all ranks. In a stall, or after a failure, it prints what each rank does and
-which ranks hold up the others, makes every rank write its stacks, and ends the job. Rank 1 watches
-rank 0 (`deputy`).
+Rank 0 has a table of all ranks. After a stall or a failure, rank 0 prints the activity of each rank
+and the ranks for which all other ranks wait. It also makes every rank write the stacks of its
+threads, and ends the job. Rank 1 watches rank 0 (`deputy`).
 """
 
 import atexit
@@ -42,8 +43,8 @@ from ptdmpi.watch.whereabouts import (
 )
 from ptdmpi.watch.wires import Wires
 
-# A stall is at least STALL_STEPS steps long. In a save, a validation or the start-up, where one
-# operation may take long without being an error, the limit is PATIENCE times longer.
+# Waiting is a stall only if it takes longer than STALL_STEPS steps. During a save, a validation or
+# the start-up one operation may take long without an error, so the limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
 # Launchers deliver a signal twice. A signal that arrives later than this many seconds after the
@@ -52,7 +53,7 @@ SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals on one rank that are closer in time are treated as one signal
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
-ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the kinds of messages that rank 0 sends
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that rank 0 sends
 
 
 class Heartbeat:
@@ -85,7 +86,7 @@ class Heartbeat:
         self._shown = False
         self._ended = threading.Event()
         self._due_s = 0.0
-        # a daemon thread: if it hangs in MPI itself, the process must still be able to end
+        # this is a daemon thread: if the thread hangs inside MPI, the process can still end
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
@@ -101,12 +102,13 @@ class Heartbeat:
         return True
 
     def failed(self, error: BaseException) -> None:
-        """Let rank 0 print the table of all ranks and end them. Return if rank 0 does not end them
-        in time."""
+        """Report the exception `error` of this rank to rank 0, which prints the table of all ranks
+        and ends the job. Return if rank 0 has not ended the job after some seconds."""
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        # the failure because of which the transports were aborted, which may have caused this error
+        # the failure because of which this rank's transports were aborted; it may have caused
+        # `error`
         wires = self.wires.failed
         cause = f"; {wires}" if wires not in first else ""
         self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")
@@ -115,22 +117,24 @@ class Heartbeat:
             self._thread.join(COLLECT_S + 3 * BEAT_S)
 
     def finish(self) -> None:
-        """End the heartbeat in an orderly way, on all ranks: rank 0 waits for the last report of
-        every rank."""
+        """End the heartbeat after the training. All ranks call this method; rank 0 waits for the
+        last report of every rank."""
         if not self._thread.is_alive():
             return
         self.close()
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # the thread may have received some last reports while this rank was still training
+        # the thread may have received the last reports of some ranks while this rank was still
+        # training
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:
-        """End the thread without sending a message to other ranks. `close` may be called again."""
+        """End the thread without sending a message to other ranks. `close` may be called several
+        times."""
         self._ended.set()
         if self._thread.is_alive():
             self.signals.wake()
@@ -143,8 +147,9 @@ class Heartbeat:
             try:
                 self._beat()
             except MPI.Exception:
-                # A rank was lost. Ranks that continue make a new world, with a new heartbeat. The
-                # main thread may be waiting for its device, which waits for the lost rank.
+                # A rank was lost. The remaining ranks make a new world, with a new heartbeat. The
+                # transports are aborted, because the main thread may be waiting for its device, and
+                # the device may be waiting for the lost rank.
                 self.axes.abort()
                 return
             except Exception as error:  # a device that has failed raises an error at every call
@@ -153,9 +158,10 @@ class Heartbeat:
                 self._ignore_device(error)
 
     def _ignore_device(self, error: Exception) -> None:
-        """Report the error of the device, or of its library, and query only the host from now on.
+        """Report an error of the device, or of the device's library, as this rank's failure. From
+        now on query only the host, not the device.
 
-        The main thread gets the error, too, or hangs.
+        The main thread either raises the same error or hangs.
         """
         self.wires.deaf = True
         self.place.forget_device()
@@ -200,9 +206,7 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job in place of rank 0, after giving all other ranks the time to write their
-        stacks.
-        """
+        """End the job in place of rank 0, after all other ranks had time to write their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
@@ -211,7 +215,8 @@ class Heartbeat:
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
-        """Carry out the decisions of the judge, on rank 0."""
+        """Carry out the decisions of rank 0's judge: request stacks, print the table, or end the
+        job."""
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
                 self.mailbox.send(WRITE_STACKS, rank)
@@ -246,8 +251,8 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
-        """Write the stacks if possible. A full disk must not prevent the table from being
-        printed."""
+        """Write the stacks of this rank's threads, unless the disk is full or fails. The table must
+        be printed even then."""
         with contextlib.suppress(OSError):
             self._write_stack_file(self.deputy.directory / "stacks")
 
@@ -263,11 +268,11 @@ class Heartbeat:
 
 
 class Judge:
-    """The table of all ranks' reports on rank 0, and the decision whether the job must end. `say`
-    prints and logs a line.
+    """The table of all ranks' reports, which only rank 0 has, and the decision whether the job must
+    end. `say` prints and logs a line.
 
-    If `stall_s` is 0, waiting never counts as a stall. `step_s` is the time of the longest of the
-    last steps.
+    If `stall_s` is 0, waiting is never treated as a stall. `step_s` is the duration in seconds of
+    the longest of the last steps.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
@@ -291,7 +296,7 @@ class Judge:
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False
-        self.stopping = False  # True if the training loop itself has printed that it stops
+        self.stopping = False  # True if the training loop has already printed that it stops
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
@@ -301,7 +306,8 @@ class Judge:
         self._awake_s = 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
-        """Enter a report of `rank` into the table."""
+        """Store a report of `rank` in the table, and react to new signals and failures in the
+        report."""
         known = len(self.table[rank].report.signals)
         self.table[rank] = Seen(report, now_s)
         for number, age_s in report.signals[known:]:
@@ -315,7 +321,8 @@ class Judge:
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was stopped, perhaps together with its job: all reports are old
+            # this process was stopped, perhaps together with all ranks, so all reports in the table
+            # are old
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s
@@ -332,8 +339,8 @@ class Judge:
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Return True if every rank that reports has written its stacks, or if the time limit for
-        writing them is over.
+        """Return True if every rank that still reports has written its stacks, or if the time limit
+        for writing stacks is over.
         """
         begun_s = self._deadline_s - COLLECT_S
         missed_s = MISSED_BEATS * self.ranks.beat_s
@@ -343,7 +350,8 @@ class Judge:
         return shown or now_s > self._deadline_s
 
     def pronounce(self, directory: Path) -> None:
-        """Print the table, with the ranks at fault first, and write the full table to a file."""
+        """Print the table, beginning with the ranks at fault, and write the full table to a file in
+        `directory`."""
         now_s = time.monotonic()
         first = self._failed or culprits(self.table, self.ranks, now_s)
         headings = []
@@ -358,7 +366,7 @@ class Judge:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "\n".join([*headings, *lines]) + "\n")
-        except OSError as error:  # the terminal shows the table nevertheless
+        except OSError as error:  # the terminal shows the table even if the file cannot be written
             headings.append(f"{path}: {error.strerror}")
         if len(lines) > TERMINAL_ROWS + 1:
             lines = [*lines[: TERMINAL_ROWS + 1], f"... all {len(self.table)} ranks: {path}"]
@@ -369,7 +377,8 @@ class Judge:
         sys.stdout.flush()
 
     def compute_s(self) -> dict[int, float]:
-        """Return the seconds of each rank's own work; empty until all ranks have reported them."""
+        """Return the seconds of each rank's own work in a step. The result is empty until all ranks
+        have reported these seconds."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 
@@ -386,13 +395,15 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # a rank may be busy for long and still report; the phase of a frozen rank is out of date
+        # a rank that reports may be busy for long without an error; a frozen rank no longer
+        # reports, so its phase is out of date
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
     def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
-        """Acknowledge the first signal. After a later signal, stop the job at once."""
+        """Print a line for the first signal that the user sends. After a second signal, decide to
+        stop the job at once."""
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
@@ -405,7 +416,7 @@ class Judge:
             )
 
     def _warn_of_silence(self, now_s: float) -> None:
-        """Warn once about each silent rank, and print a line when the rank reports again."""
+        """Print one warning about each silent rank, and a line when the rank reports again."""
         silent = {rank for rank, seen in self.table.items() if self.ranks.silent(seen, now_s)}
         for rank in sorted(silent - self._called_silent.keys()):
             seen = self.table[rank]

@@ -1,4 +1,4 @@
-"""The lock of a run directory, so that only one run uses it at a time."""
+"""The lock of a run directory, so that only one run uses the directory at a time."""
 
 import time
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from pathlib import Path
 from ptdmpi.base.lock import FileLock
 from ptdmpi.config import InputError
 
-# A requeued job may start before the previous job has ended. NFS releases the locks of a dead node
-# after 90 s.
+# A job that Slurm has requeued may start before the previous job has ended. NFS releases the locks
+# of a dead node after 90 s.
 WAIT_S = 100.0
 POLL_S = 0.5
 
 
 class RunLock:
-    """The file `lock` in a run directory, which is locked until `close` or the end of the process.
+    """The lock on the file `lock` in a run directory, until `close` or the end of the process.
 
-    The file names the process that has the lock. On a file system without locks every process gets
-    the lock. Raises InputError if another run keeps the lock for `wait_s` seconds, or if the
-    directory cannot be written.
+    The file contains the name of the process that has the lock. On a file system without locks
+    every process gets the lock. The constructor raises InputError if another run keeps the lock for
+    `wait_s` seconds, or if the directory cannot be written.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None], wait_s: float = WAIT_S) -> None:

@@ -1,5 +1,5 @@
-"""The monitoring of one rank in a run: its progress, heartbeat, requests, the lock of the run
-directory, and slow ranks.
+"""The monitoring of one rank in a run: the rank's progress, its heartbeat, requests to stop or
+save, the lock of the run directory, and the search for slow ranks.
 """
 
 import os
@@ -22,10 +22,11 @@ LAST_STEPS = 100  # the number of steps whose durations are stored
 
 
 class Lookout:
-    """The heartbeat, the requests and the lock of one rank. All ranks make this object together.
+    """The heartbeat, the requests to stop or save, and the lock of one rank. All ranks make this
+    object together.
 
     `place` is the present activity of the rank, which the training loop and the engine record.
-    `durations` are the seconds of the last steps. `say` prints and logs a line.
+    `durations` are the durations of the last steps in seconds. `say` prints and logs a line.
     """
 
     def __init__(
@@ -72,19 +73,22 @@ class Lookout:
         world.last_words = self.heartbeat.failed
 
     def take_lock(self) -> None:
-        """Lock the run directory, before anything in it is read. Only rank 0 calls this.
+        """Lock the run directory, before a file in it is read. Only rank 0 calls this method.
 
-        Another run may be writing there. Raise InputError if another run has the lock.
+        Raise InputError if another run has the lock, because that run may be writing into the
+        directory.
         """
         self._lock = RunLock(self.path, self.requests.signals.show)
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
-        """Record a computed step: the seconds of this rank's own work, and of the complete step."""
+        """Record a step that is complete: `compute_s` are the seconds of this rank's own work,
+        `elapsed_s` are the seconds of the whole step."""
         self.place.compute_s.append(compute_s)
         self.requests.stepped(elapsed_s)
 
     def usual_s(self, elapsed_s: float) -> float:
-        """Record a step of `elapsed_s` seconds. Return the median of the last steps."""
+        """Record a step that took `elapsed_s` seconds. Return the median duration of the last
+        steps."""
         self.durations.append(elapsed_s)
         if self.judge is not None:
             self.judge.step_s = max(self.durations)
@@ -96,10 +100,11 @@ class Lookout:
         return [] if self.slow is None else self.slow.after(step)
 
     def vote(self, memory_bytes: int) -> Asked:
-        """Vote after a step. Return what the ranks have agreed on, which is the same on all of
-        them.
+        """Vote with all ranks, after a step, whether to stop and whether to save. Return the result
+        of the vote, which is the same on all ranks.
 
-        `memory_bytes` is the peak memory of this rank. A vote takes one small message.
+        `memory_bytes` is the peak memory of this rank; the result has the greatest peak memory of
+        all ranks. A vote takes one small message.
         """
         world = self.axes.world
         ballot = self.requests.mine(world.rank)
@@ -112,19 +117,19 @@ class Lookout:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Record that the training loop itself prints its reason to stop, so that rank 0's judge
-        does not."""
+        """Record that the training loop prints the reason for the stop, so that rank 0's judge does
+        not print it again."""
         if self.judge is not None:
             self.judge.stopping = True
 
     def finish(self) -> None:
-        """End the monitoring in an orderly way. All ranks call this method together."""
+        """End the monitoring after the training. All ranks call this method together."""
         self.place.enter("ending")
         self.heartbeat.finish()
 
     def close(self) -> None:
-        """End the thread and release the directory, independently of the other ranks. `close` may
-        be called again."""
+        """End the heartbeat's thread and release the run directory, independently of all other
+        ranks. `close` may be called several times."""
         self.heartbeat.close()
         if self._lock is not None:
             self._lock.close()

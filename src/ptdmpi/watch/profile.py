@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity
 from ptdmpi.config import RunConfig
 
 FOLDER = "profile"
-# maximum number of events in a snapshot of a GPU's memory; the newest are kept
+# maximum number of events in a snapshot of a GPU's memory; if there are more, the oldest are
+# dropped
 MEMORY_EVENTS = 100_000
 
 
@@ -21,8 +22,8 @@ class Profile:
     """The profiler of one rank. If `run.profile_steps` is "10:12", the profile covers steps 10 to
     12.
 
-    The profile is written into the folder `profile/` of the run directory. If writing fails, the
-    profiler prints a warning, and the run continues.
+    The profile is written into the folder `profile/` of the run directory. If it cannot be written,
+    the profiler prints a warning, and the run continues.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Profile:
 
 
 def memory_events(trace: Path) -> list[dict[str, Any]]:
-    """Return each allocation and release in a trace, in order: microseconds, bytes, new total."""
+    """Return each allocation and release of memory in a trace, in the order of time. Each entry has
+    the time in microseconds, the bytes (negative for a release), and the new total in bytes."""
     events = json.loads(trace.read_bytes())["traceEvents"]
     memory = [
         {"us": event["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}

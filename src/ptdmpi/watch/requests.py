@@ -1,5 +1,5 @@
-"""Requests to stop the run or to save a checkpoint: signals, files in the run directory, the time
-limit.
+"""Requests to stop the run or to save a checkpoint. A request is a signal, a file in the run
+directory, or the time limit.
 
 Each rank records the requests that it receives. After each step all ranks vote, in one small
 message, so that they stop after the same step.
@@ -21,20 +21,21 @@ from typing import NamedTuple, Self
 from ptdmpi.base.say import put, send_nowhere
 from ptdmpi.config import SharedInputError
 
-# the exit code (EX_TEMPFAIL) after a stop on request and a save; the same command resumes the run
+# the exit code (EX_TEMPFAIL) of a run that has saved and stopped on request; the same command
+# resumes the run
 STOPPED_EXIT_CODE = 75
-# The signals include the ones that Ctrl-C and a closed terminal send. Under a launcher, only the
-# launcher gets these two.
+# SIGINT comes from Ctrl-C, and SIGHUP from a closed terminal. Under a launcher, only the launcher
+# gets these two signals.
 SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-# Seconds between two checks for files, on rank 0: on a parallel file system a check sends a
-# message.
+# Seconds between two checks of rank 0 for the files STOP and SAVE. On a parallel file system each
+# check sends a message over the network.
 LOOK_S = 1.0
-# Share of `max_minutes` that is reserved for a save until the time of a save is known.
+# Fraction of `max_minutes` that is reserved for a save until the duration of a save is known.
 FIRST_SAVE_SHARE = 0.05
 
-# Reasons to stop, as numbers in a vote; the greatest number wins. The numbers of signals begin at
-# _FIRST_SIGNAL.
+# The reasons to stop are numbers in a vote, and the greatest number wins. The numbers of signals
+# begin at _FIRST_SIGNAL.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
@@ -55,16 +56,16 @@ class Save(IntEnum):
 
     NO = 0
     DUE = 1  # a save is due by the clock; it is treated like a save at a multiple of `every_steps`
-    NOW = 2  # a user has requested a save, and waits for it
+    NOW = 2  # a user has requested a save by the file SAVE, and waits for it
 
 
 class StopRequest:
     """A context in which this process records SIGNALS, and is not ended by them.
 
-    After the context the stop signals are ignored. A signal that the process already ignores
-    (because of nohup, or in a shell's background) stays ignored. A handler in Python runs only
-    after the main thread has returned from MPI, which may never happen. To end the wait, each
-    signal also writes a byte to a pipe, which another thread reads.
+    After the context these signals are ignored. A signal that the process already ignores (because
+    of nohup, or in a shell's background) stays ignored. A signal handler in Python runs only after
+    the main thread has returned from MPI, which may never happen. Therefore each signal also writes
+    a byte to a pipe, which the heartbeat's thread reads.
     """
 
     def __init__(self) -> None:
@@ -78,8 +79,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         for number in SIGNALS:
-            # record SIGUSR1 and SIGTERM in any case, because nohup and shells ignore only the other
-            # two
+            # SIGUSR1 and SIGTERM are always recorded, because nohup and shells ignore only SIGHUP
+            # and SIGINT
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
         return self
@@ -101,8 +102,8 @@ class StopRequest:
     def show(self, line: str) -> None:
         """Print a line.
 
-        If no process reads the output any more (`| head`), request that the run stops, and discard
-        all further output.
+        If no process reads the output any more (for example after `| head`), request that the run
+        stops, and discard all further output.
         """
         try:
             put(line, sys.stdout)
@@ -111,10 +112,10 @@ class StopRequest:
             send_nowhere(sys.stdout)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
-        """Return the signals received since the last call. Wait for one up to `limit_s` seconds, or
-        until `wake` is called.
+        """Return the signals that were received since the last call. If there are none, wait for a
+        signal up to `limit_s` seconds, or until `wake` is called.
 
-        Only one thread may call this, but not the main thread.
+        Only one thread may call this method. It must not be the main thread.
         """
         select.select([self._out], [], [], limit_s)
         try:
@@ -129,8 +130,8 @@ class StopRequest:
 
 
 class Ballot(NamedTuple):
-    """The numbers that one rank contributes to a vote. For each, the greatest number of all ranks
-    wins."""
+    """The numbers that one rank contributes to a vote. For `stop` and for `save`, the greatest
+    number of all ranks wins."""
 
     stop: int
     save: int
@@ -153,11 +154,12 @@ class _Files(NamedTuple):
 
 
 class Requests:
-    """The requests that this rank has received. Rank 0 also checks the clock and looks for files.
+    """The requests to stop or save that this rank has received. Rank 0 also checks the clock and
+    looks for the files STOP and SAVE.
 
-    `STOP` and `SAVE` are files in the run directory. `max_minutes` (0: no limit) counts from the
-    start of the process; the run stops so early that one more step and a save fit into the limit. A
-    save is due every `save_minutes` (0: never).
+    `directory` is the run directory. `max_minutes` (0: no limit) is the time limit from the start
+    of the process; the run stops so early that one more step and a save fit into the limit. A save
+    is due every `save_minutes` (0: never).
     """
 
     def __init__(
@@ -214,8 +216,8 @@ class Requests:
         return [reason for reason, applies in reasons.items() if applies]
 
     def reason(self, stop: int) -> str:
-        """Return a text for the reason that has won a vote; `stop` is the greatest number of all
-        ballots.
+        """Return a text for the reason to stop that has won a vote. `stop` is the greatest number
+        of all ballots.
 
         Raise SharedInputError, on every rank, if the run directory no longer exists.
         """
@@ -242,16 +244,18 @@ class Requests:
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """Remove the file `name`, on rank 0, so that its request counts only once.
+        """Remove the file `name` from the run directory, on rank 0, so that its request is obeyed
+        only once.
 
-        Anything else with this name, such as a directory, is not a request and stays.
+        A directory with this name is not a request, and is not removed.
         """
         with contextlib.suppress(OSError):
             (self.directory / name).unlink()
         self._looked_s = -LOOK_S
 
     def _look(self) -> "_Files":
-        """Check the files and the directory itself, at most once per LOOK_S seconds."""
+        """Return which of the files STOP and SAVE exist, and record whether the run directory was
+        deleted or replaced. The file system is read at most once per LOOK_S seconds."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -262,7 +266,7 @@ class Requests:
                 status = self.directory.stat()
             except FileNotFoundError:
                 self._gone = True
-            except OSError:  # the file system may fail only temporarily
+            except OSError:  # this failure of the file system may be temporary
                 return self._files
             else:
                 place = (status.st_dev, status.st_ino)

@@ -14,7 +14,7 @@ from ptdmpi.watch.whereabouts import Ranks
 
 # a rank is slow if its own work takes this many times as long as the work of its peers
 SLOW_FACTOR = 1.3
-SLOW_EVERY_S = 300.0  # minimum time between two printed lines about slow ranks
+SLOW_EVERY_S = 300.0  # minimum number of seconds between two printed lines about slow ranks
 MOST_PRINTED = 8
 
 
@@ -22,8 +22,8 @@ class SlowRanks:
     """Rank 0's comparison of the times that all ranks need for their own work, as reported to its
     judge.
 
-    With `shares_cores` no rank is reported as slow: if there are more ranks than cores, the
-    operating system's scheduler slows down different ranks at different times.
+    If `shares_cores` is True, no rank is reported as slow. In that case there are more threads than
+    cores, and the operating system slows down different ranks at different times.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class SlowRanks:
     def after(self, step: int) -> list[dict[str, Any]]:
         """Return the slow ranks, for the record of `step`. Print a line about the slow ranks, at
         most every SLOW_EVERY_S seconds."""
-        # two medians of COMPUTE_STEPS steps have no step in common if they are as many steps apart
+        # compare once in COMPUTE_STEPS steps, so that two consecutive medians of COMPUTE_STEPS
+        # steps have no step in common
         if step % COMPUTE_STEPS or self.shares_cores:
             return []
         slow = slow_ranks(self.judge.compute_s(), self.ranks.grid, SLOW_FACTOR)
@@ -63,15 +64,16 @@ def slow_ranks(
 
     `compute_s` maps a rank to the seconds of its own work in a step. A slow rank takes more than
     `threshold` times the median of its peers, which are the ranks at the same position of the
-    pipeline axis. The lower median is used, so that the slower of two ranks is compared with the
-    other one.
+    pipeline axis. The lower median is used, so that in a pair of ranks the slower rank is compared
+    with the faster one.
     """
     peers: dict[int, list[int]] = defaultdict(list)
     for rank in compute_s:
         peers[grid.coordinates(rank)["pipeline"]].append(rank)
     slow: list[tuple[int, float]] = []
     for group in peers.values():
-        # with the mean, a slow rank would raise the value with which it is compared
+        # the median is used instead of the mean, because a slow rank would increase the mean with
+        # which it is compared
         usual_s = statistics.median_low(compute_s[rank] for rank in group)
         slow += [
             (rank, compute_s[rank] / usual_s)

@@ -1,4 +1,5 @@
-"""Timing of the work of a rank as spans, and its present activity, which the heartbeat reports."""
+"""Time measurement of the work of a rank as spans, and the rank's present activity, which the
+heartbeat reports."""
 
 import time
 from collections import deque
@@ -13,8 +14,8 @@ COMPUTE_STEPS = 20  # number of steps over which the median of a rank's own work
 class Doing(NamedTuple):
     """The activity of a rank at one moment.
 
-    `kind` and `op` are as in a `Span`. `peer` is the pipeline rank from which it waits for a
-    message.
+    `kind` and `op` have the meaning of the fields of a `Span`. `peer` is the pipeline rank from
+    which this rank waits for a message, or None.
     """
 
     kind: str
@@ -34,13 +35,13 @@ class _UnderWay(NamedTuple):
 
 
 class Place:
-    """The present activity of a rank in its run. The main thread writes the `Place`, the
-    heartbeat's thread reads it.
+    """The present activity of a rank in its run. The main thread writes the attributes, and the
+    heartbeat's thread reads them.
 
-    `doing` is the activity of the host. The `Place` is replaced by a new object, so a reader never
+    `doing` is the activity of the host. It is always replaced by a new `Doing`, so a reader never
     sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending";
-    `step` counts from 1; `compute_s` are the seconds of this rank's own work in each of the last
-    steps.
+    `step` is the number of the present step, from 1 on; `compute_s` are the seconds of this rank's
+    own work in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,8 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Store the marks of a span that the host has left, until its device has finished it."""
+        """Store the marks of a span that the host has completed, until the device has finished its
+        work, too."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
@@ -61,7 +63,7 @@ class Place:
         """Return the oldest work that the device has not finished, or else the activity of the
         host.
 
-        Any thread may call this; it never waits for the device.
+        Any thread may call this method, which never waits for the device.
         """
         # copy the queue in one operation of the interpreter, because the main thread changes it
         for doing, begin, end in list(self._under_way):
@@ -71,18 +73,18 @@ class Place:
         return self.doing
 
     def forget_device(self) -> None:
-        """Report only the activity of the host from now on."""
+        """From now on, let `now` return only the activity of the host."""
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, without an activity."""
+        """Begin `phase`. The host has no activity until the next span begins."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 
 
 class Spanned:
-    """The context of a span. `Spanned` is not a generator, because a rank has thousands of spans
-    per second."""
+    """The context of a span. It is a class, because a rank has thousands of spans per second and a
+    generator would be slower."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 
@@ -95,7 +97,8 @@ class Spanned:
         self._begin = self._watch.clock.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # an exception leaves no span; `place` still shows where it was raised
+        # after an exception no span is recorded; `place` still shows the activity in which it was
+        # raised
         if kind is None:
             self._watch.ended(self._doing, self._begin)
 
@@ -110,7 +113,7 @@ class _Marked(NamedTuple):
 
 
 class Stopwatch:
-    """The spans of one rank, measured by the clock of the device that does the work."""
+    """The spans of one rank, measured with the clock of the device that does the work."""
 
     def __init__(self, rank: int, place: Place, clock: Clock) -> None:
         self.rank = rank
@@ -119,8 +122,8 @@ class Stopwatch:
         self._marked: list[_Marked] = []
 
     def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
-        """Return the context of a span. Inside the context, the span is also the activity of the
-        host."""
+        """Return a context that records a span. Inside the context, the span is also the activity
+        of the host."""
         return Spanned(self, kind, op, peer)
 
     def ended(self, doing: Doing, begin: Mark) -> None:
@@ -140,6 +143,6 @@ class Stopwatch:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds spent in ops of the schedule. Call this method when the marks of the
-        spans are done."""
+        """Return the seconds that the rank has spent in ops of the pipeline schedule. Call this
+        method when the marks of the spans are done."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

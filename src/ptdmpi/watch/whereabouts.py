@@ -1,4 +1,4 @@
-"""The activity of each rank, which rank waits for which, and which ranks hold up the others.
+"""The activity of each rank, the ranks for which each rank waits, and the ranks that cause a stall.
 
 The functions of this module are pure functions of the reports that rank 0 has. The thread that
 receives the reports is in `heartbeat.py`.
@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 from ptdmpi.plan.layout.grid import Grid
 
-# A rank reports once per BEAT_S. If there are many ranks, they report less often, so that rank 0
-# reads at most REPORTS_PER_S: at some 20 microseconds each, reading takes half a percent of one
-# core.
+# A rank reports once per BEAT_S seconds. If there are many ranks, they report less often, so that
+# rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
+# microseconds, so reading takes half a percent of the time of one core.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats is called silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed this number of heartbeats is treated as stopped: it waits for
-# no rank, whatever its last report says, and no rank waits for its stacks.
+# In a stall, a rank that has missed this number of heartbeats is treated as stopped: its last
+# report is ignored, so it waits for no other rank. Rank 0 does not wait for the stacks of such a
+# rank.
 MISSED_BEATS = 3
-# A busy machine may delay a thread by this time, so a shorter silence does not indicate an error.
+# A busy machine may delay a thread by this number of seconds, so a shorter silence does not
+# indicate an error.
 LEAST_SILENCE_S = 5.0
 # Rows of the table on the terminal; the file has all rows.
 TERMINAL_ROWS = 40
@@ -29,7 +31,8 @@ TERMINAL_ROWS = 40
 class Report(NamedTuple):
     """A rank's report about itself.
 
-    A report has ages at the moment of sending instead of times, because the clocks of hosts differ.
+    A report contains ages in seconds at the moment of sending instead of times, because the clocks
+    of the hosts differ.
     """
 
     phase: str
@@ -37,16 +40,16 @@ class Report(NamedTuple):
     kind: str  # kind of span: "forward", "receive", ...
     op: str
     peer: int | None  # the pipeline rank from which this rank waits for a message
-    axis: str  # the axis, or other group, in whose collective the rank is; "" if it is in none
+    axis: str  # axis or other group of the collective in which the rank is; "" outside a collective
     collective: str
     age_s: float  # seconds since the activity (`kind` and `op`) began
-    compute_s: float = 0.0  # own work in a step, as the median of the last steps; 0: not known yet
+    compute_s: float = 0.0  # own work in a step: median of the last steps; 0: unknown
     # the signals that the rank has received: (number, age)
     signals: tuple[tuple[int, float], ...] = ()
     # the failure of the rank: (time of the wall clock, the error)
     failure: tuple[float, str] | None = None
     shown: bool = False  # True if this rank has written its stacks
-    leaves: bool = False  # True in the last report of a rank that ends in an orderly way
+    leaves: bool = False  # True in the last report of a rank that ends after the training
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The grid and the hosts of the ranks, which do not change."""
+    """The grid of the ranks and the names of their hosts, which do not change."""
 
     grid: Grid
     hosts: Sequence[str]
@@ -99,16 +102,17 @@ def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
 
 
 def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
-    """Return the ranks for which `rank` waits; none if it is busy with its own work.
+    """Return the ranks for which `rank` waits; an empty list if `rank` is busy with its own work.
 
-    In a collective the result is the ranks of the axis that have not entered it.
+    If `rank` is in a collective, the result has the ranks of the axis that have not entered the
+    collective, or all other ranks of the axis if all have entered it.
     """
     report = table[rank].report
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
-        # collectives are compared only by name: a rank in its next all_reduce is treated as if it
-        # were in this one
+        # collectives are compared only by name: a rank that is already in the next all_reduce is
+        # treated as if it were in this all_reduce
         absent = [
             peer
             for peer in group
@@ -121,7 +125,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
 
 
 def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]:
-    """Return the ranks that wait for no rank or are silent, those with the longest activity first.
+    """Return the ranks that wait for no rank or are silent, in descending order of the time since
+    their activity began.
 
     The list is empty if the ranks wait in a circle.
     """
@@ -145,8 +150,8 @@ def describe(report: Report) -> str:
 
 
 def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[int]) -> list[str]:
-    """Return a table as lines: headings, then one line for each rank, those in `first` at the
-    top."""
+    """Return a table as lines: a line of headings, and one line for each rank, beginning with the
+    ranks in `first`."""
     order = [*first, *sorted(set(table) - set(first))]
     cells = [("rank", "host", "step", "doing", "for", "needs", "")]
     for rank in order:

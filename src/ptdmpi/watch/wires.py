@@ -1,5 +1,5 @@
-"""The state of one rank's transports, for the heartbeat: the collective that the rank executes, and
-failures.
+"""The state of one rank's transports, which the heartbeat reports: the collective that the rank
+executes, and failures.
 """
 
 from ptdmpi.comm.world import Axes
@@ -9,14 +9,16 @@ PATIENCE_S = 5.0
 
 
 class Wires:
-    """The process groups of one rank, which the heartbeat's thread queries. No method waits.
+    """The process groups of one rank, which the heartbeat's thread queries. No method of this class
+    waits.
 
-    The main thread cannot query them while it waits for its device, which it does once in a step.
+    The main thread cannot query the process groups while it waits for its device, and it waits once
+    in a step.
     """
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # the failure because of which the transports were aborted
+        self.failed = ""  # the failure after which the transports were aborted
         self.deaf = False  # True if only the host is queried, because the device has failed
         self._ended_s = 0.0
 
@@ -38,8 +40,9 @@ class Wires:
         """Abort all transports of this rank once one has failed. Return a failure if the main
         thread has not raised it in time.
 
-        Aborting the transports lets the main thread leave its wait and raise. If the main thread
-        has not done so after PATIENCE_S, return the failure, else an empty text.
+        After the abort, the main thread leaves its wait and raises an error. If the main thread has
+        not raised an error after PATIENCE_S seconds, return the failure; otherwise return an empty
+        text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

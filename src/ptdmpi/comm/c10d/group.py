@@ -14,8 +14,8 @@ from ptdmpi.comm.communicator import Communicator, Handle
 
 BACKEND = "ptdmpi"  # the name of the backend in torch.distributed
 Kind: Any = dist.ReduceOp.RedOpType
-# reductions that no transport computes: each function reduces the tensors of all ranks, stacked in
-# rank order
+# Reductions by this module, for cases that the transports do not support. Each function reduces the
+# tensors of all ranks, stacked in rank order.
 REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
     Kind.SUM: lambda every: reduce(torch.add, every),
     Kind.PRODUCT: lambda every: every.prod(0),
@@ -27,7 +27,8 @@ REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-# the type stubs describe the methods for callers, not the methods that torch calls in a subclass
+# torch's type stubs describe the methods that a user calls, not the methods that a subclass
+# implements
 if TYPE_CHECKING:
 
     class ProcessGroup:
@@ -80,7 +81,7 @@ class TransportGroup(ProcessGroup):
         return _done(_listed(tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Do `allreduce` of several tensors."""
+        """Replace each of several tensors by its reduction over the ranks."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -113,7 +114,7 @@ class TransportGroup(ProcessGroup):
                 tensor.copy_(whole)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Reduce the tensors of a list, of which each rank receives one."""
+        """Reduce each tensor of a list over the ranks. Rank k receives the k-th reduced tensor."""
         for output, parts in zip(outputs, inputs, strict=True):
             sizes = {part.shape for part in parts}
             if len(sizes) == 1:
@@ -127,7 +128,8 @@ class TransportGroup(ProcessGroup):
         return _done(list(outputs))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce a tensor of which each rank receives an equal part."""
+        """Reduce the tensor `given` over the ranks. Each rank receives an equal part of the result
+        in `output`."""
         self._scattered(output, given, _op(opts))
         return _done([output])
 
@@ -136,7 +138,7 @@ class TransportGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do `reduce_scatter_single` of several tensors."""
+        """Call `reduce_scatter_single` for each of several tensors."""
         for output, given in zip(outputs, inputs, strict=True):
             self._scattered(output, given, _op(opts))
         return _done(list(outputs))
@@ -153,7 +155,8 @@ class TransportGroup(ProcessGroup):
             if kind in (Kind.SUM, Kind.AVG, Kind.PREMUL_SUM) and flat.dtype is not torch.bool:
                 part = self.comm.reduce_scatter(flat)
             else:
-                swapped = self.comm.all_to_all(flat)  # [size, n]: this rank's part of every rank
+                # [size, n]: from every rank, the part that this rank must reduce
+                swapped = self.comm.all_to_all(flat)
                 part = REDUCED[kind](swapped)
             if kind == Kind.AVG:
                 part = _divide(part.clone(), self.comm.size)
@@ -162,7 +165,7 @@ class TransportGroup(ProcessGroup):
     # -- gathers ---------------------------------------------------------------------------------
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather the tensor of every rank, as a list."""
+        """Gather the tensor of every rank into a list of tensors, in rank order."""
         for parts, given in zip(outputs, inputs, strict=True):
             if all(part.shape == given.shape for part in parts):
                 every = self.comm.all_gather(_contiguous(given)[None])
@@ -177,7 +180,7 @@ class TransportGroup(ProcessGroup):
         return _done([part for parts in outputs for part in parts])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather several tensors; `outputs` has a list of tensors for each rank."""
+        """Gather several tensors of every rank. `outputs` has one list of tensors for each rank."""
         for number, given in enumerate(inputs):
             every = self.comm.all_gather(_contiguous(given)[None])
             for parts, arrived in zip(outputs, every, strict=True):
@@ -185,7 +188,7 @@ class TransportGroup(ProcessGroup):
         return _done([part for parts in outputs for part in parts])
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Gather the tensors of all ranks into one."""
+        """Gather the tensors of all ranks into one tensor, in rank order."""
         every = self.comm.all_gather(_contiguous(given).view(1, -1))
         output.copy_(every.view(output.shape))
         return _done([output])
@@ -195,7 +198,7 @@ class TransportGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do `all_gather_single` of several tensors."""
+        """Call `all_gather_single` for each of several tensors."""
         for output, given in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, given)
         return _done(list(outputs))
@@ -203,7 +206,7 @@ class TransportGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather the tensor of every rank on the root."""
+        """Gather the tensor of every rank into a list of tensors on the root rank."""
         (given,) = inputs
         if self.comm.rank != opts.rootRank:
             self.comm.send(_contiguous(given), opts.rootRank)
@@ -238,8 +241,8 @@ class TransportGroup(ProcessGroup):
         sent: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange rows between all ranks. `sent` and `received` have the number of rows for each
-        rank; empty lists mean equal parts.
+        """Exchange rows of a tensor between all ranks. `sent` and `received` have the number of
+        rows that are sent to, or received from, each rank; empty lists mean equal numbers.
         """
         uneven = [list(sent), list(received)] if sent and received else []
         output.copy_(self.comm.all_to_all(_contiguous(given), *uneven).view(output.shape))
@@ -298,8 +301,8 @@ class TransportGroup(ProcessGroup):
 
 
 class _Begun(dist.Work):
-    """A message that has begun. `into` receives the message; if the caller's tensor is not
-    contiguous, `into` is copied to it."""
+    """A message that has begun. The tensor `into` receives the message. If the caller's tensor is
+    not contiguous, `into` is another tensor, which is copied to the caller's tensor."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()
@@ -309,7 +312,7 @@ class _Begun(dist.Work):
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the message; on a device, let the current stream wait."""
+        """Wait for the message. On a device only the current stream waits, not the host."""
         if not self._over:
             self._handle.wait()
             self._deliver()

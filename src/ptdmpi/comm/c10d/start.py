@@ -1,5 +1,5 @@
-"""The start of torch.distributed with the backend "ptdmpi", which uses the ranks of MPI and a store
-over MPI.
+"""The start of torch.distributed with the backend "ptdmpi". The ranks are the ranks of MPI, and the
+key-value store works over MPI.
 """
 
 import atexit
@@ -16,7 +16,8 @@ from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
 
 
 class MpiSession:
-    """The MPI objects of a process that torch.distributed uses: all ranks, and their store."""
+    """The MPI objects of a process that torch.distributed uses: the world of all ranks, its
+    key-value store, and the transport."""
 
     now: ClassVar["MpiSession | None"] = None
 
@@ -53,12 +54,12 @@ class MpiSession:
 
         everyone = self.world.control
         assert isinstance(everyone, MPI.Intracomm)
-        # groups of the same ranks are made in the same order, so one tag for all is enough
+        # all ranks make groups in the same order, so all calls can use the same tag
         control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
         return TransportGroup(self.wire.connect(control, name), name)
 
     def close(self) -> None:
-        """End the store's thread before MPI is finalized; all ranks do so."""
+        """End the store's thread before MPI is finalized. All ranks call this method."""
         self.store.leave()
         self.store.join()
 
@@ -73,25 +74,25 @@ def _create(options: Any, _: Any) -> TransportGroup:
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, the rank of this process and the number of ranks, as torch requires of a
-    rendezvous handler. MPI provides these values.
+    """Yield the store, the rank of this process and the number of ranks, all from MPI. This is a
+    rendezvous handler of torch.distributed.
     """
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size
 
 
 def register() -> None:
-    """Register the backend and its rendezvous handlers in torch.distributed. The ranks start from
-    MPI for the init_method `ptdmpi://`, and also without an init_method if the environment has no
-    RANK, as under plain mpirun.
+    """Register the backend and its rendezvous handlers in torch.distributed. torch.distributed
+    takes the ranks from MPI for the init_method `ptdmpi://`. It also takes them from MPI without an
+    init_method, if the environment variable RANK is not set, as under plain mpirun.
     """
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)
     by_environment = _rendezvous_handlers["env"]
 
     def meet_by_environment(url: str, **given: Any) -> Iterator[tuple[Store, int, int]]:
-        """Start as torch does if the environment has the necessary variables; otherwise start from
-        MPI.
+        """Use torch's own rendezvous if the environment has the variable RANK; otherwise take the
+        ranks from MPI.
         """
         if "RANK" in os.environ or "rank=" in url:
             return by_environment(url, **given)

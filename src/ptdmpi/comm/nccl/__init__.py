@@ -1,1 +1,1 @@
-"""The `nccl` transport (`wire`): NCCL communicators, which are set up through MPI communicators."""
+"""The `nccl` transport: NCCL communicators, which are connected with the help of MPI."""

@@ -1,8 +1,8 @@
-"""The interfaces of a communication library that has streams, and their implementation by NCCL
-through NVIDIA's `nccl4py`.
+"""The interfaces of a communication library with streams, and the implementation of these
+interfaces by NCCL, through NVIDIA's `nccl4py`.
 
-The callers of these four interfaces make all decisions: which rank makes unique ids, in which order
-ranks connect, which stream waits for which mark. The callers therefore work with any library that
+The callers of the interfaces make all decisions: which rank makes unique ids, in which order ranks
+connect, and which stream waits for which event. The callers therefore work with any library that
 implements the interfaces.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Exchanged
 
-# thread blocks (CTAs) for a message between two ranks; more would slow down computations
+# number of thread blocks (CTAs) for a message between two ranks; more blocks would slow down
+# computations
 PAIR_CTAS = 4
 
 
@@ -29,7 +30,7 @@ class Event(Protocol):
     """A mark in a stream, like torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return True if all work before the mark is done. The call never waits."""
+        """Return True if all work before the mark is done. This method never waits."""
 
 
 class DeviceQueue(Protocol):
@@ -43,8 +44,8 @@ class DeviceQueue(Protocol):
 
 
 class Connection(Protocol):
-    """One communicator of the library. An operation is put into `stream` and works on flat
-    contiguous tensors. All ranks put the same operations into their streams, in the same order."""
+    """One communicator of the library. Each method puts an operation on flat contiguous tensors
+    into `stream`. All ranks put the same operations into their streams, in the same order."""
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         """Replace `flat` by its sum or "max" over the ranks of the communicator."""
@@ -62,13 +63,14 @@ class Connection(Protocol):
         """Replace `flat` by the tensor of rank `root`."""
 
     def send(self, flat: Tensor, peer: int, stream: Any) -> None:
-        """Send `flat` to rank `peer`. Send and receive wait for each other."""
+        """Send `flat` to rank `peer`. The operation ends only after `peer` has begun to receive."""
 
     def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
         """Receive `flat` from rank `peer`."""
 
     def error(self) -> str:
-        """Return the error of the device, or "". The host gets no exception for such an error."""
+        """Return the error of an operation on the device, or "". Such an error raises no exception
+        on the host."""
 
     def abort(self) -> None:
         """End all operations of this rank that have begun; no other operation can begin
@@ -77,8 +79,8 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Described:
-    """A rank's library and device. All ranks must have the same version and path; each must have
-    another device, unless `shares_devices`."""
+    """The library and the device of one rank. All ranks must have the same version of the library.
+    No two ranks may have the same device, unless `shares_devices` is True."""
 
     version: str
     path: str
@@ -87,14 +89,14 @@ class Described:
 
 
 class Library(Protocol):
-    """A library that connects ranks, as it is loaded on this rank's device."""
+    """A library that connects ranks, loaded by this rank for its device."""
 
     def describe(self) -> Described:
         """Return the library's version and path, and the device."""
 
     def unique_id(self) -> bytes:
-        """Return a new unique id. Call this right before this rank connects with the id: until then
-        the library listens on a socket."""
+        """Return a new unique id. Call this method right before this rank connects with the id,
+        because the library listens on a socket until then."""
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
         """Connect as rank `rank`, wait for all `size` ranks, and return the connection."""
@@ -117,11 +119,13 @@ class Nccl:
         if device.type != "cuda":
             raise ValueError(f"NCCL connects NVIDIA's GPUs; this rank computes on {device.type}")
         self.device = device
-        # after torch, whose wheels contain libnccl: nccl4py uses the libnccl that is already loaded
+        # import this after torch, because nccl4py uses the libnccl that is already loaded, and
+        # torch's wheels contain libnccl
         self.core: Any = importlib.import_module("nccl.core")
 
     def describe(self) -> Described:
-        """Return version and path of libnccl, and the GPU."""
+        """Return version and path of libnccl, the UUID of the GPU, and whether ranks may share a
+        GPU."""
         version, path = loaded()
         gpu = torch.cuda.get_device_properties(self.device)
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -143,7 +147,8 @@ class Nccl:
 
     def stream(self) -> DeviceQueue:
         """Return a new stream with a higher priority than computations."""
-        # Messages are short, but long computations may wait for them. So messages run first.
+        # Messages take little time, but long computations may wait for them, so messages get
+        # priority.
         return torch.cuda.Stream(self.device, priority=-1)
 
     def computes_in(self) -> DeviceQueue:
@@ -157,14 +162,15 @@ class Nccl:
 
 class NcclConnection:
     """One communicator of NCCL. The NCCL communicator is never destroyed, because all ranks would
-    have to destroy it together. The end of the process frees it, or `abort` after an error."""
+    have to destroy it together. It is freed at the end of the process, or by `abort` after an
+    error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
         self.communicator = communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
-        # another thread may ask for the error while this thread aborts
+        # another thread may call `error` while this thread calls `abort`
         self._asking = threading.Lock()
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
@@ -181,8 +187,8 @@ class NcclConnection:
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
         """Put all sends and receives into the stream, as one group."""
-        # the messages of a group run at the same time; if they ran one after the other, ranks could
-        # wait for each other in a circle
+        # the messages of an NCCL group run at the same time; if they ran one after the other, ranks
+        # could deadlock
         with self.core.group():
             for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
                 if leaving.numel():
@@ -220,8 +226,8 @@ class NcclConnection:
 
 
 def _name(state: int) -> str:
-    """Return the name of a result code. `state` is a number, although nccl4py's annotation says
-    otherwise."""
+    """Return the name of a result code of NCCL. `state` is a number, although nccl4py declares
+    another type."""
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
@@ -230,12 +236,13 @@ def _name(state: int) -> str:
 
 
 def unique_id() -> bytes:
-    """Return a new unique id of NCCL; making it needs no GPU."""
+    """Return a new unique id of NCCL. This needs no GPU."""
     return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
 
 
 def installed() -> bool:
-    """Return True if the extra `nccl` is installed, without loading it."""
+    """Return True if the package `nccl4py` (the extra `nccl`) is installed. The package is not
+    loaded."""
     try:
         return importlib.util.find_spec("nccl.core") is not None
     except ModuleNotFoundError:
@@ -243,7 +250,7 @@ def installed() -> bool:
 
 
 def description() -> str:
-    """Return a line that describes this rank's NCCL."""
+    """Return a line that describes the NCCL library of this rank."""
     if not installed():
         return "no nccl4py"
     try:
@@ -254,8 +261,9 @@ def description() -> str:
 
 
 def loaded() -> tuple[str, str]:
-    """Return version and path of the libnccl that this process has loaded. Raises ValueError if
-    there is none, or more than one, because torch and ptdmpi would then use different ones."""
+    """Return version and path of the libnccl that this process has loaded. Raises ValueError if no
+    libnccl is loaded, or more than one, because torch and ptdmpi would then use different
+    libraries."""
     library = importlib.import_module("nccl.core").get_version().libnccl
     if library is None:
         raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")

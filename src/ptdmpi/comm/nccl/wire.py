@@ -1,9 +1,9 @@
-"""Groups of ranks on a library such as NCCL: their unique ids, their connections, and the order of
-their operations.
+"""Groups of ranks that communicate through a library such as NCCL: the unique ids and connections
+of a group, and the order of its operations.
 
-Every connection has its own stream, into which its operations are put. An operation begins after
-all earlier computations: its stream waits for a mark in the computation stream. To wait for an
-operation, the computation stream waits for a mark after it, and the host continues.
+Every connection has its own stream for its operations. An operation begins after all earlier
+computations, because its stream waits for a mark in the computation stream. To wait for an
+operation, the computation stream waits for a mark after the operation, and the host continues.
 """
 
 from collections import deque
@@ -25,9 +25,9 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
 class Queued:
-    """An operation in a stream. The object keeps the operation's tensors until `wait` is called,
-    because their memory must not be used again before the other stream has waited for the
-    operation."""
+    """An operation in a connection's stream. The object keeps the operation's tensors until `wait`
+    is called, because their memory must not be used again before the computation stream waits for
+    the operation."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line
@@ -36,7 +36,8 @@ class Queued:
         self._tensors: Sequence[Tensor] = tensors
 
     def wait(self) -> None:
-        """Wait for the operation. Raises WireError if the connection has failed."""
+        """Let the computation stream wait for the operation. Raises WireError if the connection has
+        failed."""
         self._line.check(self.label)
         self._line.library.computes_in().wait_event(self._event)
         self._tensors = ()
@@ -47,8 +48,8 @@ class Queued:
 
 
 class _Placed(NamedTuple):
-    """An operation and two marks: one after the computations before it, and one after the operation
-    itself."""
+    """An operation and two marks: `computed` is after the computations before the operation, and
+    `ended` is after the operation itself."""
 
     what: str
     computed: Event
@@ -72,7 +73,8 @@ class Line:
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            # a tensor with gaps between its elements: the memory in the gaps would be sent, too
+            # if a tensor has gaps between its elements, the library would send the memory in the
+            # gaps
             if not tensor.is_contiguous():
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
@@ -94,13 +96,13 @@ class Line:
         # copy the queue in one operation of the interpreter, because another thread changes it
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may be far ahead: a device that still computes is not yet in the next
-                # operation
+                # the host may be far ahead of the device: while the device still computes, it is
+                # not in the next operation
                 return what if computed.query() else ""
         return ""
 
     def failure(self) -> str:
-        """Return the first error of the connection. Errors after the first one say only that the
+        """Return the first error of the connection, or "". Later errors would say only that the
         connection was aborted."""
         self._failed = self._failed or self.connection.error()
         return self._failed
@@ -112,8 +114,8 @@ class Line:
 
 
 class NcclCarrier:
-    """The connections (`Line`) of one group: one that has all ranks, and one for each directed pair
-    that this rank belongs to."""
+    """The connections (`Line`) of one group: one connection of all ranks, and one for each directed
+    pair of ranks to which this rank belongs."""
 
     def __init__(
         self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
@@ -122,7 +124,7 @@ class NcclCarrier:
         self.rank = control.Get_rank()
         whole, of_pair = agreed_ids(library, control, group, pairs)
         self.whole = self._line(whole, control.Get_size(), self.rank, group)
-        # connect one pair after the other, in an order that all ranks share
+        # connect one pair after the other; all ranks use the same order of pairs
         self.pairs = {
             pair: self._line(of_pair[pair], 2, pair.index(self.rank), f"pair {pair[0]}->{pair[1]}")
             for pair in pairs
@@ -181,9 +183,10 @@ class NcclCarrier:
         return (self.whole, peer) if line is None else (line, pair.index(peer))
 
     def pending(self) -> str:
-        """Return the operation that the stream of the group's connection is in."""
-        # messages of neighbours are left out, because a rank that waits for one reports the op that
-        # it is in
+        """Return the name of the operation that the stream of the group's connection executes, or
+        ""."""
+        # connections of pairs are not asked, because a rank that waits for a pipeline message
+        # reports the op of the schedule
         return self.whole.pending()
 
     def failure(self) -> str:
@@ -211,13 +214,13 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Load the library, and check that all ranks have the same version, and that no two ranks
-        use the same device."""
+        """Load the library. Raise SharedInputError, on every rank, if a rank cannot load it, if
+        versions differ, or if two ranks use the same device. Return the version and the path."""
         mine: tuple[Described | None, str]
         try:
             cls.library = cls.load(everyone, device)
             mine = cls.library.describe(), ""
-        # all ranks must learn of the error, otherwise they would wait for ever
+        # send the error to all ranks, which would otherwise wait for ever
         except Exception as error:
             mine = None, str(error)
         every = everyone.allgather(mine)
@@ -244,10 +247,12 @@ class NcclCommunicator(RoutedCommunicator):
 def agreed_ids(
     library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
 ) -> tuple[bytes, dict[Pair, bytes]]:
-    """Return the unique id of a group, made by its rank 0, and the ids of its pairs, each made by
-    its sender. If a rank could not make an id, all ranks raise InputError with the reason."""
+    """Return the unique id of a group, made by its rank 0, and the unique id of each pair, made by
+    the pair's sender. If a rank could not make an id, all ranks raise InputError with the reason.
+    """
     rank = control.Get_rank()
-    # an error is sent in place of an id; otherwise the receiver would wait for ever
+    # in case of an error, send the error in place of an id, because the receiver would otherwise
+    # wait for ever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
     mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}
     of_pair: dict[Pair, tuple[bytes, str]] = {}

@@ -1,7 +1,7 @@
-"""Compressors of gradients: from rows of numbers to packed bytes and back, each with a bound on its
-error.
+"""Compressors of gradients: they encode rows of numbers as packed bytes and decode them. The error
+of each compressor has a known bound.
 
-A compressor always works on a compression block, which is a part of a logical parameter (`units`).
-The result of a compressor therefore depends neither on the layout nor on the other parameters that
-a rank has.
+A compressor always works on a compression block, which is a part of a logical parameter (see
+`units`). The result of a compressor therefore does not depend on the layout, and not on the other
+parameters of the rank.
 """

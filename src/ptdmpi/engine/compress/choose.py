@@ -10,10 +10,11 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
-    Without error feedback a compressor is unbiased if it can be. With error feedback the
-    compressor's values are divided by 1 + omega, so that the compressor contracts. Without this
-    division the stored errors would grow. The decentralized method also needs a contraction,
-    because the differences that it sends to neighbours contain the errors of earlier messages.
+    Without error feedback, the unbiased form of a compressor is used if there is one. With error
+    feedback, the values of such a compressor are divided by 1 + omega (see `Compressor`), so that
+    the compressor contracts. Without this division the stored errors would grow. The decentralized
+    method also needs a contraction, because the differences that it sends to neighbours contain the
+    errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

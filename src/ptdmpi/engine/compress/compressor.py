@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# This value replaces the number of the data rank in the hash of random numbers that are the same on
-# all data ranks.
+# In the hash of random numbers that are the same on all data ranks, this value replaces the number
+# of the data rank.
 EVERYBODY = -1
 
 
@@ -27,8 +27,8 @@ def unit_number(name: str, line: int, run: int) -> int:
 @dataclass(frozen=True)
 class Draws:
     """Random numbers for some compression blocks. Each number is a hash of (seed, step, round),
-    data rank, block and element, and needs no generator. Therefore every layout, every resumed run
-    and every receiver computes the same numbers.
+    data rank, block and element, so no random generator is needed. Therefore every layout, every
+    resumed run and every receiver computes the same numbers.
 
     `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
     round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`
@@ -51,7 +51,7 @@ class Draws:
         return replace(self, source=source)
 
     def rows(self, some: Tensor | slice) -> "Draws":
-        """Return the random numbers of some of the blocks."""
+        """Return the random numbers of the blocks that the index `some` selects."""
         host = None if self.host is None else self.host[some]
         return replace(self, units=self.units[some], host=host)
 
@@ -62,8 +62,8 @@ class Draws:
         return shift_right(hashed, 32).to(torch.float64) * 2.0**-32
 
     def hashes(self, length: int) -> Tensor:
-        """Return random int64 numbers [n, length] with all bits random; no two numbers of a block
-        are equal."""
+        """Return random int64 numbers [n, length] in which all 64 bits are random. No two numbers
+        of a block are equal."""
         columns = torch.arange(length, device=self.units.device) * GOLDEN
         return mix(mix(self.units + fold(self.key, self.source))[:, None] + columns)
 
@@ -74,13 +74,13 @@ class Draws:
 
 
 class Compressor(ABC):
-    """A compressor: a map from rows of numbers to bytes and back. C(x) is the result of `decode`
-    for the code of x.
+    """The base class of compressors, which encode rows of numbers as bytes and decode them. C(x)
+    denotes the decoded values of the code of x.
 
     Each row is a compression block, has at most `longest` numbers, and is compressed independently.
-    An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2. A compressor that
-    is not `unbiased` has E ||C(x) - x||^2 <= (1 - delta) ||x||^2. The length of a code depends only
-    on the random numbers that all data ranks share.
+    For an `unbiased` compressor, the expected values are E C(x) = x and E ||C(x) - x||^2 <= omega
+    ||x||^2. For a compressor that is not `unbiased`, E ||C(x) - x||^2 <= (1 - delta) ||x||^2. The
+    length of a code depends only on random numbers that are the same on all data ranks.
     """
 
     unbiased = False
@@ -100,11 +100,11 @@ class Compressor(ABC):
     @abstractmethod
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         """Return the decoded values, [n, length], of a code [code_bytes] uint8 that `encode` has
-        returned. `draws` must be the random numbers of the rank that encoded."""
+        returned. `draws` must be the random numbers of the rank that has encoded."""
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the variance (see the class). Only unbiased compressors have
-        an omega."""
+        """Return omega, the bound of the relative variance for blocks of this length (see the
+        class). Only unbiased compressors have an omega."""
         raise NotImplementedError(f"{type(self).__name__} is not unbiased")
 
     @abstractmethod

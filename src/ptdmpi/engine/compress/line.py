@@ -1,5 +1,5 @@
-"""Compressed messages between data ranks: a batch of tiles is encoded, sent, decoded and
-averaged."""
+"""Compressed messages between data ranks: a batch of tiles is encoded, sent, decoded and averaged
+(for tiles see `units`)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,14 +13,15 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# The value of `source` for the random numbers of a server. The value is not the number of a data
-# rank, so that the random numbers do not depend on which rank is the server.
+# The value of `source` for the random numbers of a server, which is the rank that averages a tile.
+# The value is not the number of a data rank, so the random numbers do not depend on which rank is
+# the server.
 SERVER = -2
 
 
 class DrawnUnits(NamedTuple):
-    """The compression blocks of one length in tiles: their columns, the length, and their random
-    numbers."""
+    """The compression blocks of one length in some tiles: their columns in a tile, their length,
+    and their random numbers."""
 
     columns: slice
     length: int
@@ -29,14 +30,14 @@ class DrawnUnits(NamedTuple):
 
 @dataclass(frozen=True)
 class Coder:
-    """An encoder and decoder of some tiles of a batch. A code has the blocks of each length, one
-    length after the other.
+    """An encoder and decoder of some tiles of a batch. A code contains first the blocks of one
+    length, then the blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
-    all tiles. With `rounds` > 1 the values that a code leaves out are encoded again, `rounds` times
-    in total, and the receiver adds up the results (fast compressed communication, Huang et al.
-    2022, arXiv 2206.03665, section 4.1). Relative to the squared norm, the squared error is at most
-    (1 - delta)^rounds.
+    all tiles. With `rounds` > 1 the error of each round is encoded in the next round, `rounds`
+    times in total, and the receiver adds up the decoded values (fast compressed communication,
+    Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at most (1 -
+    delta)^rounds times the squared norm.
     """
 
     compressor: Compressor
@@ -54,7 +55,7 @@ class Coder:
         server of a tile is the same in every layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
-        # the host knows the number of tiles, so it need not wait for the device
+        # pass the number of tiles, so that the host need not wait for the device
         mine = torch.nonzero_static(here, size=len(served))[:, 0]
         return self.of(Numbers(mine, served))
 
@@ -98,8 +99,8 @@ class Coder:
         return torch.cat(codes), arrived
 
     def decode(self, code: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-        """Decode a code of data rank `source` to [tiles, width]. The result has the same bits as
-        the second value that `encode` returned."""
+        """Decode a code of data rank `source` to [tiles, width]. The result is bitwise equal to the
+        second value that `encode` returned on that rank."""
         arrived = torch.zeros((self.count, self.batch.width), dtype=dtype, device=code.device)
         at = 0
         for number in range(self.rounds):
@@ -124,8 +125,8 @@ class Coder:
 def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, Tensor]:
     """Return C(x) of this rank, and the mean of C(x) over the data axis.
 
-    Each rank gathers the codes of all ranks and adds them up in ascending rank order, so all ranks
-    get the same bits.
+    Each rank gathers the codes of all ranks and adds up the decoded values in ascending order of
+    ranks, so the mean is bitwise equal on all ranks.
     """
     code, own = coder.encode(x, data.rank)
     every = data.all_gather(code).view(data.size, -1)
@@ -144,13 +145,14 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. Here y is the mean
-    of all C(x) plus the server's `error` [tiles, width]. After the exchange, `error` becomes y -
-    C(y) (Tang et al. 2019, arXiv 1905.05957).
+    """Return C(x) of this rank, and C(y), which is bitwise equal on all ranks. Here y is the mean
+    over all ranks of C(x), plus the server's `error` [tiles, width]. After the exchange, `error`
+    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
-    Each data rank is the server of its share of the tiles, which is chosen by their numbers. Codes
-    go to the servers, and codes of the means come back, so a rank sends the bytes of two codes for
-    any number of ranks. A rank uses and changes only its own share of `error`.
+    Each data rank is the server of some of the tiles, which are chosen by their numbers. Each rank
+    sends the codes of its tiles to the servers, and each server sends the code of its means to all
+    ranks. A rank therefore sends the bytes of two codes, for any number of ranks. A rank uses and
+    changes `error` only for the tiles of which it is the server.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)
@@ -164,7 +166,8 @@ def squeezed_mean(
     aimed = mean + error[mine.at]
     code, value = mine.encode(aimed, SERVER)
     error[mine.at] = aimed - value
-    # shares have unequal lengths, but an all-gather needs equal parts
+    # the codes of the servers have unequal lengths, but an all-gather needs equal lengths, so codes
+    # are padded
     sizes = [share.code_bytes(x.dtype) for share in shares]
     padded = code.new_zeros(max(sizes))
     padded[: len(code)] = code
@@ -176,8 +179,8 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Send each server its code. Return the mean of the codes that arrive here, added up in
-    ascending rank order."""
+    """Send each server its code. Return the mean of the decoded codes that arrive at this server,
+    added up in ascending order of ranks."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

@@ -1,8 +1,9 @@
-"""Low-rank compression: each tile is a matrix, and two thin factors of it are sent (PowerSGD:
-Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
+"""Low-rank compression: each tile is treated as a matrix, and two thin factors of the matrix are
+sent (PowerSGD: Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
 
-The compressor is linear in the values of the ranks, so their factors are all-reduced directly. Each
-training step does one power iteration, which starts with the second factor of the previous step.
+The compressor is linear in the values of the ranks, so the factors of all ranks are summed by an
+all-reduce. Each training step does one power iteration, which starts with the second factor of the
+previous step.
 """
 
 from dataclasses import dataclass
@@ -20,23 +21,24 @@ class LowRank:
     """A compressor of tiles [n, lines, length] to rank at most `rank`: C(x) = P P^T x, where P has
     orthonormal columns, so that ||C(x) - x|| <= ||x||.
 
-    The contraction depends on x and on the distance of P from the first singular vectors of x. If P
-    has the first singular vectors, delta is at least rank / min(lines, length). If the matrices
-    change slowly, P approaches their first singular vectors. In the first step delta may be 0.
+    The contraction delta (see `Compressor`) depends on x, and on the distance of P from the first
+    singular vectors of x. If P consists of the first singular vectors, delta is at least rank /
+    min(lines, length). If the matrices change slowly from step to step, P approaches their first
+    singular vectors. In the first step delta may be 0.
     """
 
     rank: int
     longest: ClassVar[int] = 2**62  # a tile is one matrix, whatever its size
 
     def shrinks(self, lines: int, length: int) -> bool:
-        """Return True if the factors of a tile have fewer numbers than the tile. Other tiles are
-        sent uncompressed."""
+        """Return True if the two factors of a tile have fewer numbers than the tile. If not, the
+        tile is sent uncompressed."""
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] with which the iteration starts: the one from the
-        last step, `kept` [n, rank, length]. Rows of `kept` that are zero, as in the first step, are
-        replaced by random numbers that are the same on all ranks."""
+        """Return the factor [n, length, rank] with which the iteration starts. This is the factor
+        from the last step, `kept` [n, rank, length], transposed. Rows of `kept` that are zero, as
+        in the first step, are replaced by random numbers that are the same on all ranks."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0
@@ -56,7 +58,7 @@ class LowRank:
 
 def orthonormal(columns: Tensor) -> Tensor:
     """Return orthonormal columns with the same span as `columns` [n, lines, rank], by Gram-Schmidt
-    with two passes. A column that depends linearly on those before it becomes zero."""
+    with two passes. A column that depends linearly on earlier columns becomes zero."""
     orthogonal: list[Tensor] = []
     smallest = torch.finfo(columns.dtype).eps * columns.shape[1]
     for column in columns.unbind(dim=2):

@@ -1,9 +1,9 @@
-"""The byte format of codes: first numbers of a float type, then packed bits."""
+"""The byte format of codes: first some numbers of a float type, then packed integers."""
 
 import torch
 from torch import Tensor
 
-# The length of a code is a multiple of this number of bytes, the alignment of a float64.
+# The length of a code is padded to a multiple of this number of bytes, the alignment of float64.
 GRAIN_BYTES = 8
 
 
@@ -19,8 +19,8 @@ def join(values: Tensor, packed: Tensor) -> Tensor:
 
 
 def joined_bytes(floats: int, packed: int) -> int:
-    """Return the length of the code that `join` makes of `floats` bytes of floats and `packed`
-    bytes."""
+    """Return the length in bytes of the code that `join` makes from `floats` bytes of float numbers
+    and `packed` packed bytes."""
     return -(-(floats + packed) // GRAIN_BYTES) * GRAIN_BYTES
 
 

@@ -1,5 +1,5 @@
-"""Quantizing compressors: for each compression block they send one scale, and a code of a few bits
-for each element."""
+"""Quantizing compressors: for each compression block they send one scale, and for each element a
+code of a few bits."""
 
 import math
 from abc import abstractmethod
@@ -27,7 +27,8 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def codes(self, x: Tensor, scales: Tensor, draws: Draws) -> Tensor:
-        """Return the codes [n, length] of x [n, length], in [0, 2^bits), of any type."""
+        """Return the codes [n, length] of x [n, length]: integers in [0, 2^bits), in any data
+        type."""
 
     @abstractmethod
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -56,11 +57,11 @@ class Quantiser(Compressor):
 class Qsgd(Quantiser):
     """A compressor that rounds each element randomly up or down to a multiple of (the block's norm
     / `levels`), so that the expected value is exact (Alistarh et al. 2017, arXiv 1610.02132,
-    section 3.1). For s levels and blocks of d elements, omega = min(d / s^2, sqrt(d) / s).
+    section 3.1). For s `levels` and blocks of d elements, omega = min(d / s^2, sqrt(d) / s).
 
     Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
-    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The expected value is
-    exact to 2^-24 of a level, because the random numbers have 24 bits.
+    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The error of the expected
+    value is at most 2^-24 of a level, because the random numbers have 24 bits.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:
@@ -69,7 +70,7 @@ class Qsgd(Quantiser):
         self.unbiased = unbiased
 
     def scales(self, x: Tensor) -> Tensor:
-        # compute in float64, because squares of large numbers overflow float32
+        # compute the norm in float64, because squares of large numbers overflow float32
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
         return norm.to(x.dtype)
 
@@ -98,7 +99,7 @@ class Qsgd(Quantiser):
 
 
 class Sign(Quantiser):
-    """A compressor that sends the sign of each element, and the mean magnitude of its block
+    """A compressor that sends the sign of each element, and the mean magnitude of each block
     (Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). For blocks of d elements ||C(x) - x||^2 =
     ||x||^2 - ||x||_1^2 / d, so delta >= 1 / d."""
 
@@ -120,12 +121,14 @@ class Sign(Quantiser):
 
 
 class Rounded(Quantiser):
-    """A compressor that rounds each element to the nearest of 2 q + 1 multiples of (the block's
-    greatest magnitude / q). For int8 q is 127, and for int4 q is 7. Each block has its own scale.
+    """A compressor that rounds each element to the nearest multiple of (the block's greatest
+    magnitude / q), of which there are 2 q + 1. For int8 q is 127, and for int4 q is 7. Each block
+    has its own scale.
 
-    The greatest element is exact. The error of any other element is at most half a step and at most
-    the element itself. For blocks of d elements it follows that delta = 4 q^2 / (4 q^2 + d - 1).
-    The error is as large as this delta permits if all other elements are half a step from zero.
+    The element of greatest magnitude is exact. The error of any other element is at most half the
+    distance of two multiples, and at most the magnitude of the element. For blocks of d elements it
+    follows that delta = 4 q^2 / (4 q^2 + d - 1). The error is as large as this delta permits if all
+    other elements lie in the middle between zero and the first multiple.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -1,10 +1,9 @@
-"""Sparse compressors: they send some elements of each compression block, and all others become
-zero.
+"""Sparse compressors: they send some elements of each compression block, and all other elements
+become zero.
 
-`ratio` times the block's length d is not an integer in general. Therefore floor(ratio d + u)
-elements are sent, with u uniform in [0, 1) and the same on all data ranks. With this rule, ratio d
-elements are sent on average for blocks of any length, and short blocks are not always sent
-completely.
+`ratio` times the block's length d is in general not an integer. Therefore floor(ratio d + u)
+elements are sent, where u is a uniform random number in [0, 1) that is the same on all data ranks.
+With this rule, ratio d elements are sent on average for blocks of any length.
 """
 
 import math
@@ -20,8 +19,8 @@ from ptdmpi.plan.shape.codes import SPARSE
 
 
 class Sparse(Compressor):
-    """A compressor that sends the elements of a block with the greatest scores. If elements have
-    equal scores, the first ones are taken."""
+    """The base class of compressors that send the elements of a block with the greatest scores. If
+    elements have equal scores, the first of these elements are sent."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__(SPARSE)
@@ -29,7 +28,7 @@ class Sparse(Compressor):
 
     @abstractmethod
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the scores [n, length] of the elements, of any type that has an order."""
+        """Return the scores [n, length] of the elements, in any data type that can be sorted."""
 
     def counts(self, draws: Draws, length: int) -> Tensor:
         """Return [n] int64: the number of elements of each block that are sent."""
@@ -37,13 +36,13 @@ class Sparse(Compressor):
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """Return the number of elements of all blocks that are sent. The host computes this number
+        """Return the number of sent elements, summed over all blocks. The host computes this number
         without waiting for the device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return the rows and the columns of those elements of x [n, length] that are sent, in
-        their order."""
+        """Return the rows and the columns of the elements of x [n, length] that are sent, in
+        row-major order."""
         length = x.shape[1]
         kept = self.kept(self.scores(x, draws), self.counts(draws, length))
         rows, columns = torch.nonzero_static(kept, size=self.count(draws, length)).unbind(1)
@@ -52,9 +51,8 @@ class Sparse(Compressor):
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # the greatest possible count
-        # topk does not specify which of several equal elements it takes, so only the values are
-        # used
+        most = min(length, math.floor(self.ratio * length) + 1)  # the maximum of `counts`
+        # use only the values of topk, because its choice among equal elements is not specified
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
         above = scores > least

@@ -1,11 +1,11 @@
 """Compression blocks (`units`): parts of logical parameters that are the same in every layout.
 
-A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
-of a column-parallel weight, a column of a row-parallel one). No legal size of the tensor axis cuts
-a line. `grains` returns how many neighbouring lines are on one rank for every legal size.
-Neighbouring lines of one rank form a *tile*; its elements are in logical order, line after line. A
-tile is cut into runs, its *units* or compression blocks, which are as long as the compressor
-allows. A parameter that the tensor axis does not divide is one tile.
+A *line* of a parameter consists of the elements at one index of the dim that the tensor axis
+divides: a row of a column-parallel weight, or a column of a row-parallel weight. No legal size of
+the tensor axis cuts a line. `grains` returns how many neighbouring lines are on one rank for every
+legal size of the tensor axis. This number of neighbouring lines forms a *tile*; its elements are in
+logical order, line after line. A tile is cut into consecutive compression blocks, or *units*, which
+are as long as the compressor allows. A parameter that the tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,17 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
-    """Return, for each part of a divided parameter, how many neighbouring lines are always on one
-    rank. `most_tensor` is the largest legal size of the tensor axis, which every legal size
-    divides."""
+    """Return, for each part of a parameter that the tensor axis divides, how many neighbouring
+    lines are always on one rank. `most_tensor` is the largest legal size of the tensor axis; every
+    legal size divides this number."""
     split = declaration.split
     if split is None:
         return ()
     lines = []
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
-        # a vocabulary is padded to a multiple of the axis, so it may be cut after any line
+        # a vocabulary is padded to a multiple of the axis size, so the axis may cut it after any
+        # line
         lines.append(part // shares if part % shares == 0 else 1)
     return tuple(lines)
 
@@ -42,8 +43,8 @@ class Slab:
     """Complete tiles of one parameter on this rank. Each tile has `lines` lines of `length`
     elements.
 
-    `box` is the slice of the local tensor that the tiles cover, `dim` the dim along which lines are
-    counted, and `first` the logical number of their first line.
+    `box` is the slice of the local tensor that the tiles cover. `dim` is the dim along which lines
+    are counted, and `first` is the number, in the logical parameter, of the first line.
     """
 
     entry: Entry
@@ -70,7 +71,7 @@ class Slab:
         return self._moved(flat).reshape(self.tiles, -1)
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Write `values` [tiles, lines * length] to the elements that `read` reads."""
+        """Write `values` [tiles, lines * length] to the elements of `flat` that `read` reads."""
         place = self._moved(flat)
         place.copy_(values.view(place.shape))
 
@@ -78,9 +79,10 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """Yield a number for each tile, which is the same in every layout. The tile's number
-        decides which data rank is its server."""
-        begin = unit_number(self.entry.name, 0, 0) >> 1  # the shift leaves room to count
+        """Yield the number of each tile. The number is the same in every layout, and decides which
+        data rank is the tile's server."""
+        # halved, so that adding the tile's number cannot overflow
+        begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
 
@@ -93,8 +95,8 @@ class Slab:
 
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
-    """Yield the slabs of all parameters that train, sorted by name. If a parameter is copied along
-    the tensor axis, each rank yields its own copy."""
+    """Yield the slabs of all parameters that train, sorted by name. If several tensor ranks have
+    copies of a parameter, each of them yields its own copy."""
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -120,7 +122,7 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
 
 
 class Numbers(NamedTuple):
-    """Integers [n] int64, which are stored both on a device and on the host."""
+    """Integers [n] int64, stored twice: `here` on the device and `host` on the host."""
 
     here: Tensor
     host: Tensor
@@ -132,8 +134,8 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the integers that belong to some of `every` tiles. Each tile has the same number
-        of integers."""
+        """Return the integers that belong to the selected `tiles`. `every` is the number of all
+        tiles; each tile has the same number of integers."""
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -141,8 +143,8 @@ class Numbers(NamedTuple):
 
 
 class NumberedUnits(NamedTuple):
-    """The compression blocks of one length in tiles: their columns, the length, and their numbers,
-    tile by tile."""
+    """The compression blocks of one length in some tiles: their columns in a tile, their length,
+    and their numbers, tile by tile."""
 
     columns: slice
     length: int
@@ -150,11 +152,10 @@ class NumberedUnits(NamedTuple):
 
 
 class TileBatch:
-    """A batch of tiles of the same size, which are processed together as [tiles, width].
+    """A batch of tiles of the same shape, which are processed together as a tensor [tiles, width].
 
-    `units` has an entry for each length of blocks: their columns in a tile, the length, and their
-    numbers, tile by tile. `numbers` [tiles] are the numbers of the tiles. The numbers are stored on
-    the device and on the host.
+    `units` has an entry for each length of compression blocks (see `NumberedUnits`). `numbers`
+    [tiles] are the numbers of the tiles.
     """
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
@@ -191,8 +192,8 @@ class TileBatch:
 def batches(
     some: Sequence[Slab], longest: int, device: torch.device, most: int = MOST_ELEMENTS
 ) -> list[TileBatch]:
-    """Return the slabs as batches of tiles of the same shape. Each tile is in one batch. A batch
-    has at most `most` elements, or a single tile that is larger."""
+    """Return the tiles of all slabs in batches of tiles of the same shape. Each tile is in one
+    batch. A batch has at most `most` elements, unless it is a single larger tile."""
     by_shape: dict[tuple[int, int], list[Slab]] = {}
     for slab in some:
         by_shape.setdefault((slab.lines, slab.length), []).append(slab)

@@ -1,5 +1,5 @@
-"""The data-parallel methods by name (`METHODS`), and the choice of the one that the configuration
-names."""
+"""The table of data-parallel methods by name (`METHODS`), and the choice of a run's method from its
+configuration."""
 
 from ptdmpi.engine.data_parallel.choco import Choco
 from ptdmpi.engine.data_parallel.compressed import Compressed
@@ -23,7 +23,7 @@ METHODS: dict[str, type[DataParallel]] = {
 
 
 def data_parallel(replica: Replica) -> DataParallel:
-    """Return the method that the configuration of `replica` names."""
+    """Return the data-parallel method that the configuration of `replica` names."""
     config = replica.config
     section = replica.config.data_parallel
     method: str = section.method

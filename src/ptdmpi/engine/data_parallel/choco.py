@@ -13,23 +13,25 @@ PUBLIC = "public"
 
 
 class Choco(Decentralized):
-    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2): the neighbours of
-    replica i know a copy `public`_i of its weights, and after each update
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2). The neighbours of
+    replica i have a copy `public`_i of its weights x_i. After each update, replica i computes
 
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
-    In this formula C is a contraction, and rate is `consensus_rate` (the paper's gamma). W is
-    symmetric and the same in every step. The next difference contains the values that C has left
-    out of the previous difference, so no change of the weights is lost.
+    In these formulas C is a compressor that contracts, w_ij are the weights of the graph, and rate
+    is `consensus_rate` (gamma in the paper). The matrix w is symmetric and the same in every step.
+    The next difference x_i - public_i contains the values that C has left out of the previous
+    difference, so no change of the weights is lost.
 
-    Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
-    same numbers. The copies are not part of the state: they are sent uncompressed, once, before the
-    first exchange after a start. A run may therefore resume, or continue with fewer replicas, on
-    any graph.
+    Each replica has copies of its neighbours' public weights. The copies are bitwise equal to the
+    neighbours' own public weights, because the same numbers are added to both. The copies are not
+    part of the saved state: the public weights are sent once, uncompressed, before the first
+    exchange after a start. A run may therefore resume, or continue with fewer replicas, on any
+    graph.
 
-    Public weights begin as the initial weights, which all replicas know; in the paper they begin as
-    zero.
+    The initial values of the public weights are the initial weights, which are the same on all
+    replicas; in the paper they are zero.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -39,9 +41,9 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the compressed difference of this replica to its neighbours, and move the weights
-        towards the public weights of the neighbours."""
-        # no parts: no parameter of this rank trains
+        """Send the compressed difference of this replica to its neighbours. Then move the weights
+        of this replica towards the public weights of its neighbours."""
+        # if there are no parts, no parameter of this rank trains
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

@@ -1,8 +1,8 @@
-"""Data parallelism with compressed gradients: each replica encodes its gradient and sends the
-bytes, and all replicas update with the same mean of the decoded gradients.
+"""Data parallelism with compressed gradients: each replica encodes its gradient and sends the code,
+and all replicas update their weights with the same mean of the decoded gradients.
 
-All values have the scale of the global batch's gradient. Each of the n replicas compresses n times
-its own part of that gradient, and the update uses the mean over the replicas.
+The gradient of the global batch is the sum of the contributions of the n replicas. Each replica
+compresses n times its own contribution, and the update uses the mean over the replicas.
 """
 
 import math
@@ -16,10 +16,11 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
 
 class Compressed(DataParallel):
-    """The mean of compressed gradients; all replicas get the same bits.
+    """A method whose update uses the mean of compressed gradients. The mean is bitwise equal on all
+    replicas.
 
-    The input is gradients that are already summed over the tensor axis. The compression blocks of
-    the logical model are therefore the same in every layout.
+    The gradients are already summed over the tensor axis when they are compressed. The results are
+    therefore the same for every size of the tensor axis.
     """
 
     linear = False
@@ -28,15 +29,15 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        # True from the change of the error-feedback state to the update of the weights
+        # True while the error-feedback state is already changed and the weights are not updated yet
         self._midway = False
 
     def reduce(self) -> None:
         """Replace the gradients by the mean of the compressed gradients of all replicas.
 
-        If any replica's gradient is not finite, or its square overflows, set all gradients to NaN
-        instead: nothing is sent, the error-feedback state does not change, and every rank skips the
-        step.
+        If the gradient of any replica is not finite, or its square overflows, set all gradients to
+        NaN instead. In that case no code is sent, the error-feedback state does not change, and
+        every rank skips the step.
         """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:
@@ -52,11 +53,11 @@ class Compressed(DataParallel):
 
     @property
     def settled(self) -> bool:
-        """Return True if no change of the state is incomplete."""
+        """Return True if weights and error-feedback state belong to the same step."""
         return not self._midway
 
     def replicas_lost(self) -> None:
-        """Recompute the mean of all estimates (of EF21) over the remaining replicas."""
+        """Recompute the mean of the estimates of EF21 over the remaining replicas."""
         kinds = self.state.kinds
         if "estimate_mean" in kinds:
             for mean, own in zip(
@@ -68,11 +69,11 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # the minimum and the maximum are NaN if any element is NaN, and computing them takes no
-        # memory
+        # the minimum and the maximum are NaN if any element is NaN; their computation needs no
+        # temporary tensor
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # If a gradient overflows, its compressed form must not be sent. To know this, the host
-        # waits for the device a second time in this step.
+        # If a gradient overflows, its code must not be sent. For this decision the host waits for
+        # the device a second time in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -1,4 +1,4 @@
-"""Decentralized SGD: each replica averages its weights with its neighbours on a graph, not with all
+"""Decentralized SGD: each replica averages its weights with its neighbours in a graph, not with all
 replicas."""
 
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An incomplete exchange of values with the neighbours. The values are a slice of the state:
-    all or part of shard unit `number`."""
+    """An incomplete exchange of values with the neighbours. The values `own` are a slice of the
+    state of this rank, inside shard unit `number`. `terms` has, for this rank and for each source,
+    the row in `arrived` (None for this rank) and the weight."""
 
     number: int
     own: Tensor
@@ -31,8 +32,9 @@ class _Exchange:
         """Wait for the neighbours' values x_j, and replace `own` by the weighted sum sum_j w_ij x_j
         over this rank and its sources, added in ascending order."""
         self.handle.wait()
-        # Multiply and add separately. A kernel that fuses the two for only some elements would make
-        # the bits depend on how the state is cut. The send is complete, so `own` may change now.
+        # Multiply and add separately. A kernel that fuses multiplication and addition for only some
+        # elements would make the bits depend on how the state is cut. The send is complete, so
+        # `own` may change now.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms
@@ -45,24 +47,24 @@ class _Exchange:
 
 
 class Decentralized(DataParallel):
-    """Decentralized SGD that adapts, then combines (diffusion): x_i <- sum_j w_ij (x_j - rate *
-    update_j). W is a `topology` over the replicas, which may change from step to step (Lopes and
-    Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own
-    moments, or the moments are averaged in the same way (`average_moments`). A skipped step
-    averages nothing.
+    """Decentralized SGD in the form "adapt, then combine" (diffusion): x_i <- sum_j w_ij (x_j -
+    rate * update_j). The weights w_ij come from a `topology` over the replicas, which may change
+    from step to step (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012,
+    60). Each replica keeps its own moments, or, with `average_moments`, the moments are averaged
+    like the weights. After a skipped step nothing is averaged.
 
     With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
     (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
-    also in a resumed run.
+    even after a resume.
 
-    With `overlap` the exchange of step k continues during the forward of step k + 1: the values
-    that have arrived for each module (embedding, layer, head) are added when the forward reaches
-    it. The values have the same bits as without `overlap`; only the time of their arrival differs.
-    Code that reads the state between steps calls `settle` first, which finishes the exchange.
+    With `overlap` the exchange of step k continues during the forward of step k + 1: the values for
+    each module (embedding, layer, head) are waited for and added when the forward reaches the
+    module. The weights are bitwise equal to the weights without `overlap`. Code that reads the
+    state between steps calls `settle` first, which finishes the exchange.
 
-    If gradients have the same bits for every tensor-parallel size t, pipeline-parallel size p and
-    schedule, so do the weights, because every operation here works element by element, over
-    replicas in ascending order.
+    If the gradients are bitwise equal for every tensor-parallel size, pipeline-parallel size and
+    schedule, the weights are, too, because every operation of this method works element by element,
+    over replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -90,9 +92,8 @@ class Decentralized(DataParallel):
         )
 
     def reduce(self) -> None:
-        """Multiply the gradients by d, which gives the gradient of this replica's own mean loss.
-        The mean over replicas is then the gradient of the global batch, with the same weight for
-        each token."""
+        """Multiply the gradients by the number of replicas. The mean over replicas of the result is
+        the gradient of the global batch, with the same weight for each token."""
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
@@ -102,7 +103,8 @@ class Decentralized(DataParallel):
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Test whether exchanges are complete, because MPI makes progress only in its calls."""
+        """Test whether exchanges are complete, because MPI makes progress only during such
+        calls."""
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -112,8 +114,8 @@ class Decentralized(DataParallel):
         self.begin(op)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Begin the exchange with the neighbours. If `overlap` is not set, also finish the
-        exchange."""
+        """Begin the exchange with the neighbours. If `overlap` is not set, also finish it. In each
+        `average_every`-th step, average over all replicas instead."""
         if skipped:
             return
         every = self.settings.average_every
@@ -128,9 +130,9 @@ class Decentralized(DataParallel):
         places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
-            # `.data` has its own version counter. All modules share one flat tensor, so without
-            # `.data` autograd would mistake the arrival of values for a later module for a change
-            # of the weights of earlier modules that it has saved.
+            # `.data` is used because it has its own version counter. All modules share one flat
+            # tensor, so without `.data` autograd would treat a change of a later module's weights
+            # as a change of the earlier modules' weights that it has saved.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)
@@ -140,7 +142,7 @@ class Decentralized(DataParallel):
             self.settle()
 
     def _averaged_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the parts of the state that are averaged, each with the number of its shard
+        """Return the tensors of the state that are averaged, each with the number of its shard
         unit."""
         names = ["weights"]
         if self.settings.average_moments:
@@ -191,6 +193,7 @@ class _Arriving(Walk):
         """Do nothing: the forward has already waited for every module."""
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Wait for the weights of the module `place`, and return its input unchanged."""
+        """Wait for the weights of the module `place`, and return the module's input `x`
+        unchanged."""
         self.forward(place)
         return x

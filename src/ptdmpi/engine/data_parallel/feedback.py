@@ -1,5 +1,5 @@
-"""Error feedback: the mean over replicas of their compressed gradients. The rule that
-`error_feedback` names decides how the values that a code leaves out are used in later steps."""
+"""The mean over replicas of compressed gradients, with error feedback. The key `error_feedback`
+names the rule by which the compression error of a step is used in later steps."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ PURPOSE = 1_000_003
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step, with the objects that are needed to send them, and with their
+    """Some tiles in one step, with the objects that are needed to send these tiles, and with their
     error-feedback state."""
 
     batch: TileBatch
@@ -36,16 +36,16 @@ class CompressedTiles:
     rounds: int
 
     def read(self, kind: str) -> Tensor:
-        """Return a copy [tiles, width] of these tiles of one kind of state."""
+        """Return a copy [tiles, width] of the values that these tiles have in the state `kind`."""
         return self.batch.read(self.state.kinds[kind].parts[0])
 
     def write(self, kind: str, values: Tensor) -> None:
-        """Write values [tiles, width] to these tiles of one kind of state."""
+        """Write `values` [tiles, width] to these tiles in the state `kind`."""
         self.batch.write(self.state.kinds[kind].parts[0], values)
 
     def code_bytes(self) -> int:
-        """Return the number of bytes that this replica sends for the tiles. For factors and
-        uncompressed tiles the result is the number of bytes that are all-reduced."""
+        """Return the number of bytes that this replica sends for the tiles. For low-rank
+        compression this is the size of the tensors that are all-reduced."""
         size = self.batch.tiles * self.batch.width
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
@@ -63,8 +63,8 @@ class CompressedTiles:
         return Coder(self.compressor, self.batch, self.key, self.rounds)
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return C(x) of this replica, and the mean of C(x) over all replicas, for x [tiles,
-        width]."""
+        """Return C(x), the decoded code of this replica's x [tiles, width], and the mean of C(x)
+        over all replicas."""
         if not isinstance(self.compressor, LowRank):
             return gathered_mean(self.coder, x, self.data)
         if not self.compressor.shrinks(self.batch.lines, self.batch.length):
@@ -72,8 +72,8 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `mean` for low-rank compression. In the state "low_rank" the first lines of each
-        tile store the factor with which the next step starts."""
+        """Return the same as `mean`, for low-rank compression. In the state "low_rank", the first
+        lines of each tile store the factor with which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -87,14 +87,13 @@ class CompressedTiles:
 
 
 def plain(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x), without feedback: the part of x that the code leaves out is lost."""
+    """Return the mean of C(x), without error feedback: the compression error x - C(x) is lost."""
     return place.mean(x)[1]
 
 
 def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x + error). The part that the code leaves out becomes the new error,
-    which is added to the next x (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599, algorithm
-    1)."""
+    """Return the mean of C(x + error). The compression error becomes the new `error`, which is
+    added to the next x (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599, algorithm 1)."""
     x += place.read("error")
     own, mean = place.mean(x)
     place.write("error", x - own)
@@ -102,9 +101,10 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean, which the replicas compress and the servers compress again, each with its
-    own stored error (Tang et al. 2019, arXiv 1905.05957, algorithm 1). With codes of several rounds
-    the method is NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
+    """Return the mean of x. The replicas compress x, and the servers compress the mean again;
+    replicas and servers store their own compression errors (Tang et al. 2019, arXiv 1905.05957,
+    algorithm 1). With codes of several rounds the method is NEOLITHIC (Huang et al. 2022, arXiv
+    2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)
@@ -116,8 +116,8 @@ def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
 def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the mean of the replicas' estimates of their gradients. Each replica adds C(x -
     estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). In the paper
-    the first estimate is C of the first gradient; if the first estimate is zero, the estimate after
-    the first step is the same."""
+    the first estimate is C of the first gradient. Here the initial estimate is zero, so the
+    estimate after the first step is the same as in the paper."""
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)
@@ -136,7 +136,7 @@ FEEDBACK: Mapping[str, Callable[[CompressedTiles, Tensor], Tensor]] = {
 
 
 def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
-    """Return the kinds of state, by name, that a method with this section [data_parallel] keeps for
+    """Return the kinds of state, by name, that the method of this section [data_parallel] keeps for
     each parameter."""
     return {
         name: Kept(
@@ -150,7 +150,8 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 class Compression:
     """The compression of a flat tensor of all parameters of a rank, batch by batch.
 
-    `bits_per_element` is the average over the last codes; None if there is nothing to encode.
+    `bits_per_element` is the average size of the last codes, in bits per element; None if nothing
+    is encoded.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -170,8 +171,8 @@ class Compression:
         )
 
     def places(self, state: State) -> Iterator[CompressedTiles]:
-        """Yield all tiles, batch by batch. The random numbers of a tile depend on the number of
-        updates in `state`."""
+        """Yield all tiles of this rank, batch by batch. Afterwards set `bits_per_element`. The
+        random numbers of a tile depend on the number of updates in `state`."""
         rounds = rounds_of(self.section)
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0
@@ -192,8 +193,8 @@ class Compression:
             self.bits_per_element = 8 * code_bytes / elements
 
     def mean(self, state: State, flat: Tensor) -> None:
-        """Replace each replica's tensor `flat`, in the order of the flat buffer, by the mean of the
-        decoded codes of all replicas. All replicas get the same bits."""
+        """Replace the tensor `flat`, in the order of the flat buffer, by the mean over replicas
+        that the error-feedback rule computes. The mean is bitwise equal on all replicas."""
         rule = FEEDBACK[self.section.error_feedback]
         for place in self.places(state):
             place.batch.write(flat, rule(place, place.batch.read(flat)))

@@ -1,5 +1,5 @@
-"""Local SGD: several local steps, then an average, so that replicas communicate once in a round and
-not in every step."""
+"""Local SGD: replicas do several local steps and then average, so that they communicate once in a
+round instead of in every step."""
 
 import torch
 
@@ -10,8 +10,8 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
     each replica does `local_steps` steps of the optimizer on its own samples. After these local
-    steps, all replicas continue from the mean of their parameters, and, with `average_moments`, of
-    their moments.
+    steps, all replicas continue from the mean of their parameters and, with `average_moments`, from
+    the mean of their moments.
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
     the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
@@ -22,9 +22,9 @@ class Local(DataParallel):
     (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" the
     method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
-    Rounds are counted from step 0 of the run, also in a resumed run. If gradients have the same
-    bits for every tensor-parallel size t and pipeline-parallel size p, so do the weights, because
-    every operation here works element by element, over replicas in ascending order.
+    Rounds are counted from step 0 of the run, even after a resume. If the gradients are bitwise
+    equal for every tensor-parallel size and pipeline-parallel size, the weights are, too, because
+    every operation of this method works element by element, over replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -38,14 +38,13 @@ class Local(DataParallel):
             self.compression = Compression(replica)
 
     def reduce(self) -> None:
-        """Multiply the gradients by d, which gives the gradient of this replica's own mean loss.
-        The mean over replicas is then the gradient of the global batch, with the same weight for
-        each token."""
+        """Multiply the gradients by the number of replicas. The mean over replicas of the result is
+        the gradient of the global batch, with the same weight for each token."""
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Average at the end of a round. After an average all replicas are equal again, bit by
-        bit."""
+        """Average over replicas at the end of a round. Afterwards the averaged tensors are bitwise
+        equal on all replicas."""
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return
@@ -62,14 +61,14 @@ class Local(DataParallel):
             self._outer_step()
 
     def _outer_step(self) -> None:
-        """Do a step of torch.optim.SGD with nesterov = True. The gradient of that step is (the
-        parameters at the beginning of the round) - (their mean at the end). This overwrites the
-        gradients."""
+        """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
+        (the parameters at the beginning of the round) - (the mean of the parameters at its end).
+        The buffer of gradients is overwritten."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # under this method the whole flat buffer is one shard unit
+        # with this method the whole flat buffer is one shard unit
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

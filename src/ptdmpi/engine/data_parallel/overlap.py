@@ -1,9 +1,10 @@
-"""Overlap of communication with the last backward: sums of gradients over the data axis begin
-before the last backward ends.
+"""Overlap of communication with the backward of the last microbatch: sums of gradients over the
+data axis begin before this backward ends.
 
-The overlap needs a transport that makes progress during computation (`overlaps`). Every shard unit,
-which is a module such as a layer, is summed as soon as its gradient is complete, in reverse order.
-The replicas execute the same program, so they begin the same sums in the same order.
+The overlap needs a transport that makes progress during computation (`overlaps`). The gradients of
+each shard unit, which is a module such as a layer, are summed as soon as they are complete, from
+the last module to the first. The replicas execute the same program, so they begin the same sums in
+the same order.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of all shard units of a rank. Each sum begins once in a step, by a call of `begin`
-    with the gradients and the unit."""
+    """The sums of the gradients of all shard units of a rank. Each sum begins once in a step, by a
+    call of the argument `begin` with the gradients and the unit."""
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
         self.replica = replica
@@ -37,21 +38,21 @@ class BegunSums:
                 self._units[number] = stage.walk.units
 
     def enter(self, op: Op) -> None:
-        """Note that `op` will be computed next."""
+        """Record that `op` will be computed next."""
         last = op.microbatch == self.replica.schedule.microbatches - 1
         complete = self.replica.schedule.completes_gradients(op)
         self._last = last and complete and not self._looking
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """After `op` was computed, begin those sums of its stage that have not begun."""
+        """After `op` was computed, begin the sums of the op's stage that have not begun."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)
         self._last = False
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Note the shard units whose gradients are computed next."""
+        """Record the numbers of the shard units whose gradients are computed next."""
         self.end()
         self._open = numbers
 
@@ -67,12 +68,12 @@ class BegunSums:
         self.end()
 
     def forget(self) -> None:
-        """Do nothing: `wait` was called before the gradients were set to zero."""
+        """Do nothing, because `wait` was called before the gradients were set to zero."""
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Begin no sums within the context, so that at the end of an op the buffer has only the
-        gradients of this rank."""
+        """Return a context in which no sums begin, so that at the end of an op the buffer has the
+        gradients of this rank only. `look` is not used."""
         self._looking = True
         try:
             yield

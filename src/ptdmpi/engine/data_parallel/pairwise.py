@@ -1,5 +1,6 @@
-"""Sums of all gradients by messages between pairs of ranks. The result has the same bits as the
-result of `all_reduce`, and the algorithms send about as much as those of textbooks."""
+"""Sums of all gradients by messages between pairs of ranks. The result is bitwise equal to the
+result of the method `all_reduce`. The number of sent bytes is similar to the number in the textbook
+algorithms."""
 
 from collections.abc import Iterator
 
@@ -11,20 +12,21 @@ from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS
 
 
 class Ring(DataParallel):
-    """A reduction and then a gather around a ring (Patarasuk and Yuan 2009): each rank sends at
-    most 2 (n - 1) messages, and each message is a part of 1 / (n - 1) of the gradients.
+    """A reduction and then a gather around a ring of n ranks (Patarasuk and Yuan 2009): each rank
+    sends at most 2 (n - 1) messages, and each message has 1 / (n - 1) of the gradients.
 
-    In the textbook, the ring begins part c at rank c, and so adds the parts in different orders. In
-    ptdmpi's ring every part begins at rank 0 and ends at rank n - 1, so that all are added in
-    ascending rank order; then the sums go from rank n - 1 to ranks 0, 1, .., n - 2. All ranks
-    together send as many bytes as in the textbook, 2 (n - 1) times the gradients. However, each
-    rank sends the gradients twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which
-    send them once. For n = 3 and parts a and b:
+    In the textbook algorithm, the sum of part c of the gradients begins at rank c, so the ranks are
+    added in a different order for each part. In ptdmpi's ring the sum of every part begins at rank
+    0 and ends at rank n - 1, so that all parts are added in ascending order of ranks. Then the sums
+    are sent from rank n - 1 to ranks 0, 1, .., n - 2. All ranks together send as many bytes as in
+    the textbook algorithm, 2 (n - 1) times the gradients. However, each rank sends the gradients
+    twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which send them once. For n = 3
+    and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
-    The gather begins when the reduction is complete. Ranks therefore cannot wait for each other in
-    a circle, even if a send completes only when its receive begins.
+    The gather begins when the reduction is complete. Therefore no deadlock is possible, even if a
+    send completes only when its receive begins.
     """
 
     def reduce(self) -> None:
@@ -35,7 +37,8 @@ class Ring(DataParallel):
                 self._gather(parts)
 
     def _rounds(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the gradients in rounds of at most n - 1 parts."""
+        """Yield the gradients as tuples of at most n - 1 parts. Each tuple is reduced and gathered
+        in one round."""
         most = (self.data.size - 1) * MESSAGE_ELEMENTS
         for some in self.replica.buffer.gradients.split(most):
             yield some.split(-(-len(some) // (self.data.size - 1)))
@@ -46,7 +49,7 @@ class Ring(DataParallel):
         room = parts[0].new_empty(len(parts[0]))
         for part in parts:
             if data.rank > 0:
-                # the received part is the sum of all ranks before this one, in ascending order
+                # the received part is the sum over all ranks before this rank, in ascending order
                 part += data.recv(room[: len(part)], data.rank - 1)
             if data.rank < data.size - 1:
                 sent.append(data.isend(part, data.rank + 1))
@@ -67,9 +70,10 @@ class Ring(DataParallel):
 
 
 class ParameterServer(DataParallel):
-    """A parameter server on data rank 0: it receives the gradients of the other ranks, one after
-    the other, adds them in rank order, and sends the sum to each of them (Li et al. 2014). Rank 0
-    sends and receives n - 1 times the gradients; each other rank sends and receives them once."""
+    """A parameter server on data rank 0 of n ranks. Rank 0 receives the gradients of the other
+    ranks, one after the other, adds them in ascending order of ranks, and sends the sum to each
+    rank (Li et al. 2014). Rank 0 sends and receives n - 1 times the size of the gradients; each
+    other rank sends and receives the gradients once."""
 
     def reduce(self) -> None:
         """Replace the gradients by their sum over data ranks."""

@@ -1,5 +1,5 @@
-"""Methods that sum the gradients of all replicas before each update, so that replicas stay equal,
-bit by bit."""
+"""Methods that sum the gradients of all replicas before each update, so that replicas stay bitwise
+equal."""
 
 import itertools
 from collections.abc import Callable
@@ -19,23 +19,24 @@ Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
-    """A method whose sums begin during the last backward, so that communication overlaps with
-    computation."""
+    """The base class of methods whose sums begin during the backward of the last microbatch, if the
+    transport can overlap communication with computation."""
 
     by_unit = True
 
     def __init__(self, replica: Replica, begin: Begin | None) -> None:
         super().__init__(replica)
         self.sums: BegunSums | None = None
-        # if this rank's own gradient is measured, no sum begins before that gradient is complete
+        # if the norm of this rank's own gradient is measured, no sum may begin before the whole
+        # gradient is complete
         whole = replica.config.log.gradient_noise_every_steps > 0
         everybody = replica.axes[LOSSES]
         if begin is not None and everybody.overlaps and everybody.size > 1 and not whole:
             self.sums = BegunSums(replica, begin)
 
     def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
-        """Return the groups over which the gradients of a shard unit are summed, one after the
-        other. `done` are the axes over which they are already summed."""
+        """Return the groups of ranks over which the gradients of a shard unit are summed, one group
+        after the other. `done` are the axes over which the gradients are already summed."""
         axes = self.replica.axes
         without = {*unit.apart, *done}
         if not without:
@@ -43,12 +44,12 @@ class EarlySums(DataParallel):
         return [axes[axis] for axis in axes.grid.along(LOSSES) if axis not in without]
 
     def begin_step(self) -> None:
-        """Wait for sums that an earlier step without `reduce` has begun."""
+        """Wait for sums that were begun in an earlier step in which `reduce` was not called."""
         if self.sums is not None:
             self.sums.wait()
 
     def begin(self, op: Op) -> None:
-        """Note that `op` begins. Sums may begin while the backward runs."""
+        """Record that `op` begins, because sums may begin while a backward op runs."""
         if self.sums is not None:
             self.sums.enter(op)
 
@@ -59,8 +60,8 @@ class EarlySums(DataParallel):
 
 
 class AllReduce(EarlySums):
-    """The sum of gradients over the data axis, in ascending rank order. Each rank adds its
-    microbatches in the order of the schedule."""
+    """A method that sums gradients over the data axis, in ascending order of ranks if the transport
+    is exact. Before the sum, each rank has added its microbatches in the order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
@@ -85,12 +86,13 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """The sum of gradients over all ranks with different tokens. Each rank of a shard group gets
-    only its shard of the sum (`zero`). Gradients are summed first within the shard group, then over
-    the groups, each in ascending rank order.
+    """A method for sharded state (ZeRO) that sums gradients over all ranks with different tokens.
+    Each rank of a shard group gets only its shard of the sum. Gradients are summed first within the
+    shard group, then over the shard groups.
 
-    With `zero` = 1 the gradients are unsharded, and are reduced one shard unit at a time, here or
-    during the last backward. With higher `zero` each gradient was reduced when it was computed.
+    With ZeRO stage 1 the gradients are unsharded, and are reduced one shard unit at a time, in
+    `reduce` or during the backward of the last microbatch. With ZeRO stages 2 and 3, each gradient
+    was already reduced within the shard group when it was computed.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -101,8 +103,8 @@ class Sharded(EarlySums):
         return self.replica.buffer.portion.group.reduce_scatter_in_place(gradients)
 
     def reduce(self) -> None:
-        """Write the sums to `buffer.reduced`. All other elements of the gradients are undefined
-        afterwards."""
+        """Write this rank's shards of the sums to `buffer.reduced`. All other elements of the
+        gradients are undefined afterwards."""
         buffer = self.replica.buffer
         if self.sums is not None:
             self.sums.complete()
@@ -116,12 +118,14 @@ class Sharded(EarlySums):
 
 
 class TreeSum(DataParallel):
-    """The sum of gradients over the microbatches of the global batch along one fixed binary tree.
+    """A method that sums the gradients of the global batch's microbatches along one fixed binary
+    tree.
 
-    Microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
-    the sum of its two children, or its only child if the other is empty. The tree, and so every bit
-    of the sum, is independent of which rank has which leaves. Each stage stores at most log2(m) + 1
-    partial sums; every data rank sends its part of the tree to all others.
+    The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j
+    2^k, (j+1) 2^k). It is the sum of its two children, or equal to its left child if there is no
+    right child. The tree, and so every bit of the sum, is independent of the assignment of
+    microbatches to ranks. Each pipeline stage stores at most log2(m) + 1 partial sums for its m
+    microbatches. Every data rank sends its part of the tree to all other data ranks.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -138,7 +142,7 @@ class TreeSum(DataParallel):
         }
 
     def begin_step(self) -> None:
-        """Remove the nodes that an earlier step without `reduce` has left."""
+        """Remove the nodes of an earlier step in which `reduce` was not called."""
         for nodes in self._nodes.values():
             nodes.clear()
 
@@ -154,8 +158,8 @@ class TreeSum(DataParallel):
         self._merge(self._nodes[stage], (0, leaf), value)
 
     def reduce(self) -> None:
-        """Join the parts of the tree that the data ranks have, and copy its root into the
-        buffer."""
+        """Merge the parts of the tree that the data ranks have, and copy the root, which is the sum
+        of all gradients, into the buffer."""
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
@@ -178,8 +182,8 @@ class TreeSum(DataParallel):
     def _merge(
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
-        """Add a node to the tree, and merge it upwards as long as its sibling is present or cannot
-        exist."""
+        """Add the node `key` (level, index) to the tree. As long as its sibling is present or
+        cannot exist, replace the node by its parent."""
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1
@@ -187,8 +191,8 @@ class TreeSum(DataParallel):
                 if (level, sibling) not in nodes:
                     break
                 other = nodes.pop((level, sibling))
-                # always left child + right child, because their order of arrival depends on the
-                # layout
+                # always add the right child to the left child, because their order of arrival
+                # depends on the layout
                 value = other.add_(value) if sibling < index else value.add_(other)
             level = level + 1
             index = index // 2

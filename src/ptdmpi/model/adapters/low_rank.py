@@ -1,12 +1,13 @@
-"""LoRA on a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA adapters for a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685). The
+adapter has the trained matrices A and B, and the linear has the weight W and the bias b:
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
-In a column-parallel linear, B is divided like W, and every rank has the full A. Each rank computes
-only a partial gradient of A, and the partial gradients are summed over the tensor axis once in a
-step. In a row-parallel linear, A is divided like W, and every rank has the full B. The adapter's
-partial product is added to W's partial product before the all-reduce, so no further message is
-sent.
+In a column-parallel linear, B is divided in the same way as W, and every rank has the full A. Each
+rank computes only a partial gradient of A, and the partial gradients are summed over the tensor
+axis once in a step. In a row-parallel linear, A is divided in the same way as W, and every rank has
+the full B. The adapter's partial product is added to W's partial product before the all-reduce, so
+no further message is sent.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """The product B A, added to the outputs `columns` of a linear on this tensor rank. The forward
-    and the backward of the linear call the adapter's methods; the adapter has no forward of its
-    own."""
+    """The product B A, which is added to the outputs `columns` of a linear on this tensor rank. The
+    forward and the backward of the linear call the adapter's methods; the adapter itself has no
+    forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
         """Declare A and B. `tensor` is (rank, size) of the tensor axis."""
@@ -39,7 +40,8 @@ class LowRankAdapter(Computing):
             self.first_channel = rank * part.local(size)[0]
         else:
             outputs = Split.of_one(0, part.outputs, part.most)
-        # the initial variance in `peft`: a uniform distribution in +-1/sqrt(inputs)
+        # the same initial variance as in the package `peft`, which uses a uniform distribution
+        # between -1/sqrt(inputs) and 1/sqrt(inputs)
         std = (3 * part.inputs) ** -0.5
         shape_of_a = (part.rank, part.inputs)
         shape_of_b = (part.outputs, part.rank)
@@ -55,18 +57,20 @@ class LowRankAdapter(Computing):
         return dropout(x, at.hidden_mask(x.shape, self.part.dropout), self.part.dropout)
 
     def add_to(self, y: Tensor, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Add scale drop(x) A^T B^T to `y` [s, b, o], in place; return drop(x) A^T [s, b, r]."""
+        """Add scale drop(x) A^T B^T to the linear's output `y` [s, b, outputs], in place. Return
+        drop(x) A^T [s, b, rank of the adapter]."""
         down = self.kernels.linear(self.drop(x, stream), self.a)
         y[..., self.columns].add_(self.kernels.linear(down, self.b), alpha=self.part.scale)
         return down
 
     def up(self, dy: Tensor) -> Tensor:
-        """Return scale dy B [s, b, r], the gradient of drop(x) A^T. If B is column-parallel, it is
-        only this rank's part of the gradient."""
+        """Return scale dy B [s, b, rank of the adapter], the gradient of drop(x) A^T. In a
+        column-parallel linear, the result is only this rank's part of the sum."""
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
-        """Add the gradient of x to `dx`, in place."""
+        """Add the adapter's gradient with respect to x to `dx`, in place. `up` is the result of the
+        method `up`."""
         dx.add_(self.drop(self.kernels.input_gradient(up, self.a), stream))
 
     def accumulate(
@@ -76,8 +80,8 @@ class LowRankAdapter(Computing):
         up: Tensor,
         stream: RandomStream | None,
     ) -> None:
-        """Add to the gradients of A and B, immediately or in the second part of a split backward.
-        The two functions `operands` return x and dy when the gradients are computed."""
+        """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
+        part of a split backward. The two functions `operands` return x and dy at that time."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

@@ -1,4 +1,5 @@
-"""(IA)^3: a trained factor for each channel (Liu et al. 2022, arXiv 2205.05638, section 3.3)."""
+"""(IA)^3 adapters: a trained factor for each channel of an activation (Liu et al. 2022, arXiv
+2205.05638, section 3.3)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,8 @@ from ptdmpi.plan.layer.parts import Scale
 
 
 class ScaleAdapter(nn.Module):
-    """Trained factors for the channels `columns` of a linear's output or input, on this tensor
-    rank."""
+    """Trained factors for the channels `columns` of the output or the input of a linear, on this
+    tensor rank."""
 
     def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
         super().__init__()
@@ -30,8 +31,8 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 
 class _Rescale(Function):
-    """The product of some channels with their factors. For the backward, the function saves the
-    channels that are scaled."""
+    """The multiplication of some channels by their factors. For the backward, the function saves
+    the input of these channels."""
 
     @staticmethod
     def forward(
@@ -65,7 +66,7 @@ class _Rescale(Function):
 
 
 def _accumulate(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add dy x, summed over the positions, to the gradient of the factors, in the gradient's
-    type."""
+    """Add dy x, summed over the positions, to the gradient of the factors. The sum is computed in
+    the gradient's data type."""
     if weight.requires_grad:
         weight.accumulate(lambda total: total.add_((dy.to(total.dtype) * x).flatten(0, -2).sum(0)))

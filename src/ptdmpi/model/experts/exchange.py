@@ -1,13 +1,14 @@
-"""Sending tokens to the ranks that have their experts, and sending the results back.
+"""The exchange of tokens between ranks for expert parallelism: tokens are sent to the ranks that
+have their experts, and the results are sent back.
 
 The experts of a layer are divided among the e ranks of a group. Rank r has the r-th block of
-experts, in the order of their numbers. All ranks of the group compute the same microbatch number of
-the same layer at the same time, each with its own tokens. The activation of a token (a row) is sent
-once for each expert of the token.
+experts, in the order of their numbers. All ranks of the group compute the same layer for the same
+microbatch number at the same time, each rank with its own tokens. The activation of a token (a row)
+is sent once for each expert of the token.
 
-An expert computes the rows of each rank separately, rank after rank, in the order that the rows
-have on their rank. Each matrix product therefore has the same rows as without expert parallelism,
-and gives the same bits.
+An expert computes the rows of each source rank separately, rank after rank, in the order that the
+rows have on the source rank. Each matrix product therefore has the same rows as without expert
+parallelism, and the results are bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -30,35 +31,35 @@ class RowCounts(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """The exchange of a microbatch's rows between ranks and their experts. This rank computes R
-    rows, each with j weights. `held` says which of these rows belong to which of the rank's
-    experts, numbered from 0. `counts` has the numbers of rows that ranks send to each other; None
-    if nothing is sent."""
+    """The interface of the exchange of a microbatch's rows between ranks. The rank has T tokens
+    with k experts each. The experts of this rank compute R rows, each with j weights. `held` has
+    the rows of each of the rank's experts, which are numbered from 0. `counts` has the numbers of
+    rows that ranks send to each other; None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [R, h] that this rank computes. The argument has the rank's own tokens
-        [T, h]."""
+        """Return the rows [R, hidden] that this rank's experts compute. The argument has the
+        activations of the rank's own tokens [T, hidden]."""
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values [R, j] of the rows that this rank computes. The argument has one value
-        for each of the rank's own tokens and its k experts, [T, k]."""
+        """Return the values [R, j] of the rows that this rank's experts compute. The argument has
+        one value for each pair of an own token and one of its experts, [T, k]."""
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the results of the experts for this rank's own tokens, [T, h], each summed over
-        the token's experts in the order of their numbers. The argument has the results [R, h] of
-        this rank's experts."""
+        """Return the sum of the experts' results for each of this rank's own tokens, [T, hidden].
+        The results are added in the order of the experts' numbers. The argument has the results [R,
+        hidden] of this rank's experts."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values [T, k] of this rank's own tokens and their experts. The argument has
-        the values [R, j] of the rows that this rank computes."""
+        """Return the values [T, k] for each pair of an own token and one of its experts. The
+        argument has the values [R, j] of the rows that this rank's experts compute."""
 
 
 class LocalDispatch:
-    """The dispatch without messages, if every rank has all experts. Each of this rank's T tokens is
-    one row, with the weights of its k experts: R = T and j = k in the terms of `Dispatch`."""
+    """The dispatch without messages, for ranks that have all experts. Each of this rank's T tokens
+    is one row, with the weights of its k experts: R = T and j = k in the notation of `Dispatch`."""
 
     counts: RowCounts | None = None
 
@@ -66,7 +67,7 @@ class LocalDispatch:
         self.held = held
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return the rows as they are."""
+        """Return the rows unchanged, because no rows are sent."""
         return rows
 
     def pairs(self, values: Tensor) -> Tensor:
@@ -83,11 +84,12 @@ class LocalDispatch:
 
 
 class SentDispatch:
-    """The dispatch of rows over a group, by all-to-alls with parts of unequal length. Each row has
-    j = 1 weight."""
+    """The dispatch of rows over a group of ranks, by all-to-alls with different numbers of rows for
+    each rank. Each row has one weight: j = 1 in the notation of `Dispatch`."""
 
     def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
-        """Compute which rows this rank sends, from the experts `chosen` [T, k] of its tokens."""
+        """Compute which rows this rank sends to which rank, from the experts `chosen` [T, k] of its
+        tokens."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]
@@ -101,7 +103,8 @@ class SentDispatch:
         self.held: Sequence[Segment] = _in_turn(counts.arriving, chosen.device)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Send each token's row to each of its experts. Return the rows that this rank computes."""
+        """Send each token's row to each of its experts. Return the rows that this rank's experts
+        compute."""
         return self._there(rows[self.order // self.each])
 
     def pairs(self, values: Tensor) -> Tensor:
@@ -110,19 +113,20 @@ class SentDispatch:
         return self._there(values.reshape(-1, 1)[self.order])
 
     def summed(self, results: Tensor) -> Tensor:
-        """Send the results back to the tokens' ranks, and add up the results of each token."""
+        """Send the results back to the ranks that have the tokens. Return the sum of the results
+        for each own token."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
-        # a token is at most once among an expert's tokens, so each `index_add_` adds at most one
-        # value to a row
+        # an expert has each token at most once, so each `index_add_` adds at most one value to a
+        # row
         split = self.order.split(self.leaving)
         for pairs, values in zip(split, back.split(self.leaving), strict=True):
             total.index_add_(0, pairs // self.each, values)
         return total
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send the values back to the ranks of their tokens. Return them by pair (token,
-        expert)."""
+        """Send the values back to the ranks that have the tokens. Return the values of the own
+        tokens, [T, k], by token and expert."""
         result = values.new_empty(self.tokens * self.each, 1)
         result[self.order] = self._back(values)
         return result.view(self.tokens, self.each)
@@ -150,14 +154,14 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The group of ranks, `comm`, that have different experts of the same layers and see different
+    """The group of ranks, `comm`, that have different experts of the same layers and have different
     tokens."""
 
     comm: Communicator = field(default_factory=OneRank)
 
     @property
     def size(self) -> int:
-        """Return e, the number of ranks among which the experts are divided."""
+        """Return the number of ranks among which the experts are divided."""
         return self.comm.size
 
     def own(self, experts: int) -> range:
@@ -166,16 +170,16 @@ class ExpertAxis:
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 
     def dispatch(self, chosen: Tensor, experts: int, counts: RowCounts | None = None) -> Dispatch:
-        """Return the dispatch of this rank's tokens to their experts [T, k]. If `counts` is not
-        given, every rank must call `dispatch`, because the ranks exchange the counts. The host
-        waits for this exchange."""
+        """Return the dispatch of this rank's T tokens to their `chosen` experts [T, k]; a layer has
+        `experts` experts. If `counts` is None, the ranks exchange the counts, so every rank must
+        call this method, and the host waits for the exchange."""
         if self.size == 1:
             return LocalDispatch(segments(chosen, experts))
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
-        """Send each rank the number of rows that this rank has for its experts. Return the
-        counts."""
+        """Exchange the numbers of rows that each rank has for each expert. Return the counts of
+        this rank."""
         leaving = chosen.flatten().bincount(minlength=experts)
         arriving = self.comm.all_to_all(leaving).view(self.size, -1)
         return RowCounts(leaving.tolist(), arriving.tolist())

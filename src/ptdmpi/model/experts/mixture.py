@@ -1,17 +1,18 @@
 """The experts of a layer: the computation of each expert for its tokens, and the weighted sum of
 the experts' outputs.
 
-No token is dropped, and a token's output is a sum in ascending order of its experts, so it depends
-neither on other tokens nor on how the batch is divided. The tensor axis divides each expert's
-width. Tensor ranks then have partial outputs, as after a row-parallel linear, and partial
-gradients. The router's gradient is linear in the partial gradients, so the router sends no message
-of its own in the layer. Its contribution to the input's gradient is summed together with the
-contribution of the experts. The gradient of its weight is summed together with other partial
+No token is dropped, and a token's output is a sum in ascending order of its experts. Therefore the
+output does not depend on other tokens, or on the division of the batch. The tensor axis divides the
+width of each expert. Tensor ranks therefore have partial outputs, as in a row-parallel linear, and
+partial gradients. The router's gradient is linear in the partial gradients, so the router needs no
+separate message in the layer: its contribution to the input's gradient is summed together with the
+contribution of the experts, and the gradient of its weight is summed together with other partial
 gradients at the end of a step.
 
 If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
-all of these ranks send. To get the bits of data parallelism, it computes the gradient of a weight
-separately for each source rank, and adds these gradients in rank order.
+all of these ranks send. It computes the gradient of a weight separately for each source rank, and
+adds these gradients in ascending order of ranks, so that the result is bitwise equal to data
+parallelism without divided experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,9 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES
 
 
 class Router(nn.Module):
-    """A router: its weight [E, h], of which every tensor rank has a full copy, and its balance
-    numbers [E], one for each expert. The balance numbers change after the update of each step
-    (`engine/loads.py`)."""
+    """A router for E experts: its weight [E, hidden], of which every tensor rank has a full copy,
+    and its balance numbers [E], one for each expert. The balance numbers are changed after the
+    update of each step (`engine/loads.py`)."""
 
     def __init__(self, row: MixExperts) -> None:
         super().__init__()
@@ -45,8 +46,8 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """The two linears of an expert. The mixture uses only their weights and does not call them.
-    `apart` are the axes along which ranks have different experts."""
+    """The two linears of an expert. The mixture does not call these modules, but uses only their
+    weights. `apart` are the axes along which ranks have different experts."""
 
     def __init__(self, row: MixExperts, axis: TensorAxis, apart: tuple[str, ...]) -> None:
         super().__init__()
@@ -70,10 +71,11 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MixturePass:
-    """The objects of one forward pass of a mixture that its backward needs. `experts` are the
+    """One forward pass of a mixture, with the objects that the backward needs. `experts` has the
     weights of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
-    `factors` has, by name, the factor of each router loss in the gradient; it is empty if nothing
-    is trained."""
+    `factors` has, by name, the factor of each router loss in the gradient; it is empty if no
+    gradient is computed. In the shapes below, T is the number of tokens, k is the number of experts
+    of a token, and E is the number of experts of the layer."""
 
     router: Router
     experts: Sequence[ExpertWeights]
@@ -94,12 +96,12 @@ class MixturePass:
         return self.dealt.dispatch(chosen, self.routing.model.experts, counts)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the outputs [T, E] of the router for rows [T, h], in float32 or wider."""
+        """Return the outputs [T, E] of the router for rows [T, hidden], in float32 or wider."""
         return self.kernels.linear(widened(rows), widened(self.router.weight))
 
     def forward(self, rows: Tensor, weights: Tensor, held: Sequence[Segment]) -> "Computed":
-        """Return the weighted sum of the outputs of this rank's experts, for rows [T, h] with
-        weights [T, k]."""
+        """Compute this rank's experts for rows [T, hidden] with weights [T, k]. The result has the
+        weighted sum of the experts' outputs."""
         total = torch.zeros_like(rows)
         weights = weights.flatten().unsqueeze(-1)
         ups = []
@@ -107,8 +109,8 @@ class MixturePass:
             weight = self.experts[expert]
             up = self.kernels.linear(rows[at], weight.up)
             inner = (self.activate(up) * weights[pairs]).to(up.dtype)
-            # a row is at most once among an expert's rows, so each `index_add_` adds at most one
-            # value to a row
+            # an expert has each row at most once, so each `index_add_` adds at most one value to a
+            # row
             total.index_add_(0, at, self.kernels.linear(inner, weight.down))
             ups.append(up)
         return Computed(total, ups)
@@ -122,8 +124,9 @@ class MixturePass:
         held: Sequence[Segment],
         ups: Sequence[Tensor],
     ) -> "Gradients":
-        """Add to the gradients of the experts' weights, given the input and the gradient of the
-        output, each [T, h]. Return the gradients of the input and of the tokens' weights [T, k]."""
+        """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
+        of the output, each [T, hidden]. Add to the gradients of the experts' parameters. Return the
+        gradients with respect to the input and to the tokens' `weights` [T, k]."""
         kernels = self.kernels
         total = torch.zeros_like(rows)
         flat = weights.flatten().unsqueeze(-1)
@@ -145,9 +148,9 @@ class MixturePass:
         return Gradients(total, by_weight.view_as(weights))
 
     def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
-        """Add a weight's gradient dy^T x, immediately or in the second part of a split backward. If
-        `alone` is True, the product is computed in a separate tensor before it is added, as if it
-        came from another rank."""
+        """Add dy^T x to the gradient of `weight`, immediately or in the second part of a split
+        backward. If `alone` is True, the product is rounded separately before it is added, so that
+        the result is the same as if another rank had computed the product."""
 
         def add(total: Tensor) -> None:
             """Add the gradient to `total`."""
@@ -163,39 +166,42 @@ class MixturePass:
         return self.routing.losses(logits, chosen, sequences, self.router.balance)
 
     def trained(self, logits: Tensor, chosen: Tensor, sequences: int) -> list[Tensor]:
-        """Return the router's losses, times their factors, that contribute to this rank's partial
-        gradient. All tensor ranks have the same losses, so only the first tensor rank returns
-        them."""
+        """Return the router's losses, multiplied by their factors, for this rank's partial
+        gradient. All tensor ranks have the same losses, so only the first tensor rank returns them;
+        other tensor ranks return an empty list."""
         if not self.factors or self.axis.rank > 0:
             return []
         losses = self.losses(logits, chosen, sequences)
         return [self.factors[name] * loss for name, loss in losses.items()]
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
-        """Add to the gradient of the router's weight, given the gradient of the router's outputs
-        [T, E]. Return the gradient of the router's input [T, h]."""
+        """Compute the backward of the router, given the gradient `by_logits` of the router's
+        outputs [T, E]. Add to the gradient of the router's weight. Return the gradient of the
+        router's input [T, hidden]."""
         self._accumulate(self.router.weight, by_logits, widened(rows))
         return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
 
 
 class Computed(NamedTuple):
-    """The sum of the experts' outputs [T, h], and the output of each expert's first linear."""
+    """The weighted sum of the experts' outputs [tokens, hidden], and the output of each expert's
+    first linear."""
 
     total: Tensor
     ups: list[Tensor]
 
 
 class Gradients(NamedTuple):
-    """The gradients of the input [T, h] and of the tokens' weights [T, k]."""
+    """The gradients with respect to the input [tokens, hidden] and to the tokens' weights [tokens,
+    experts of a token]."""
 
     rows: Tensor
     weights: Tensor
 
 
 class _Mixture(Function):
-    """The full computation of a mixture: gather, route, compute the experts, add and reduce. For
-    the backward it saves this rank's positions of the input, the router's outputs, the choice of
-    experts, and the outputs of the experts' first linears."""
+    """The full computation of a mixture: gather the input, route it, compute the experts, and add
+    and reduce their outputs. For the backward it saves this rank's positions of the input, the
+    router's outputs, the choice of experts, and the outputs of the experts' first linears."""
 
     @staticmethod
     def forward(
@@ -214,9 +220,9 @@ class _Mixture(Function):
         rows = dispatch.rows(rows)
         computed = layer.forward(rows, weights, dispatch.held)
         ctx.layer = layer
-        # Save the rows that were received from other ranks; this rank's own rows are in the input.
-        # The backward makes the dispatch again from its counts, because full recomputation would
-        # not free the tensors of a saved dispatch.
+        # Save the rows that were received from other ranks, because the input has only this rank's
+        # own rows. The dispatch itself is not saved, because full recomputation would not free its
+        # tensors; the backward makes it again from its counts.
         ctx.counts = dispatch.counts
         arrived = () if ctx.counts is None else (rows, weights)
         ctx.save_for_backward(x, logits, chosen.indices, *arrived, *computed.ups)
@@ -250,8 +256,8 @@ class _Mixture(Function):
 
 
 class Mixture(Computing):
-    """A mixture of experts, which replaces an MLP: [s, b, h] -> [s, b, h]. The group `dealt`
-    decides which experts a rank has."""
+    """A mixture of experts, which takes the place of an MLP: [s, b, hidden] -> [s, b, hidden]. The
+    experts are divided among the ranks of `dealt`."""
 
     def __init__(
         self, row: MixExperts, routing: Routing, axis: TensorAxis, dealt: ExpertAxis
@@ -263,7 +269,7 @@ class Mixture(Computing):
         self.function = row.function
         self.is_gated = len(row.up.outputs) == 2
         self.weights: list[ExpertWeights] = []
-        # the number of tokens of each expert since the start of the step, in training microbatches
+        # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
         self.losses: dict[str, Tensor] = {}  # the router's losses, summed over these microbatches
         apart = EXPERT_AXES if dealt.size > 1 else ()
@@ -279,10 +285,10 @@ class Mixture(Computing):
         chosen: Chosen | None = None,
         factors: Mapping[str, float] | None = None,
     ) -> Tensor:
-        """Return the weighted sum of the experts' outputs; under sequence parallelism, at this
-        rank's positions. If `chosen` already contains a choice of experts, the choice is used
-        again; otherwise it is stored there. `chosen` is None if the choice is not needed again.
-        `factors` is as in `MixturePass`."""
+        """Return the weighted sum of the experts' outputs; under sequence parallelism, only at this
+        rank's positions. If `chosen` already contains a choice of experts, this choice is used
+        again; otherwise the new choice is stored in `chosen`. Pass None if the choice is not needed
+        again. `factors` has the factor of each router loss in the gradient, by name."""
         layer = MixturePass(
             router=router,
             experts=self.weights,
@@ -294,7 +300,7 @@ class Mixture(Computing):
             factors=factors or {},
         )
         chosen = chosen or Chosen()
-        is_new = chosen.indices is None  # do not count tokens again in recomputation
+        is_new = chosen.indices is None  # a recomputation must not count the tokens again
         y: Tensor = _Mixture.apply(x, layer, chosen, *layer.parameters)
         if is_new and torch.is_grad_enabled():
             assert chosen.indices is not None, "the forward has left it"
@@ -316,5 +322,5 @@ class Mixture(Computing):
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in float32, or in its own type if that is wider."""
+    """Return the tensor converted to float32, or unchanged if its type is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,6 @@
-"""The choice of experts for each token, and their weights, from the outputs of the router.
+"""The choice of experts for each token, and the weights of the chosen experts, computed from the
+outputs of the router. In the shapes below, T is the number of tokens, E is the number of experts,
+and k is the number of experts of a token.
 
 All computation is in float32 or wider. The choice of a token's experts uses no sum over tokens, so
 it depends only on the token's own activation.
@@ -17,7 +19,8 @@ LEAST_SUM = 1e-20  # added to a sum of weights, so that the sum is never 0
 
 @dataclass(frozen=True)
 class Routing:
-    """The rule by which a router chooses experts, as the section [model] describes it."""
+    """The rule by which a router chooses experts, according to the section [model] of the
+    configuration."""
 
     model: ModelConfig
 
@@ -33,8 +36,8 @@ class Routing:
         the choice.
 
         If scores are equal, the expert with the lower number comes first. `torch.topk` is not used,
-        because it does not specify the order of equal scores. Only experts of the best groups are
-        chosen (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
+        because it does not specify the order of equal scores. With `router_groups` > 1, only
+        experts of the best groups are chosen (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
         """
         scores = scores.detach()
         if balance is not None and self.model.balance == "bias":
@@ -45,7 +48,7 @@ class Routing:
         return ranked[:, : self.model.experts_per_token].contiguous()
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return the scores, with -inf for experts outside the best groups of each token."""
+        """Return the scores, in which experts outside the best groups of each token have -inf."""
         groups = self.model.router_groups
         by_group = scores.unflatten(-1, (groups, -1))  # [T, groups, experts of a group]
         # DeepSeek-V2 rates a group by the score of its best expert (arXiv 2405.04434, section
@@ -72,8 +75,8 @@ class Routing:
         coefficient, given the router's outputs [T, E]; the T tokens are the positions [s,
         sequences] in row-major order.
 
-        The choice [T, k] and the numbers `balance` [E] have no gradient. Each loss is a sum over
-        sequences or over tokens, so it means the same in every layout.
+        No gradient is computed for the choice [T, k] and the numbers `balance` [E]. Each loss is a
+        sum over sequences or over tokens, so its value is the same in every layout.
         """
         model = self.model
         shares = self.scores(logits)
@@ -85,8 +88,9 @@ class Routing:
                 case "sequence_balance":
                     loss = model.balance_coefficient * _by_sequence(shares, chosen, sequences)
                 case "batch_balance":
-                    # Fedus et al. 2021 (arXiv 2101.03961), equations 4 to 6, with the loads of the
-                    # previous global batch: 1 + balance are E times the shares of experts in it
+                    # Fedus et al. 2021 (arXiv 2101.03961), equations 4 to 6, but with the loads of
+                    # the previous global batch: 1 + balance is an expert's load in that batch / the
+                    # mean load
                     assert balance is not None, "the loads of the previous step"
                     loads = 1.0 + balance.to(shares.dtype)
                     loss = model.balance_coefficient * (shares * loads).sum()
@@ -97,8 +101,8 @@ class Routing:
 
 
 def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
-    """Return the sum over sequences of each sequence's balance loss (DeepSeek-AI 2024, arXiv
-    2412.19437, equations 17 to 20), for shares [T, E] and a choice [T, k]."""
+    """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv
+    2412.19437, equations 17 to 20), for normalized scores `shares` [T, E] and a choice [T, k]."""
     experts, each = shares.shape[1], chosen.shape[1]
     is_chosen = torch.zeros_like(shares).scatter(-1, chosen, 1.0)
     loads = is_chosen.view(-1, sequences, experts).mean(0)
@@ -108,8 +112,9 @@ def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
 
 class Chosen:
     """The experts that one layer has chosen for one microbatch, stored for recomputation. A second
-    choice might select another expert, because scores may differ in the last bit. `indices` is None
-    until the experts are chosen. `losses` has the router's losses by name, if they are trained."""
+    choice might select other experts, because recomputed scores may differ in the last bit.
+    `indices` is None until the experts are chosen. `losses` has the router's losses by name, if
+    they contribute to the gradient."""
 
     def __init__(self) -> None:
         self.indices: Tensor | None = None
@@ -117,8 +122,9 @@ class Chosen:
 
 
 class Segment(NamedTuple):
-    """The tokens of one expert, in ascending order: `rows` are the numbers of the tokens, and
-    `pairs` the indices of the pairs (token, expert) in the flat tensor [T k]."""
+    """The tokens of one expert, in ascending order. `rows` has the numbers of the tokens, and
+    `pairs` has the indices of the pairs (token, expert) in a flat tensor with k elements for each
+    token."""
 
     expert: int
     rows: Tensor

@@ -1,16 +1,15 @@
-"""The kernels of a layer, which are fast on their device and save few tensors for the backward
-pass.
+"""The kernels of a layer. They are fast on their device and save few tensors for the backward pass.
 
 A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
 products with them. Each module of a stage has a reference to the object (`Computing`); `compute_by`
 replaces the object.
 
-A CPU without bfloat16 or float16 instructions falls back to scalar code for products of those types
-(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, while float32 reaches 40). On such a CPU the
-operands are converted to float32 first, and the result is rounded once. The values are the same as
-on hardware with float32 accumulators.
+A CPU without bfloat16 or float16 instructions computes products of these types with scalar code
+(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such a CPU
+the operands are converted to float32 first, and the result is rounded once. The values are the same
+as on hardware with float32 accumulators.
 
-On a CPU, PyTorch computes some operations as a sequence of simpler ones, each of which saves
+On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
 tensors for its own backward pass. In ptdmpi each of these operations is one autograd Function,
 which saves only its input.
 """
@@ -34,9 +33,9 @@ class Kernels:
     immutable.
 
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
-    None, the default kernels of this machine for the type of the operands are used. Matrix products
-    follow the recipe of `precision`. If `precision` is None, operands are multiplied in their own
-    type.
+    None, the default kernels of this machine for the type of the operands are used. The types of
+    matrix products are determined by `precision`. If `precision` is None, operands are multiplied
+    in their own type.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Kernels:
     ) -> None:
         self.choice = choice
         self.precision = precision
-        # the type whose products the recipe computes in a wider type
+        # the data type whose products are computed in a wider type according to `precision`
         self._narrow: torch.dtype | None = None
         if precision is None or precision.product.operands == precision.compute:
             return
@@ -63,8 +62,8 @@ class Kernels:
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32 on this device.
 
-        The result is True in three cases: the recipe of the precision requires float32, this device
-        cannot multiply the type, or the run began on a device that could not multiply it.
+        The result is True in three cases: the precision requires float32, this device cannot
+        multiply the type, or the run began on a device that could not multiply the type.
         """
         if dtype == self._narrow or not host.multiplies(device_type, dtype):
             return True
@@ -73,13 +72,15 @@ class Kernels:
         return self.chosen("cpu", dtype).half == "widened"
 
     def widened(self, x: Tensor) -> Tensor:
-        """Return the operand of a product in the type in which the device multiplies it."""
+        """Return the operand `x` of a product, converted to the type in which the device multiplies
+        it."""
         if self.widens(x.device.type, x.dtype):
             return x.float()
         return x
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
+        """Return x W^T + b for x [..., inputs], weight W [outputs, inputs] and bias b [outputs]:
+        [..., outputs]."""
         weight = operand(weight)
         # without a bias, PyTorch itself uses oneDNN for products of half types
         gains = bias is not None or x.dtype == torch.float32
@@ -92,16 +93,16 @@ class Kernels:
         return F.linear(x.float(), weight.float(), bias).to(x.dtype)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """Return dy W: dy [..., o], weight [o, i] -> [..., i]."""
+        """Return dy W for dy [..., outputs] and weight W [outputs, inputs]: [..., inputs]."""
         weight = operand(weight)
         if self._fuses(dy, weight, "input_gradient"):
             return linear_by_onednn(dy, weight.t(), None)
         return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
-        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix.
-        `which` is the name of the field of `OneDnnLinears` that has the least size of such a
-        product."""
+        """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
+        matrix. `which` is the name of the field of `OneDnnLinears` that has the least size of such
+        a product."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)
@@ -111,16 +112,16 @@ class Kernels:
         return x.shape[:-1].numel() * weight.numel() >= least
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x, summed over the positions, to `total`, for dy [..., o] and x [..., i].
-        `total` is [o, i], in float32 or wider."""
+        """Add dy^T x, summed over the positions, to `total`, for dy [..., outputs] and x [...,
+        inputs]. `total` is [outputs, inputs], in float32 or wider."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
         # compute product and sum in one kernel, if the types allow it
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # this kernel adds its float32 accumulator without rounding; another kernel would round
-            # the product, store it, and read it again
+            # this kernel adds its float32 accumulator to `total` without rounding; other kernels
+            # would round the product, store it, and read it again
             if torch.compiler.is_compiling():  # the compiler lacks this addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
@@ -142,8 +143,8 @@ USUAL = Kernels()  # the default kernels, for computations outside a run
 
 
 class Computing(nn.Module):
-    """A module that computes with `kernels`. These are the default kernels until `compute_by` sets
-    other kernels."""
+    """The base class of modules that compute with `kernels`. The module uses the default kernels
+    until `compute_by` sets other kernels."""
 
     kernels = USUAL
 
@@ -160,8 +161,8 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the operand of a product for a weight. For a quantized weight, return its dequantized
-    values, which are computed for this product only."""
+    """Return the tensor with which a weight takes part in a product. For a quantized weight, return
+    its dequantized values, which are computed for this product only."""
     if isinstance(weight, Parameter):
         return weight.operand
     return weight
@@ -169,7 +170,7 @@ def operand(weight: Tensor) -> Tensor:
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b, with the bias added in the same kernel; torch's own call would first copy
-    the bias to all rows of the result. This call has no gradient, so only autograd Functions call
-    it."""
+    the bias to all rows of the result. Autograd cannot differentiate this call, so it is used only
+    inside autograd Functions."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

@@ -1,12 +1,13 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
 GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes one
-tanh in the forward and another in the backward, which costs as much as the exponentials of four
-sigmoids. The second implementation is used on hosts on which it was measured to be faster
-(`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z = 2 sqrt(2 /
-pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z) dz/dx and saves
-it instead of the input, so that the backward is one multiplication. Computation is in float32 or
-wider, for a few rows at a time, so that they fit in caches. Each result is rounded once.
+tanh in the forward and another tanh in the backward; together these take as long as the
+exponentials of four sigmoids. The second implementation is used on hosts on which it was faster in
+measurements (`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z
+= 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
+dz/dx and saves the derivative instead of the input, so that the backward is one multiplication. It
+computes in float32 or wider, for a few rows at a time, so that all intermediate values fit into the
+caches. Each result is rounded once.
 """
 
 import math
@@ -24,18 +25,20 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-CHUNK_ELEMENTS = 1 << 17  # elements of a chunk; four float32 numbers for each element take 2 MiB
-# PyTorch computes smaller tensors, because launching ten kernels instead of one would cost what is
-# gained. From this size on, the memory for a chunk is no larger than the gradient, which the
-# backward needs anyway.
+# number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
+CHUNK_ELEMENTS = 1 << 17
+# Smaller tensors are computed by PyTorch, because for these tensors starting ten kernels instead of
+# one kernel takes as much time as is saved. From this number of elements on, the memory for a chunk
+# is not larger than the gradient, which the backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
-# GELU's derivative is at most 1.13, and a half type is half as precise between 1 and 2 as just
-# below 1. In half types, the derivative is therefore multiplied by this factor before it is saved.
+# GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
+# below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is
+# saved.
 SHRUNK = 0.875
 
 
 def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
-    """Return GELU of x, [..., f] -> [..., f] (Hendrycks and Gimpel 2016, arXiv 1606.08415). It is
+    """Return GELU of x, with the shape of x (Hendrycks and Gimpel 2016, arXiv 1606.08415). This is
     the tanh form, as in GPT-2, or for "gelu_exact" the form with the error function, as in BERT."""
     if activation == "gelu_exact":
         return F.gelu(x)
@@ -47,7 +50,8 @@ def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
 
 
 def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
-    """Return act(gate) * value for x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
+    """Return act(gate) * value, [..., f], for x [..., 2 f], which has the gate and the value as its
+    two halves (Shazeer 2020).
 
     `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
     """
@@ -74,15 +78,15 @@ def _opened_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) -> None:
-    """Write gelu(x) into y and `shrunk` times its derivative into `slope`; all are [..., f], with
-    contiguous lines."""
+    """Write gelu(x) into y, and `shrunk` times the derivative of gelu at x into `slope`. All three
+    tensors have the same shape and contiguous rows."""
     exact = x.dtype not in HALF_TYPES
     for part, room, (here, slope_here) in _chunks(x, y, slope):
         wide, z, sigmoid = _sigmoid(part, room)
         _rounded(torch.mul, (wide, sigmoid), here, room[2])
-        # a third of x dz/dx = 3 z - 4 sqrt(2 / pi) x
+        # one third of x dz/dx, where x dz/dx = 3 z - 4 sqrt(2 / pi) x
         inner = torch.sub(z, wide, alpha=2.0 / 3.0 * SLOPE, out=room[2])
-        if exact:  # S(-z) is exact, 1 - S(z) is not
+        if exact:  # 1 - S(z) would have a rounding error, S(-z) has none
             inner.mul_(sigmoid).mul_(z.neg_().sigmoid_())
         else:
             torch.ops.aten.sigmoid_backward.grad_input(inner, sigmoid, grad_input=inner)
@@ -94,7 +98,7 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """Write function(given) into `result`. If `result` has a narrower type, compute in the memory
+    """Write function(*given) into `result`. If `result` has a narrower type, compute in the memory
     `room` first, because torch would otherwise allocate new memory."""
     if result.dtype == room.dtype:
         function(*given, out=result)
@@ -103,8 +107,8 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Yield some rows of x [..., f], memory for four numbers for each of their elements in float32
-    or wider, and the same rows of `results`."""
+    """Yield, for each chunk of rows of x [..., f]: the rows; four temporary tensors of the same
+    shape in float32 or wider; and the same rows of each tensor in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
@@ -118,8 +122,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x in the type of computation, z and S(z). Each is stored in one of the four tensors
-    `room`; the third tensor is free for other values."""
+    """Return x in the type of computation, z, and S(z) (see the module). The results use three of
+    the four tensors `room`; the third tensor of `room` is free for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x
@@ -131,8 +135,8 @@ def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Gelu(Function):
-    """GELU's tanh form, computed by a sigmoid. For the backward it saves the derivative, which is
-    as large as the input."""
+    """GELU's tanh form, computed by a sigmoid. For the backward the function saves the derivative,
+    which is as large as the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -149,13 +153,13 @@ class _Gelu(Function):
         (slope,) = ctx.saved_tensors
         if ctx.shrunk == 1.0:
             return dy * slope
-        # round the result once; a second multiplication would round again
+        # multiply by both factors in one kernel, so that the result is rounded only once
         return torch.addcmul(dy.new_zeros(()), dy, slope, value=1.0 / ctx.shrunk)
 
 
 class _GatedBySlopes(Function):
-    """A unit gated by GELU. For the backward it saves the derivatives with respect to gate and
-    value, which are as large as the input."""
+    """A gated unit with GELU. For the backward the function saves the derivatives with respect to
+    gate and value, which together are as large as the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -175,7 +179,8 @@ class _GatedBySlopes(Function):
 
 
 class _Gated(Function):
-    """An activation of the gate times the value. For the backward it saves only its input."""
+    """A gated unit: the activation of the gate times the value. For the backward the function saves
+    only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
@@ -192,7 +197,7 @@ class _Gated(Function):
             dvalue = dy * _opened(gate, ctx.activation)
             return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
-        # write both halves directly into the result; joining them would need one more copy
+        # write both halves directly into the result, because torch.cat would need one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
         if ctx.activation == "swiglu":

@@ -1,8 +1,8 @@
-"""The agreement of all ranks of a run on the kernels that they use, based on a table of
-measurements.
+"""The agreement of all ranks of a run on the kernels with which they compute. The fastest kernels
+are chosen by a table of measurements.
 
-The run directory and the checkpoints store the agreed kernels, so that a resumed run gives the same
-bits, even on another processor.
+The agreed kernels are stored in the run directory and in the checkpoints, so that a resumed run
+gives bitwise equal results, even on another processor.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from ptdmpi.model.kernels.table import table
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import World
 
-FILE = "kernels.json"  # in the run directory
-# Backends of attention: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention
-# 3 has the name of version 2, because it replaces it.
+FILE = "kernels.json"  # the file in the run directory that stores the agreed kernels
+# Attention backends: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention 3
+# has the same SDPBackend name as FlashAttention 2, which it replaces in torch.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # the backends for inputs that no backend of the table supports, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
@@ -39,8 +39,8 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The attention backends that a device tries, in this order. If there are none, torch
-    chooses."""
+    """The attention backends that a device tries, in this order. If the tuple is empty, torch
+    chooses the backend."""
 
     attention: tuple[str, ...] = ()
 
@@ -57,8 +57,8 @@ class Abilities(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The choice for all hosts, the lines that report it, and whether the run keeps a slower kernel
-    of any kind because it has used that kernel before."""
+    """The choice of kernels for all hosts, and the lines that report the choice. `keeps_slower` is
+    True if the run keeps a slower kernel because it has used this kernel before."""
 
     choice: HostChoice
     lines: list[str]
@@ -66,24 +66,25 @@ class Settled(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The kernels that are stored for a run, in their stored form, and the kernels that the run
-    uses now."""
+    """The kernels that are stored for a run (`kept`, in the stored form), and the kernels that the
+    run uses now (`taken`)."""
 
     kept: dict[str, list[str]]
     taken: Choice
 
 
 def stored(choice: Choice) -> dict[str, list[str]]:
-    """Return the form in which a run and its checkpoints store a choice (see the module
-    `stored`)."""
+    """Return a choice of kernels in the form that is stored in run directories and checkpoints (see
+    the module `stored`)."""
     if isinstance(choice, DeviceChoice):
         return {"attention": list(choice.attention)}
     return written(choice)
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the available backends in the table's first entry for a device, the fastest first.
-    Return none for a device that is not in the table, such as the host."""
+    """Return the attention backends that are available on a device, the fastest first. They come
+    from the table's first entry for the device. For a device that is not in the table, such as the
+    host, the result is empty."""
     vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -108,8 +109,8 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The device of a run, the type in which the run computes, and the kernel measurements from
-    this machine (`own`). The measurements `own` take precedence over the table."""
+    """The device of a run, the data type in which the run computes, and the kernel measurements
+    from this machine (`own`), which take precedence over the table."""
 
     device: torch.device
     dtype: torch.dtype
@@ -129,7 +130,7 @@ def agreed(
     The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
     stored kernel is used again only if every rank has it. Otherwise, and always if `before` is
     None, the kernels that were fastest in the measurements are chosen. The chosen kernels are
-    stored in the run directory, and `say` reports them in one line, with the reasons.
+    stored in the run directory, and `say` prints one line with the kernels and the reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -145,8 +146,8 @@ def agreed(
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
-    """Agree on the first rank's choice, or on the run's earlier choice, limited to kernels that
-    every rank has. Every rank has PyTorch's kernels, and can convert half types to float32."""
+    """Agree on the choice of rank 0, or on the run's earlier choice, limited to kernels that every
+    rank has. Every rank has PyTorch's kernels, and can convert 16-bit types to float32."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
@@ -165,8 +166,8 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> Settled:
-    """Return the choice in `kept`, or else the fastest one, limited to kernels that all hosts can
-    compute (`able`)."""
+    """Return the kernels in `kept`, or the `fastest` kernels if `kept` has none. Kernels that not
+    all hosts can compute (`able`) are replaced by kernels that every host can compute."""
     taken: dict[str, Any] = {}
     lines: list[str] = []
     changed = False
@@ -195,15 +196,15 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """Return the kernel of this kind that the run has used so far. If the run has no kernels yet,
-    return the fastest kernel."""
+    """Return the kernel of this kind that the run has used so far (`kept`). If the run has no
+    kernels yet, return the fastest kernel (`fresh`)."""
     if "attention" not in kept:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run from a version that did not choose kernels keeps PyTorch's kernels, so that its bits
-    # repeat. Such a run has multiplied half types as the processor requires, and `fresh` does the
-    # same.
+    # A run that was begun by a version without a choice of this kind keeps PyTorch's kernel, so
+    # that its results stay bitwise equal. Such a run has multiplied 16-bit types as the processor
+    # requires, and `fresh` does the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -221,8 +222,8 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Agree on the attention backends that every rank has, in the order that the run has used so
-    far."""
+    """Agree on the attention backends that every rank has. The order is the order that the run has
+    used so far."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
@@ -255,8 +256,9 @@ def _kept(folder: Path) -> Stored | None:
 
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
-    """Make torch try these attention backends in their order within the context. If there are none,
-    torch chooses. The order applies to the whole process, because it is a setting of torch."""
+    """Return a context in which torch tries these attention backends in their order. If `backends`
+    is empty, torch chooses the backend. The order applies to the whole process, because it is a
+    setting of torch."""
     if not backends:
         yield
         return
@@ -276,8 +278,8 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 
 def _first_attention() -> None:
-    """Run attention once. At a process's first attention on a GPU, PyTorch sets its own order of
-    backends, which would replace an order that was requested before."""
+    """Compute attention once. When a process computes attention on a GPU for the first time,
+    PyTorch sets its own order of backends, which would replace an order that was set before."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

@@ -3,18 +3,18 @@
 Each layer has an `AttentionCore` with a list of implementations. The first implementation that
 supports an input computes attention for it.
 
-`ProductKernel`: products of matrices over blocks of queries, with scores in float32 at least. It
-    takes soft caps, which no fused kernel knows, and long causal attention on a CPU where that is
-    chosen.
-`PackedKernel`: FlashAttention of sequences laid end to end. It takes windows and documents on a
-    GPU, in half types.
-`MaskedKernel`: PyTorch's kernel under a mask. It takes windows and documents on a GPU in wider
-    types, and in a compiled graph.
-`BlockedKernel`: the library's kernel in blocks of queries. It takes windows, documents and long
-    causal attention on a CPU.
-`WholeKernel`: PyTorch's kernel at once. It takes all other inputs.
+`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. It
+    computes attention with soft caps, which no fused kernel supports, and long causal attention on
+    a CPU if the choice of kernels says so.
+`PackedKernel`: FlashAttention of concatenated sequences. It computes attention with windows or
+    documents on a GPU, in 16-bit types.
+`MaskedKernel`: PyTorch's kernel with a mask. It computes attention with windows or documents on a
+    GPU in wider types, and in a compiled graph.
+`BlockedKernel`: PyTorch's kernel in blocks of queries. It computes attention with windows or
+    documents, and long causal attention, on a CPU.
+`WholeKernel`: PyTorch's kernel in one call. It computes all other inputs.
 
-No kernel keeps scores for the backward pass, but `ProductKernel` can keep probabilities.
+No kernel saves scores for the backward pass, but `ProductKernel` can save the probabilities.
 """
 
 import importlib.util
@@ -37,10 +37,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention. Queries are [b, heads, s, head size]. The number of heads of keys and
-    values equals or divides the number of heads of queries (grouped queries). `documents` is None
-    if each sequence is one document. `positions` are the positions of the queries; keys and values
-    may have more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
+    number of heads, or a divisor of this number (grouped queries). `documents` is None if each
+    sequence is one document. `positions` are the positions of the queries; keys and values may have
+    more positions."""
 
     q: Tensor
     k: Tensor
@@ -54,11 +54,11 @@ class Input(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """The result of attention, [b, heads, s, head size], and the logarithm of each query's sum of
-    exponentials of scores, [b, heads, s].
+    """The result of attention, `out` [b, heads, s, head size], and the log-sum-exp of each query's
+    scores, `logsumexp` [b, heads, s].
 
-    The logarithms are in float32 or wider and have no gradient. They are None if they were not
-    requested, or if the implementation cannot return them.
+    `logsumexp` is in float32 or wider and has no gradient. It is None if it was not requested, or
+    if the implementation cannot return it.
     """
 
     out: Tensor
@@ -66,20 +66,20 @@ class AttentionResult(NamedTuple):
 
 
 class Implementation(Protocol):
-    """An implementation of attention."""
+    """The interface of an implementation of attention."""
 
     def takes(self, given: Input) -> bool:
-        """Return True if the implementation supports this input. The implementations before it in
-        the list do not."""
+        """Return True if the implementation computes this input. The method is called only if no
+        earlier implementation in the list computes the input."""
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """Compute attention. Also return the logarithms of sums, if they are requested and the
-        implementation has them."""
+        """Compute attention. Also return the log-sum-exp, if it is requested and the implementation
+        supports it."""
 
 
 class AttentionCore:
-    """The function softmax(scores) v of one layer. The first of `implementations` that supports an
-    input computes it."""
+    """The function softmax(scores) v of one layer. Each input is computed by the first of
+    `implementations` that supports it."""
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
         self.scores = scores
@@ -115,8 +115,8 @@ class AttentionCore:
         positions: Positions = ALL,
         with_logsumexp: bool = False,
     ) -> AttentionResult:
-        """Return the result of `__call__`, and, if `with_logsumexp` and the kernel has them, the
-        logarithms of sums of exponentials."""
+        """Return the result of `__call__` and, if `with_logsumexp` is True and the kernel supports
+        it, the log-sum-exp of the scores."""
         given = Input(q=q, k=k, v=v, documents=documents, positions=positions)
         for implementation in self.implementations:
             if implementation.takes(given):
@@ -129,7 +129,7 @@ class AttentionCore:
         kernels = self.kernels
         scores = self.scores
         if not scores.softcap:
-            # put the queries of a group into one head, because under a mask no fused GPU kernel
+            # put the queries of a group into one head, because with a mask no fused GPU kernel
             # supports fewer key heads than query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
@@ -163,8 +163,8 @@ class ProductKernel:
         return None
 
     def takes(self, given: Input) -> bool:
-        """Return True for soft caps, and for long causal attention on a CPU if products are chosen
-        for it."""
+        """Return True for attention with soft caps, and for long causal attention on a CPU if the
+        choice of kernels says so."""
         return self.scores.softcap > 0 or self._chosen(given) is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -175,21 +175,22 @@ class ProductKernel:
 
 
 class PackedKernel:
-    """FlashAttention over concatenated documents; it accepts only half types, on GPUs. It returns
-    no log-sum-exp."""
+    """FlashAttention over concatenated documents. It supports only 16-bit types on GPUs, and does
+    not return the log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents that are not computed in blocks, if FlashAttention
-        supports the input's type and sizes."""
+        """Return True for attention with windows or documents that is not computed in blocks, if
+        FlashAttention supports the input's type and sizes."""
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        if not given.positions.are_all:  # each run of positions would need a copy of the keys
+        # otherwise each run of positions would need a copy of the keys
+        if not given.positions.are_all:
             return False
-        # a direct call of the kernel does not pad heads (flash_api.cpp), so their size must be
+        # a direct call of the kernel does not pad heads (flash_api.cpp), so the head size must be
         # legal
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
@@ -224,14 +225,15 @@ class PackedKernel:
 
 
 class MaskedKernel:
-    """PyTorch's kernel with a mask. Shared keys are copied first, because no fused kernel supports
-    them under a mask. On a GPU the kernel does not return the logarithms of sums."""
+    """PyTorch's kernel with a mask. Keys that several query heads share are copied first, because
+    no fused kernel supports shared keys with a mask. On a GPU the kernel does not return the
+    log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents that are not computed in blocks."""
+        """Return True for attention with windows or documents that is not computed in blocks."""
         return _is_limited(self.scores, given) and not _in_blocks(given.q)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -255,8 +257,9 @@ class BlockedKernel:
         self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents. Also return True for long causal attention on a
-        CPU, if no keys are shared and the sequence is shorter than the chosen `whole_from`."""
+        """Return True for attention with windows or documents. Also return True for long causal
+        attention on a CPU, if query heads do not share keys and the sequence is shorter than the
+        chosen `whole_from`."""
         if _is_limited(self.scores, given):
             return True
         q = given.q
@@ -274,14 +277,15 @@ class BlockedKernel:
 
 
 class WholeKernel:
-    """PyTorch's kernel of full attention. On a GPU it returns no log-sum-exp."""
+    """PyTorch's kernel, applied to whole sequences. On a GPU it does not return the log-sum-exp."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores
         self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
-        """Return True, because this last kernel supports every input."""
+        """Return True, because this kernel, the last one in the list, computes every remaining
+        input."""
         return True
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -307,16 +311,16 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Return True if windows or documents limit the keys that a query sees, or if this rank has the
-    queries of only some positions."""
+    """Return True if windows or documents limit the keys that a query sees, or if this rank has
+    only the queries at some positions."""
     return given.documents is not None or scores.window > 0 or not given.positions.are_all
 
 
 def _shares_keys(q: Tensor) -> bool:
     """Return True if the kernel of full attention can share a key head among several query heads.
 
-    The CPU kernel and FlashAttention can. The only other GPU kernel that can share key heads writes
-    all scores to memory.
+    The CPU kernel and FlashAttention can share key heads. The only other GPU kernel that can share
+    key heads writes all scores to memory.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -326,8 +330,8 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Return keys or values [b, key heads, s, d] as [b, heads, s, d]; shared key heads are
-    copied."""
+    """Return keys or values [b, key heads, s, head size] as [b, heads, s, head size]. Key heads
+    that several query heads share are copied."""
     group = q.shape[1] // parts[0].shape[1]
     if group == 1:
         return parts
@@ -353,22 +357,23 @@ def _fused_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> AttentionResult:
-    """Call the kernel of PyTorch's CPU attention directly, because it also returns the logarithms
-    of sums."""
+    """Call the kernel of PyTorch's CPU attention directly, because this call also returns the
+    log-sum-exp."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def _added(hidden: Tensor, q: Tensor) -> Tensor:
-    """Return a mask [..., s, s] in the type of q, which is added to scores: -inf for hidden keys,
-    else 0."""
+    """Return a mask in the type of q that is added to scores: -inf for keys that `hidden` marks,
+    and 0 for all other keys. The shape is the shape of `hidden`."""
     zeros = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(hidden, -torch.inf)
 
 
 def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
-    """Return a mask, bool [queries, s] or [b, 1, queries, s], that is True for the keys k [b,
-    heads, s, d] that a query does not see. Return None if every query sees all keys."""
+    """Return a bool mask [queries, s] or [b, 1, queries, s], which is True for the keys that a
+    query does not see. The keys `k` are [b, heads, s, head size]. Return None if every query sees
+    all keys."""
     hidden, scores = None, seen.scores
     if scores.causal:
         keys = torch.arange(k.shape[2], device=k.device)
@@ -387,8 +392,8 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
     """Return PyTorch's attention function for concatenated sequences; None if this version of
-    PyTorch does not support grouped queries there. The function returns one tensor if no other
-    result is requested, as in this module."""
+    PyTorch has no such function with grouped queries. The function returns one tensor, unless
+    further results are requested."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

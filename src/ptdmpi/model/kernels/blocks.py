@@ -1,6 +1,6 @@
-"""Attention on a CPU by PyTorch's kernel, applied to blocks of queries with only the keys that each
-block sees. Without blocks, PyTorch's kernel skips keys above the diagonal only in steps of 512
-keys."""
+"""Attention on a CPU by PyTorch's kernel, applied to blocks of queries. For each block, the kernel
+gets only the keys that the block sees. Without blocks, PyTorch's kernel skips hidden keys only in
+steps of 512 keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.choice import QUERY_BLOCK
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-Region = tuple[slice, slice, slice]  # rows, heads, positions
+Region = tuple[slice, slice, slice]  # sequences, heads, positions
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Scores:
     """The rules for attention scores: how products of queries and keys are scaled, and which keys a
     query sees.
 
-    Scores are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
-    If `causal`, a query sees the keys up to its own position. If `window` is not 0, the query sees
-    only the last `window` of these keys.
+    Products are multiplied by `scale`. If `softcap` is not 0, each score x then becomes softcap
+    tanh(x / softcap). If `causal` is True, a query sees the keys up to its own position. If
+    `window` is not 0, the query sees only the last `window` of these keys.
     """
 
     scale: float
@@ -38,9 +38,9 @@ class Scores:
 def _band(
     queries: int, keys: int, window: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a mask [queries, keys], which is added to scores. The mask is -inf above the diagonal
-    that ends in the lower right corner, and at all keys that are `window` or more below this
-    diagonal."""
+    """Return a mask [queries, keys], which is added to scores. The last query is at the position of
+    the last key. The mask is -inf at keys after a query's position and, if `window` is not 0, at
+    keys that are `window` or more positions before the query; it is 0 at all other keys."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
@@ -51,9 +51,9 @@ def _band(
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that each query sees, according to `scores`. If sequences have several `documents`,
-    a query sees only keys of its own document. The queries are at `positions`, and the keys at all
-    positions."""
+    """The rules for the keys that each query sees: the rules of `scores`, and, if sequences have
+    several `documents`, only keys of the query's own document. The queries are at `positions`, and
+    the keys are at all positions."""
 
     scores: Scores
     documents: Documents | None = None
@@ -61,8 +61,9 @@ class Sight:
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries [first, last) of some rows, in a document of positions [begin, end);
-    a position plus `shift` is the index of its query among this rank's queries."""
+    """Consecutive queries at positions [first, last) of some sequences (`rows`), in a document at
+    positions [begin, end). A query's position plus `shift` is its index among this rank's queries.
+    """
 
     rows: slice
     begin: int
@@ -73,7 +74,8 @@ class QueryRun(NamedTuple):
 
 
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
-    """Yield the queries of sequences of `length`, document by document."""
+    """Yield the queries of sequences of `length` positions as runs of consecutive queries, document
+    by document."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]
@@ -99,8 +101,8 @@ def blocks(
     q: Tensor, seen: Sight, block: int = QUERY_BLOCK
 ) -> Iterator[tuple[Region, Region, Tensor | None]]:
     """Yield three values for each block of `block` queries of q [b, heads, queries, head size]: the
-    queries, the keys that they see, and the mask that is added to their scores. The mask is None if
-    every query of the block sees all these keys."""
+    region of the queries, the region of the keys that the block sees, and the mask that is added to
+    the scores. The mask is None if every query of the block sees all these keys."""
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts
     for piece in _pieces(length, seen):
@@ -109,8 +111,8 @@ def blocks(
             queries = slice(piece.first + shift, piece.last + shift)
             yield (rows, every, queries), (rows, every, slice(begin, piece.end)), None
             continue
-        # all blocks use the lower right corner of one mask, because the mask depends only on
-        # distances
+        # all blocks use the lower right corner of one mask, because the mask depends only on the
+        # distance between query and key
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         for first in range(piece.first, piece.last, block):
             last = min(first + block, piece.last)
@@ -123,8 +125,8 @@ def blocks(
 
 
 def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
-    """Return softmax(scores) v, and the logarithms of the sums of exponentials of each block of
-    queries [rows, heads, queries]."""
+    """Return softmax(scores) v, and the log-sum-exp of each block of queries, [sequences, heads,
+    queries]."""
     out, sums = torch.empty_like(q), []
     for queries, keys, mask in blocks(q, seen):
         out[queries], sum_of_exponentials = (
@@ -142,8 +144,8 @@ def joined(
     seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Join the numbers of all blocks, one number for each query, to a tensor [b, heads,
-    queries]."""
+    """Join the tensors `sums` of all blocks, which have one number for each query, to one tensor
+    [b, heads, queries]."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:
@@ -154,17 +156,17 @@ def joined(
 
 
 class BlockedWork(NamedTuple):
-    """The settings for attention in blocks: the keys that the queries see, and whether the
-    log-sum-exp is requested."""
+    """The settings for attention in blocks: the rules for the keys that queries see, and whether
+    the log-sum-exp is requested."""
 
     seen: Sight
     with_logsumexp: bool
 
 
 class BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
-    the logarithm of each query's sum of exponentials [b, heads, s], as the unblocked kernel does.
-    The second result has these logarithms if they are requested; otherwise it is None."""
+    """Attention on a CPU in blocks of queries. For the backward the function saves its inputs, its
+    result and the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the
+    same. The second result is the log-sum-exp if it is requested; otherwise it is None."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,5 @@
-"""Attention on a CPU by matrix products over blocks of queries, with explicit softmax, caps and
-derivatives."""
+"""Attention by matrix products over blocks of queries, in which softmax, soft caps and derivatives
+are computed by separate operations."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,16 @@ from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.blocks import Region, Sight, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
 
-# The number of scores that are computed at once. In float32 they take 4 MiB, which fit in caches.
+# The number of scores that are computed at once. In float32 these scores take 4 MiB, which fit into
+# the caches.
 BLOCK_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The settings for attention by products: the keys that the queries see, the chosen form of the
-    products, and whether the log-sum-exp is requested."""
+    """The settings for attention by products: the rules for the keys that queries see, the chosen
+    form of the products (`how`), the kernels of matrix products, and whether the log-sum-exp is
+    requested."""
 
     seen: Sight
     how: AttentionByProducts
@@ -31,8 +33,8 @@ class ProductWork:
 
 
 class Tile(NamedTuple):
-    """A block of queries of some heads, the keys that they see, and the mask that is added to their
-    scores. The mask is None if every query of the block sees all these keys."""
+    """A block of queries of some heads, the keys that the block sees, and the mask that is added to
+    the scores. The mask is None if every query of the block sees all these keys."""
 
     queries: Region
     keys: Region
@@ -40,8 +42,8 @@ class Tile(NamedTuple):
 
 
 class WeightedTile(NamedTuple):
-    """The probabilities of a tile, [b, key heads, group queries, keys], and the values tanh(scores
-    / cap); these values are None if there is no cap."""
+    """The probabilities of a tile (`weights`), [b, key heads, queries of a group of heads, keys],
+    and the values tanh(score / cap) (`tangent`), or None without a soft cap."""
 
     queries: Region
     keys: Region
@@ -53,15 +55,15 @@ class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
     The probabilities of a block are computed again in the backward pass (Dao et al. 2022, arXiv
-    2205.14135, algorithm 4, with a cap's derivative 1 - tanh^2), so that only queries, keys and
-    values are kept. If `how.keeps` is True and there is no cap, the probabilities are kept, too,
-    which gives the same bits. If `how.library_forward` is True and there is no cap, the library's
-    kernel computes the forward pass.
+    2205.14135, algorithm 4, with the derivative 1 - tanh^2 of a soft cap), so that only queries,
+    keys and values are saved. If `how.keeps` is True and there is no soft cap, the probabilities
+    are saved, too; the results are bitwise equal. If `how.library_forward` is True and there is no
+    soft cap, PyTorch's kernel computes the forward pass.
 
-    Scores are computed in float32, also for half types. If scores were rounded to a half type,
-    gradients would be less exact than with a fused kernel. All other products are in the type of
-    their operands. If requested, the second result is the logarithm of each query's sum of
-    exponentials [b, heads, s], in float32 at least; otherwise it is None.
+    Scores are computed in float32 at least, even for 16-bit types. If scores were rounded to a
+    16-bit type, gradients would be less exact than with a fused kernel. All other products are in
+    the type of their operands. If requested, the second result is the log-sum-exp of each query's
+    scores [b, heads, s], in float32 at least; otherwise it is None.
     """
 
     @staticmethod
@@ -103,7 +105,7 @@ class ProductAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
-        # in a wide type, because every block of queries adds to these gradients, and a half type
+        # use a wide type, because every block of queries adds to these gradients, and a 16-bit type
         # would round each sum
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
         each: Iterator[WeightedTile] = _weighted(q, k, work)
@@ -118,7 +120,7 @@ class ProductAttention(Function):
             query, dresult = (by_key_head(part[queries], key) for part in (narrow_q, dout))
             dv[keys] += kernels.wide_product(weights.transpose(-1, -2), dresult)
             dweights = kernels.widened(dresult) @ kernels.widened(values[keys]).transpose(-1, -2)
-            # w (dw - sum of w dw), row by row
+            # the derivative of softmax: w (dw - sum of w dw) in each row
             dscores = torch.ops.aten._softmax_backward_data(
                 dweights, weights.to(dweights.dtype), -1, dweights.dtype
             )
@@ -132,13 +134,13 @@ class ProductAttention(Function):
 
 
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
-    """Yield the blocks of queries, each with as many heads as BLOCK_SCORES allows."""
+    """Yield the blocks of queries as tiles, each with as many heads as BLOCK_SCORES allows."""
     return by_heads(q, k, starmap(Tile, blocks(q, work.seen, work.how.block)))
 
 
 def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
-    """Divide tiles that have all heads into tiles with as many key heads as BLOCK_SCORES allows, at
-    least one."""
+    """Divide tiles that have all heads into tiles with as many key heads as BLOCK_SCORES allows,
+    but at least one key head."""
     group = q.shape[1] // k.shape[1]
     for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
@@ -154,14 +156,16 @@ def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
     """Yield the tiles with their probabilities in the type of q. If `logsumexp` [b, heads, s] is
-    given, write the logarithms of sums of exponentials into it."""
+    given, write the log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # convert once for all blocks, to the memory layout with which products are fast
+    # convert q and k once for all blocks, to the memory layout for fast products
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
-    if not narrow:  # otherwise the operands must stay bfloat16 numbers
+    # with `narrow`, the operands must stay exact bfloat16 numbers, so the scale is applied to the
+    # products
+    if not narrow:
         wide_q = wide_q * scale
         scale = 1.0
     for queries, keys, mask in _tiles(wide_q, wide_k, work):
@@ -178,8 +182,9 @@ def _weighted(
 def tile_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the masked scores of a tile, [b, key heads, group queries, keys], and the values
-    tanh(scores / cap) if scores are capped."""
+    """Return the masked scores of a tile, [b, key heads, queries of a group of heads, keys]. The
+    second result has the values tanh(score / softcap) if scores are capped; otherwise it is None.
+    """
     if not softcap:
         return _products(q, k, mask, scale), None
     tangent = _products(q, k, None, scale).mul_(1.0 / softcap).tanh_()
@@ -190,7 +195,7 @@ def tile_scores(
 
 
 def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return scale q k^T plus the mask: [b, key heads, group queries, keys]."""
+    """Return scale q k^T plus the mask: [b, key heads, queries of a group of heads, keys]."""
     grouped = by_key_head(q, k)
     keys = k.transpose(-1, -2)
     if mask is None:
@@ -206,12 +211,12 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
 
 @contextlib.contextmanager
 def _rounding_operands(wanted: bool) -> Iterator[None]:
-    """Set oneDNN's fpmath mode "bf16" within the context, if it is wanted. The mode exists since
-    torch 2.9.
+    """Return a context in which oneDNN's fpmath mode "bf16" is set, if `wanted`. The mode exists
+    since torch 2.9.
 
-    In this mode oneDNN may round the operands of float32 products to bfloat16, for units that
-    multiply bfloat16. Operands that are bfloat16 numbers do not change. The mode applies to the
-    whole process.
+    In this mode oneDNN may round the operands of float32 products to bfloat16, so that the
+    processor's bfloat16 units can multiply them. The rounding does not change operands that are
+    exact bfloat16 numbers. The mode applies to the whole process.
     """
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if settings is None or not wanted:
@@ -226,5 +231,6 @@ def _rounding_operands(wanted: bool) -> Iterator[None]:
 
 
 def by_key_head(q: Tensor, k: Tensor) -> Tensor:
-    """Return queries [b, heads, n, d] as [b, key heads, queries of all heads of a group, d]."""
+    """Return queries [b, heads, n, head size] as [b, key heads, queries of all heads of a group,
+    head size]. A group consists of the query heads that share a key head of k."""
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])

@@ -1,6 +1,6 @@
 """The choice of kernels on a host: an implementation for each kind of computation in a layer. The
-choice is based on the measurements in presets/kernels.toml, or it is the one on which the ranks of
-a run have agreed (`agreement`)."""
+choice is based on the measurements in presets/kernels.toml. In a run, all ranks agree on one choice
+(`agreement`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
 
-# PyTorch's CPU kernel skips keys above the diagonal only in steps of 512 keys. If queries are
-# computed in blocks of this size, each with the keys up to the block's end, attention at s = 512
-# takes five eighths of the work.
+# The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
+# of 512 keys. If queries are computed in blocks of this size, each with the keys up to the block's
+# end, attention for a sequence length of 512 needs five eighths of the operations.
 QUERY_BLOCK = 128
 
-Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # in the form of the table: kind -> entries
+Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # measurements: kind of kernel -> entries
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """The least number of multiplications (positions x inputs x outputs) for which oneDNN's fused
-    call computes x W^T + b (`output`) and dy W (`input_gradient`). With infinity, the fused call is
-    never used, and PyTorch computes the product and adds the bias."""
+    """The least number of multiplications (positions x inputs x outputs) from which on oneDNN's
+    fused call computes x W^T + b (`output`) and dy W (`input_gradient`). With infinity, the fused
+    call is never used, and PyTorch computes the product and adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf
@@ -65,9 +65,9 @@ class OneDnnLinears:
 
 @dataclass(frozen=True)
 class HostChoice:
-    """The choice of kernels of a host. `gelu` says whether GELU's tanh form is computed by a
-    sigmoid (`activation`) or by PyTorch ("library"). `half` says whether half types are multiplied
-    in their own type ("native") or always in float32 ("widened")."""
+    """The choice of kernels of a host. GELU's tanh form is computed by a sigmoid if `gelu` is
+    "sigmoid" (see `activation`), or by PyTorch ("library"). 16-bit types are multiplied in their
+    own type if `half` is "native", or always in float32 ("widened")."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
@@ -79,10 +79,10 @@ BY_LIBRARY = HostChoice()
 
 
 def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
-    """Return the fastest kernels of this host for operands of a type.
+    """Return the fastest kernels of this host for operands of the type `dtype`.
 
-    For each kind of computation, the first entry that fits the host is used. The entries of `own`
-    come before the entries of the table. If no entry fits, PyTorch's kernel is used.
+    For each kind of computation, the first measurement that fits the host is used. The measurements
+    `own` come before the entries of the table. If no entry fits, PyTorch's kernel is used.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     chosen = HostChoice(_attention(attention), _linear(linear))

@@ -11,8 +11,8 @@ BACKEND = "inductor"
 
 
 def missing(device_type: str) -> str:
-    """Return the name of a tool, such as "triton", that compiling for a device needs and this rank
-    does not have. Return "" if no tool is missing. The function loads no package."""
+    """Return the name of a tool, such as "triton", that torch.compile needs for a device and that
+    this rank does not have. Return "" if no tool is missing. This function imports no package."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":
@@ -29,7 +29,7 @@ def missing(device_type: str) -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Declare to a compiler the functions that always return the same result on a machine.
-    `constant` makes one declaration."""
+    """Declare to torch's compiler which functions always return the same result on a machine.
+    `constant(function)` makes one declaration."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

@@ -1,5 +1,5 @@
-"""The abilities of the processor and the devices of this rank. Each ability is looked up only once,
-since it never changes on a machine."""
+"""The abilities of the processor and the devices of this rank. Each ability is determined only
+once, because it never changes on a machine."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -10,7 +10,8 @@ import torch
 from ptdmpi.model.kernels.table import table
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
-FUSED_TYPES = (torch.float32, torch.bfloat16)  # types of oneDNN's fused call for a linear
+# types that oneDNN's fused call for a linear supports
+FUSED_TYPES = (torch.float32, torch.bfloat16)
 NATIVE = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -21,13 +22,13 @@ R = TypeVar("R")
 
 
 def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
-    """Return the function `ask` with a cache of its results. The result is a plain function,
-    because a compiler would trace through `functools.cache` and warn about it."""
+    """Return the function `ask` with a cache of its results. The result is a plain Python function,
+    because torch's compiler would trace through `functools.cache` and print a warning."""
     known: Any = cache(ask)
 
     @wraps(ask)
     def answer(*arguments: P.args, **named: P.kwargs) -> R:
-        """Return the result of `ask` for these arguments, which is computed only at the first
+        """Return the result of `ask` for these arguments. The result is computed only at the first
         call."""
         result: R = known(*arguments, **named)
         return result
@@ -36,8 +37,8 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 
 def vendor(device_type: str) -> str:
-    """Return the kind of a device under its name in the table of kernels. torch uses the name
-    "cuda" for AMD's devices too."""
+    """Return the name of a type of device in the table of kernels. AMD's devices have the name
+    "rocm", although torch uses the name "cuda" for them."""
     if device_type == "cuda" and torch.version.hip:
         return "rocm"
     return device_type
@@ -45,8 +46,8 @@ def vendor(device_type: str) -> str:
 
 @asked_once
 def multiplies(device_type: str, dtype: torch.dtype) -> bool:
-    """Return True if this device multiplies numbers of a type without converting them to a wider
-    type."""
+    """Return True if this device multiplies numbers of the type `dtype` without converting them to
+    a wider type."""
     if device_type != "cpu" or dtype not in HALF_TYPES:
         return True
     capabilities = torch.cpu.get_capabilities()
@@ -60,7 +61,8 @@ def has_fused() -> bool:
 
 @asked_once
 def adds_wide(device_type: str) -> bool:
-    """Return True if one kernel of this device adds a product of half types to a float32 sum."""
+    """Return True if this device has a kernel that adds a matrix product of 16-bit operands to a
+    float32 sum."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     for entry in table()["weight_gradient"]:
         if entry["device"] == vendor(device_type) and version >= tuple(entry["torch"]):
@@ -70,8 +72,8 @@ def adds_wide(device_type: str) -> bool:
 
 @asked_once
 def has_flash(device_type: str) -> bool:
-    """Return True if FlashAttention runs on this rank's devices of this kind. NVIDIA's devices
-    support it from Ampere on."""
+    """Return True if FlashAttention runs on this rank's devices of the type `device_type`. NVIDIA's
+    devices support FlashAttention from the Ampere generation on."""
     if device_type != "cuda" or torch.version.hip:
         return True
     return bool(torch.cuda.get_device_capability() >= (8, 0))

@@ -1,5 +1,5 @@
-"""RMSNorm and the soft cap of scores and logits. Each is one autograd Function that saves few
-tensors."""
+"""RMSNorm and the soft cap of scores and logits. Each of them is one autograd Function that saves
+few tensors."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 
 class _RmsNorm(Function):
-    """RMSNorm. For the backward it saves its input and one number for each row."""
+    """The function RMSNorm. For the backward it saves its input and one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,8 +27,8 @@ class _RmsNorm(Function):
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, with n = x / rms and g = dy
-        # w
+        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, where n = x / rms and g = dy
+        # * weight
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
         return dx.to(x.dtype), dweight, None
@@ -43,8 +43,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Cap(Function):
-    """The soft cap. For the backward it saves only tanh(x / cap), because the loss may overwrite
-    the result."""
+    """The function soft cap. For the backward it saves only tanh(x / cap), and not its result,
+    because the loss may overwrite the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:

@@ -1,5 +1,5 @@
-"""RoPE: rotation by the angles of positions, in few kernels that save no tensors for the
-backward."""
+"""RoPE (rotary position embedding): the rotation of queries and keys by angles that depend on the
+position, in few kernels that save no tensors for the backward."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ from torch.autograd import Function
 
 
 class _Turn(Function):
-    """The rotation by four kernels in the forward and four in the backward. It saves no
-    activations; autograd would use five kernels and one more copy."""
+    """The rotation by four kernels in the forward and four kernels in the backward. The function
+    saves no activations. Without this function, autograd would use five kernels and one more copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.angles = (cos, sin)
         turned = x * cos
-        other = x * sin  # both halves have the same angles
+        other = x * sin  # both halves of a head have the same angles
         first, second = turned.chunk(2, dim=-1)
         other_first, other_second = other.chunk(2, dim=-1)
         first.sub_(other_second)
@@ -35,6 +36,7 @@ class _Turn(Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [s, b, a, head size] rotated by the angles of its positions: x cos + (-second half,
-    first half) sin. The type of `cos` and `sin` is no wider than the type of x."""
+    """Return x [s, b, heads, head size] rotated by the angles of its positions: x cos + (-second
+    half of x, first half of x) sin. The type of `cos` and `sin` must not be wider than the type of
+    x."""
     return _Turn.apply(x, cos, sin)

@@ -1,18 +1,19 @@
-"""The form in which a run stores its choice of kernels: {kind: [text, ...]}, in kernels.json of the
-run directory and in the manifest of a checkpoint.
+"""The form in which a run stores its choice of kernels: {kind: [text, ...]}. The choice is stored
+in the file kernels.json of the run directory and in the manifest of a checkpoint.
 
-On a host each kind has one text. The text is a name, which sizes and words may follow after colons:
+On a host each kind of kernel has one text. The text is a name, after which sizes and words may
+follow, separated by colons:
 
-    attention   "library", "library:1024" (at once from 1024 positions on), "products" (over blocks
-                of 128 queries), "products:256:kept" (of 256, probabilities kept); see WORDS
-    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" alone, from versions that kept
-                no sizes: at all sizes
+    attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
+                of 128 queries), "products:256:kept" (of 256, probabilities are saved); see WORDS
+    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" from versions that stored
+                no sizes means all sizes
     gelu        "library", "sigmoid"
     half        "native", "widened"
 
-On other devices the kind "attention" has the names of the backends, in the order in which they are
-tried. Unknown texts are skipped, because another kind of device or another version may have written
-them.
+On other devices the kind "attention" has the names of the attention backends, in the order in which
+they are tried. Unknown texts are skipped, because a run on another type of device, or another
+version, may have written them.
 """
 
 import math
@@ -41,13 +42,13 @@ def written(choice: HostChoice) -> dict[str, list[str]]:
 
 
 def text_of(kind: str, chosen: Any) -> str:
-    """Return the text of the choice for one kind."""
+    """Return the text with which the chosen kernel of one kind is stored."""
     return KINDS[kind].write(chosen)
 
 
 def read(stored: Stored) -> dict[str, Any]:
-    """Return the stored choice by kind, as values for the attributes of `HostChoice`. The first
-    known text in `stored` is used, and kinds without a known text are left out."""
+    """Return the stored choice: kind -> value for the attribute of `HostChoice`. For each kind, the
+    first known text in `stored` is used. A kind without a known text is not in the result."""
     chosen: dict[str, Any] = {}
     for kind, form in KINDS.items():
         values = [form.read(text.split(":")) for text in stored.get(kind, ())]
@@ -102,8 +103,8 @@ def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
 
 @dataclass(frozen=True)
 class Form:
-    """The stored form of one kind of kernel: a function that writes the text, and a function that
-    reads it. `read` returns None for an unknown text."""
+    """The stored form of one kind of kernel: a function that returns the text of a choice, and a
+    function that reads the parts of a text. `read` returns None for an unknown text."""
 
     write: Callable[[Any], str]
     read: Callable[[Sequence[str]], Any]

@@ -1,4 +1,4 @@
-"""The table of measurements by which kernels are chosen: presets/kernels.toml."""
+"""The table of measurements in presets/kernels.toml, by which kernels are chosen."""
 
 import tomllib
 from functools import cache

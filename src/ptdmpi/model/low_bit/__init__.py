@@ -1,2 +1,2 @@
-"""Quantized weights: the codes and scales of blocks, their packed bytes, and the dequantized values
-that matrix products use."""
+"""Quantized weights: the codes and scales of blocks, the codes packed into bytes, and the
+dequantized values with which matrix products are computed."""

@@ -1,8 +1,9 @@
-"""Quantizing matrices to codes and scales, and dequantizing codes: the arithmetic of
-`plan.layer.low_bit.LowBit`.
+"""Quantization of matrices to codes and scales, and dequantization, for the forms that
+`plan.layer.low_bit.LowBit` describes.
 
-All arithmetic is in float32 (in float64 for a float64 matrix). The values are therefore the same
-whether they are computed from a file, from packed memory, or by rounding the operand of a product.
+All arithmetic is in float32 (in float64 for a float64 matrix). The dequantized values are therefore
+the same for weights from a file, for packed weights in memory, and for operands that are rounded
+before a product.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from ptdmpi.plan.layer.low_bit import LowBit, chunk_elements
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized matrix [o, i]: bytes of its codes [o, i bits / 8], uint8, and the scales [o, i /
-    block numbers], float32. The elements of a block are `numbers` (see `LowBit`) consecutive
-    elements of a row."""
+    """A quantized matrix [rows, columns]: the packed codes [rows, columns * bits / 8], uint8, and
+    the scales [rows, columns / block * numbers], float32. A block consists of `form.block`
+    consecutive elements of a row, and has `form.numbers` numbers in `scales` (see `LowBit`)."""
 
     codes: Tensor
     scales: Tensor
@@ -27,11 +28,12 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of codes and scales."""
+        """Return the number of bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [o, i], computed in float32 and rounded to `dtype`."""
+        """Return the dequantized matrix [rows, columns], computed in float32 and rounded to
+        `dtype`."""
         whole = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
         step = _rows_at_once(self.codes, self._shape[1])
         for first in range(0, len(whole), step):
@@ -50,8 +52,8 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
-    """Return a table [256, elements in a byte] of the values of the codes in each byte, the lowest
-    bits first."""
+    """Return a table [256, elements per byte] with the levels that each value of a byte encodes.
+    The first level is the one in the lowest bits."""
     levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(levels, levels, indexing="ij")
@@ -70,8 +72,8 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Copy the lookup tables to a device once, because a copy within a step would make the step
-    wait."""
+    """Copy the lookup tables of a quantized form to a device in advance, because a copy within a
+    step would make the step wait."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):
@@ -79,11 +81,13 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """Return the scales of a matrix: [o, i] -> [o, i / block numbers], float32. The scales are
-    computed from each block's greatest magnitude, or, for uint4, from its least and greatest value.
-    The scale of int4 has a sign. int4 has eight levels on one side of zero and seven on the other,
-    and the sign puts the value of the greatest magnitude on the side with eight levels."""
-    wide = torch.promote_types(x.dtype, torch.float32)  # in a half type x / scale would be rounded
+    """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns], float32. The
+    scales are computed from each block's greatest magnitude, or, for uint4, from its least and
+    greatest value. The scale of int4 has a sign, because int4 has eight levels on one side of zero
+    and seven levels on the other side. The sign puts the value of greatest magnitude on the side
+    with eight levels."""
+    # in a 16-bit type x / scale would be rounded
+    wide = torch.promote_types(x.dtype, torch.float32)
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
         least = least.float()
@@ -94,8 +98,9 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
 
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the codes of the nearest levels, int64 [..., i], for x [..., i] and `scales` [..., i /
-    block numbers]. A block of equal values has scale 0; all its codes stand for level 0."""
+    """Return the codes of the nearest levels, int64 with the shape of x, for x [..., columns] and
+    `scales` [..., columns / block * numbers]. If a block has scale 0, all its codes mean level 0.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).unflatten(-1, (-1, form.block))
     numbers = _by_block(scales.to(wide), form)
@@ -111,18 +116,19 @@ def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the values of codes, int64 [..., i], in float32."""
+    """Return the dequantized float32 values [..., columns] of codes [..., columns], int64."""
     return _scaled(_level(form, codes.device)[codes], scales, form)
 
 
 def _by_block(scales: Tensor, form: LowBit) -> Tensor:
-    """Return scales by block: [..., i / block numbers] -> [..., i / block, numbers]."""
+    """Return the scales as a tensor with a separate dim for the numbers of a block: [..., blocks *
+    numbers] -> [..., blocks, numbers]."""
     return scales.unflatten(-1, (-1, form.numbers))
 
 
 def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return levels [..., i], float32, times the scales of their blocks. If the form stores the
-    least value of each block, add it."""
+    """Return the float32 levels [..., columns], multiplied by the scales of their blocks. If the
+    form stores the least value of each block, add this value."""
     numbers = _by_block(scales, form)
     values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
     if form.numbers == 2:
@@ -131,14 +137,14 @@ def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the float32 values [o, i] of packed codes and their scales."""
+    """Return the dequantized float32 values [rows, columns] of packed codes and their scales."""
     levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
     return _scaled(levels.view(codes.shape[0], -1), scales, form)
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
-    """Return a matrix [o, i] in quantized form. If `scales` is None, the scales are computed from
-    the matrix."""
+    """Return a matrix [rows, columns] in quantized form. If `scales` is None, the scales are
+    computed from the matrix."""
     if scales is None:
         scales = scales_of(x, form)
     rows, columns = x.shape
@@ -152,7 +158,7 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
 
 
 def rounded(x: Tensor, form: LowBit) -> Tensor:
-    """Return a matrix [o, i] after quantization and dequantization, in the type of x (fake
+    """Return a matrix [rows, columns] after quantization and dequantization, in the type of x (fake
     quantization)."""
     result = torch.empty_like(x)
     step = _rows_at_once(x, x.shape[1])

@@ -1,5 +1,5 @@
-"""Frozen quantized weights in a rank's memory, and their positions there (the base model of QLoRA,
-Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+"""The frozen quantized weights in a rank's memory, as in the base model of QLoRA (Dettmers et al.
+2023, arXiv 2305.14314, section 3)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from ptdmpi.model.low_bit.codes import Packed, packed
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 
-Narrow = Callable[[int, int], tuple[int, int]]  # matrix (row, column) -> codes (row, column)
+Narrow = Callable[[int, int], tuple[int, int]]  # index in a matrix -> index in its codes or scales
 
 
 class PackedPart(NamedTuple):
-    """A part of the codes or of the scales (`kind`) of a matrix: the shape of the logical tensor,
-    the slice of it (`box`), and the slice's values."""
+    """A slice of the codes or of the scales (`kind`) of a matrix: the shape of the logical tensor
+    of all codes or scales, the slice (`box`), and its values."""
 
     kind: str
     shape: tuple[int, ...]
@@ -26,11 +26,11 @@ class PackedPart(NamedTuple):
 
 
 class InFewBits:
-    """The codes (uint8) of a rank's frozen matrices, one matrix after the other, and their scales
-    (float32). Both are initially zero.
+    """The codes (uint8) and the scales (float32) of all quantized frozen matrices of a rank, each
+    in one flat tensor, one matrix after the other. Both tensors are initially zero.
 
-    `of` has each matrix by its logical name. A tensor rank has some rows of a matrix, or some
-    columns that form complete blocks.
+    `of` maps the logical name of a matrix to its codes and scales, as views of the flat tensors. A
+    tensor rank has some rows of a matrix, or some columns that form complete blocks.
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
@@ -54,19 +54,18 @@ class InFewBits:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all codes and scales."""
+        """Return the number of bytes of all codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def put(self, entry: Entry, values: Tensor) -> None:
-        """Round the flat `values` of a complete local matrix to the nearest levels, and store their
-        codes."""
+        """Quantize the flat `values` of a complete local matrix, and store its codes and scales."""
         held = self.of[entry.name]
         made = packed(values.view(entry.shape), held.form)
         held.codes.copy_(made.codes)
         held.scales.copy_(made.scales)
 
     def boxes(self, entry: Entry, tensor_rank: int, tensor_size: int) -> Iterator[PackedPart]:
-        """Yield this tensor rank's part of the codes and of the scales of a matrix."""
+        """Yield this tensor rank's slices of the codes and of the scales of a matrix."""
         held = self.of[entry.name]
         rows, columns = entry.declaration.shape
         for share in entry.declaration.held(tensor_rank, tensor_size):
@@ -80,6 +79,6 @@ class InFewBits:
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
-    """Return the slice of the codes or of the scales that belongs to a slice of complete blocks of
-    a matrix."""
+    """Return the slice of the codes or of the scales for a slice of a matrix that consists of
+    complete blocks."""
     return Box(narrow(*box.start), narrow(*box.stop))

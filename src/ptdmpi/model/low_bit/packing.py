@@ -1,4 +1,4 @@
-"""Packing of small integers into bytes: n integers of b bits each take n b / 8 bytes, rounded
+"""Packing of small integers into bytes: n integers of b bits each take (n * b / 8) bytes, rounded
 up."""
 
 import torch
@@ -6,16 +6,17 @@ from torch import Tensor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes that `pack` makes of `count` numbers."""
+    """Return the number of bytes into which `pack` packs `count` numbers of `bits` bits."""
     low = count * (bits // 8)
     return low + -(-count * (bits % 8) // 8)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack numbers into bytes: [n] int64 in [0, 2^bits) -> [packed_bytes] uint8.
+    """Pack n integers, int64 [n] in [0, 2^bits), into bytes: uint8 [packed_bytes(n, bits)].
 
-    The low bytes of all numbers come first, byte by byte. The remaining `bits % 8` bits of eight
-    numbers make `bits % 8` bytes, the first number lowest.
+    First come the lowest bytes of all numbers, then the second lowest bytes, and so on. The
+    remaining `bits % 8` bits of eight numbers are packed into `bits % 8` bytes, in which the first
+    number has the lowest bits.
     """
     planes = []
     for _ in range(bits // 8):
@@ -34,7 +35,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(code: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers, int64, from which `pack` has made `code`."""
+    """Return the `count` numbers, int64, that `pack` has packed into `code`."""
     values = torch.zeros(count, dtype=torch.int64, device=code.device)
     for plane in range(bits // 8):
         values += code[plane * count : (plane + 1) * count].to(torch.int64) << (8 * plane)

@@ -1,2 +1,2 @@
-"""The output of a model: its heads, the cross-entropy of logits that are divided over ranks, and
-the losses by name."""
+"""The output of a model: output heads, losses, and the cross-entropy of logits that are divided
+over tensor ranks."""

@@ -1,9 +1,10 @@
-"""Cross-entropy of logits whose columns are divided over the tensor axis. Three numbers per token
-are sent over the axis, never the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Cross-entropy of logits whose columns are divided over the tensor axis. Only three numbers per
+token are sent over the axis, and not the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 
-The logits of a microbatch are the largest tensor of a step, and memory never contains them twice.
-Logits of half types are converted to float32 for a few positions at a time, in the forward pass and
-again in the backward pass.
+The logits of a microbatch are the largest tensor of a step, and there is never a second copy of
+them in memory. Logits of 16-bit types are converted to float32 for a few positions at a time, in
+the forward pass and again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ def token_log_probabilities(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, Tensor]:
     """Return two tensors [s, b]: log softmax(logits)[label] of each token, in float32 or wider, and
-    a mask that is True if no other label of the token is more probable. Logits are as in
-    `cross_entropy`, but are not overwritten."""
+    a mask that is True if no other label of the token is more probable. `logits` [s, b, V/t] are
+    this rank's columns, which are not overwritten."""
     flat = logits.reshape(-1, logits.shape[-1])
     local, here = _columns(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -36,15 +37,16 @@ def token_log_probabilities(
 
 
 def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return the column [s b, 1] of each label [s, b], and a mask [s b]: True if this rank has the
-    column."""
+    """Return the column [s b, 1] of each label [s, b] among this rank's `columns` columns, and a
+    mask [s b] that is True if this rank has the label's column."""
     local = labels.reshape(-1) - axis.rank * columns
     here = (local >= 0) & (local < columns)
     return local.clamp(0, columns - 1)[:, None], here
 
 
 def _chunks(flat: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of [s b, V/t]; one slice is converted to a wider type at a time."""
+    """Yield slices of the rows of `flat` [s b, V/t]. One slice at a time is converted to a wider
+    type."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
@@ -55,27 +57,27 @@ def _widens(flat: Tensor) -> bool:
 
 
 def _wide(chunk: Tensor) -> Tensor:
-    """Return the chunk in float32 or wider. If its type is already wide, return the chunk itself,
-    else a copy."""
+    """Return a chunk in float32 or wider. If its type is already wide, the result is the chunk
+    itself, otherwise a copy."""
     if _widens(chunk):
         return chunk.float()
     return chunk
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return, for each row of [s b, V/t], the greatest logit over all ranks' columns, and the
-    label's logit, which is 0 if this rank does not have the label's column. The greatest logit is
-    subtracted so that exponentials do not overflow; it cancels in the loss."""
-    # maxima in a half type are the same numbers as maxima of logits that were converted to float32
+    """Return, for each row of `flat` [s b, V/t], the greatest logit over all ranks' columns, and
+    the label's logit, which is 0 if this rank does not have the label's column. The callers
+    subtract the greatest logit so that exponentials do not overflow; it cancels in the loss."""
+    # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = _wide(flat.amax(-1))
     target = _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 
 class _Softmax(NamedTuple):
-    """The numbers that the backward pass needs: the buffer of the logits [s b, V/t], the column of
-    each label and whether this rank has it, the greatest logit of each row, and the sum of the
-    exponentials over all columns."""
+    """The tensors that the backward pass needs: the buffer of the logits (`flat` [s b, V/t]), the
+    column of each label (`local`), whether this rank has this column (`here`), the greatest logit
+    of each row (`top`), and the sum of the exponentials over all columns (`totals`)."""
 
     flat: Tensor
     local: Tensor
@@ -85,7 +87,8 @@ class _Softmax(NamedTuple):
 
 
 def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, _Softmax]:
-    """Return the loss of each token [s b]. The function overwrites the logits."""
+    """Return the loss of each token [s b], and the tensors for the backward pass. The function
+    overwrites the logits."""
     # detach, because autograd does not allow writing to a view
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])
     local, here = _columns(labels, flat.shape[-1], axis)
@@ -93,15 +96,16 @@ def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, 
     sums = torch.empty_like(top)
     for rows in _chunks(flat):
         torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
-    # send both in one message, because latency dominates for a few bytes per token
+    # send sums and labels' logits in one message, because latency dominates for a few bytes per
+    # token
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     losses = totals[0].log() + top - totals[1]
     return losses, _Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
 
 
 def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
-    """Return the gradient of the logits [s b, V/t] in their buffer. `factors` [s b] are the
-    gradients of the losses of the tokens."""
+    """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `factors`
+    [s b] are the gradients of the tokens' losses."""
     flat, local, here, top, totals = softmax
     labels = -(factors * here)[:, None]
     for rows in _chunks(flat):
@@ -109,20 +113,22 @@ def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
         # for wide types, the forward pass has stored the exponentials in the buffer
         wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
         wide.div_(totals[rows, None]).mul_(factors[rows, None])
-        # subtract 1 at the label, on the rank that has its column; other ranks subtract 0
+        # subtract the factor at the label's column, on the rank that has this column; other ranks
+        # subtract 0
         wide.scatter_add_(-1, local[rows], labels[rows])
         if wide is not chunk:
             chunk.copy_(wide)
-        del wide  # otherwise it would stay in memory together with the next one
+        del wide  # free the float32 copy before the next chunk is converted
     return flat
 
 
 class _CrossEntropy(Function):
-    """The cross-entropy without gathering the logits: three numbers per token are sent over the
-    tensor axis.
+    """The weighted sum of the tokens' cross-entropies, computed without gathering the logits: three
+    numbers per token are sent over the tensor axis.
 
-    One buffer contains first the logits and later their gradient. Logits of wide types need no
-    copy, because between the two passes the same buffer contains their exponentials.
+    One buffer contains first the logits and later their gradient. For logits of wide types, the
+    same buffer contains the exponentials between the forward and the backward pass, so no copy is
+    needed.
     """
 
     @staticmethod
@@ -165,7 +171,7 @@ class _TokenLosses(Function):
 
 
 def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
-    """Return exp(chunk - top), in place if the chunk is of a wide type."""
+    """Return exp(chunk - top). If the chunk has a wide type, the result overwrites the chunk."""
     return _wide(chunk).sub_(top[:, None]).exp_()
 
 
@@ -183,6 +189,6 @@ def cross_entropy(
 
 
 def token_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
-    """Return -log softmax(logits)[label] of each token [s, b], in nats. Everything else is as in
-    `cross_entropy`."""
+    """Return -log softmax(logits)[label] of each token [s, b], in nats, in float32 or wider. For
+    the arguments see `cross_entropy`; the logits are overwritten."""
     return _TokenLosses.apply(logits, labels, axis)

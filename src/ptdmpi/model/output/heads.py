@@ -1,7 +1,9 @@
-"""The outputs of a model: logits, scores and losses from the activations of the last layer.
+"""The outputs of a model: logits, scores and losses, computed from the activations of the last
+layer.
 
-Each output has modules, under the names of the stage's parameters, and computes losses by name from
-activations. Each rank of the tensor axis has a part of the vocabulary.
+Each output has modules, which the last pipeline stage registers, and computes losses by name from
+activations. In the shapes below, V is the size of the vocabulary, t is the number of tensor ranks,
+and h is the hidden size.
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +28,9 @@ from ptdmpi.plan.shape import parameters
 
 
 class Output(ABC):
-    """The part of a model after the last layer. The stage registers `modules` under their names.
-    `loss` computes losses from the logits of tokens; None means the cross-entropy."""
+    """The base class of outputs: the part of a model after the last layer. The pipeline stage
+    registers `modules` under their names. `loss` computes losses from the logits of tokens; None
+    means the cross-entropy."""
 
     loss: OwnLoss | PreferenceLoss | None = None
 
@@ -48,11 +51,12 @@ class Output(ABC):
     @abstractmethod
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the losses by name, each summed over the microbatch, from the normalized
-        activations. The task's loss is the first."""
+        activations `x`. The task's loss is the first one."""
 
 
 class TokenOutput(Output):
-    """The logits of tokens. The logits at each position predict the next token."""
+    """The output of a model that predicts tokens. The logits at each position predict the next
+    token."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -61,14 +65,14 @@ class TokenOutput(Output):
         self.modules["head"] = self.head
 
     def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
-        """Register the modules before the head."""
+        """Register the modules that come before the head; there are none in this class."""
 
     def _head_axis(self) -> TensorAxis:
         """Return the tensor axis of the head."""
         return self.axis
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Return the input of the head."""
+        """Return the input of the head, computed from the activations `x`."""
         return x
 
     def token_logits(self, x: Tensor) -> Tensor:
@@ -76,16 +80,17 @@ class TokenOutput(Output):
         return self.head(self.transformed(x))
 
     def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
-        """Return the logits at the positions that have labels: all of them [s, b, V/t]."""
+        """Return the logits at all positions that have labels. In this class these are all
+        positions: [s, b, V/t]."""
         return self.token_logits(x)
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each head for activations [s, b, h] of full sequences (without
+        """Return the output of each head for the activations [s, b, h] at all positions (without
         sequence parallelism)."""
         return (self.token_logits(x),)
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the loss of all tokens."""
+        """Return the losses by name; see `Output.losses`."""
         return self.token_losses(batch, self.token_logits(x))
 
     def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
@@ -96,8 +101,8 @@ class TokenOutput(Output):
 
 
 class MaskedOutput(TokenOutput):
-    """The logits of masked tokens and, if the model predicts the order of two segments, the logits
-    of that order."""
+    """The output of a masked language model: the logits of masked tokens and, if the model predicts
+    the order of two segments, the logits of the segment order."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -113,17 +118,18 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # there are few masked positions, so each rank of the tensor axis computes all of them
+        # without sequence parallelism, because each tensor rank has all of the few masked positions
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Return the activations after BERT's linear, GELU and norm."""
+        """Return the activations after BERT's linear, GELU and norm, if the model has these
+        modules."""
         if self.mlm is None:
             return x
         return self.mlm(x)
 
     def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
-        """Return the logits [k, b, V/t] at the masked positions."""
+        """Return the logits [k, b, V/t] at the k masked positions of each sequence."""
         if batch.masked is None:
             return self.token_logits(x)
         return self.token_logits(select_positions(x, batch.masked, self.axis))
@@ -151,7 +157,8 @@ class MaskedOutput(TokenOutput):
 
 
 class ClassOutput(Output):
-    """The scores of classes, or of candidates, at one position of each sequence."""
+    """The output of a model that classifies sequences: the scores of classes, or of candidate
+    answers, from the activation at one position of each sequence."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -159,17 +166,17 @@ class ClassOutput(Output):
         self.modules["sentence"] = self.classes
 
     def scores(self, batch: Microbatch, x: Tensor, context: Context) -> Tensor:
-        """Return the scores [samples, n] of each class, or of each candidate, in float32 at
-        least."""
+        """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
+        in float32 at least."""
         assert batch.masked is not None, "says at which position a sequence is judged"
         x = select_positions(x, batch.masked, self.axis)  # [1, b, h]
         scores = self.classes(x, context)
-        # the candidates of a sample are neighbours in b
+        # the candidates of a sample are consecutive sequences of the microbatch
         scores = scores.view(batch.labels.shape[1], -1)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the loss of the samples, and the number of correctly classified ones."""
+        """Return the loss of the samples, and the number of correctly classified samples."""
         scores = self.scores(batch, x, context)
         labels = batch.labels[0]
         losses = F.cross_entropy(scores, labels, reduction="none")
@@ -192,7 +199,7 @@ def loss_of(
 
 
 def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:
-    """Return the output of a model, with the modules that the table of parameters describes."""
+    """Return the output of a model, with the modules that `plan.shape.parameters` describes."""
     parts = parameters.head(model, vocab_size)
     if model.classifies:
         return ClassOutput(model, parts, axis)

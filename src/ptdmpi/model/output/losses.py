@@ -1,7 +1,9 @@
-"""The losses of a step by name: which models have one, what it counts, and its key in the metrics.
+"""The losses of a step by name. For each loss, `LOSS_KINDS` has the models that have it, the number
+of its terms, and its key in the metrics.
 
-A new loss is a row of `LOSS_KINDS`, and a tensor by its name among the `losses` of an output
-(`ptdmpi.model.output.heads`). Counts, weights, sums and records iterate over the rows.
+To add a loss, add an entry to `LOSS_KINDS`, and return the loss under its name from the method
+`losses` of an output (`ptdmpi.model.output.heads`). The code for counts, weights, sums and records
+iterates over the entries.
 """
 
 import math
@@ -22,32 +24,33 @@ COUNT = "count"
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """A loss of a global batch, or of many: its sum in nats, and the number of its terms."""
+    """A loss over one or several global batches: its sum in nats, and the number of its terms."""
 
     sum: float = 0.0
     count: float = 0
 
     @property
     def mean(self) -> float:
-        """Return the mean in nats per token, sample or other counted term. Raise ZeroDivisionError
-        if there are no terms."""
+        """Return the mean of the loss in nats per term, such as a token or a sample. Raise
+        ZeroDivisionError if there are no terms."""
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
-        """Return the sum of both losses."""
+        """Return the loss over the terms of both losses."""
         return SummedLoss(self.sum + other.sum, self.count + other.count)
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """The properties of a loss, without its name.
+    """The properties of a loss, except its name.
 
-    `used_by` returns True for a model that has the loss. `count` returns the number of its terms in
-    a microbatch. `key` is the name of its mean in the records of steps; with the prefix
-    "validation_" it is the name in the records of validations. "" means that the loss is not
-    recorded. `trains`: its mean is added to the mean of the task's loss, and the gradient is
-    computed from this sum; if False, the loss is only measured. `of_routers`: it is a sum over the
-    routers of all layers (`model/experts/routing.py`), not an output's loss.
+    `used_by` returns True for a model that has the loss. `count` returns the number of the loss's
+    terms in a microbatch. `key` is the name of the mean loss in the records of steps; with the
+    prefix "validation_" it is the name in the records of validations. If `key` is "", the loss is
+    not recorded. If `trains` is True, the mean loss is added to the mean of the task's loss, and
+    the gradient is computed from this sum; otherwise the loss is only measured. If `of_routers` is
+    True, the loss is a sum over the routers of all layers (`model/experts/routing.py`); otherwise
+    an output computes it.
     """
 
     used_by: Callable[[ModelConfig], bool]
@@ -58,7 +61,8 @@ class LossKind:
 
 
 def _of_routers(name: str, count: Callable[[Microbatch], float], key: str) -> LossKind:
-    """Return the row of a loss that routers have, if the model's configuration names it."""
+    """Return the properties of a router loss, which a model has if its configuration names the
+    loss."""
     return LossKind(lambda model: name in model.router_losses, count, key, of_routers=True)
 
 
@@ -75,10 +79,10 @@ def _pairs(batch: Microbatch) -> float:
     return batch.pairs.counted
 
 
-# The task's loss comes first: per token, per classified sample, or per pair of answers. `right` and
-# `count` are not losses: `right` counts the samples that were classified correctly, and `count` the
-# terms of a loss of the user's own (`ptdmpi.model.output.own`), which are known only when it has
-# been computed. `margin` and `preferred` are measured for pairs
+# The task's loss comes first. Its terms are tokens, classified samples, or pairs of answers.
+# `right` and `count` are not losses: `right` is the number of correctly classified samples. `count`
+# is the number of terms of the user's own loss (`ptdmpi.model.output.own`), which is known only
+# when the loss has been computed. `margin` and `preferred` are measured for pairs of answers
 # (`ptdmpi.model.output.preference`).
 LOSS_KINDS: Mapping[str, LossKind] = {
     TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
@@ -96,7 +100,7 @@ LOSS_KINDS: Mapping[str, LossKind] = {
 
 
 def kinds_of(config: Config) -> dict[str, LossKind]:
-    """Return the losses that a run has, by name; the task's is the first."""
+    """Return the properties of the losses of a run, by name. The task's loss is the first one."""
     more: set[str] = set()
     if config.run.loss:
         more = {COUNT}
@@ -114,11 +118,11 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
     """Return the factor of each loss except the task's, given the number of terms of each loss in
-    the global batch. With these factors, the sum of all losses divided by the task's number of
-    terms is the sum of their means."""
+    the global batch. With these factors, the weighted sum of all losses, divided by the task's
+    number of terms, is equal to the sum of the mean losses."""
     task_count = counts[TASK] or 1.0
     return {
-        # a sum without terms is 0, whatever its weight
+        # the factor of a loss without terms is 0
         name: task_count / (count or math.inf)
         for name, count in counts.items()
         if name != TASK and LOSS_KINDS[name].trains
@@ -126,8 +130,8 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of all ranks' losses of one name, added one after the other in the same order
-    in all layouts."""
+    """Return the sum of the losses with one name over all ranks and microbatches. The losses are
+    added one after the other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:
@@ -136,7 +140,8 @@ def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
 
 
 def named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
-    """Return the losses by name. Losses without terms are left out, except the loss of the task."""
+    """Return the losses by name, given the sum and the number of terms of each loss. Losses without
+    terms are not included, except the loss of the task."""
     return {
         name: SummedLoss(sums[name], count)
         for name, count in counts.items()
@@ -145,8 +150,8 @@ def named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, S
 
 
 def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:
-    """Return the means of the losses that have a key of their own, by key; losses without terms are
-    left out."""
+    """Return the means of the losses that are recorded: key -> mean. Losses without a key, and
+    losses without terms, are not included."""
     return {
         LOSS_KINDS[name].key: loss.mean
         for name, loss in losses.items()
@@ -155,7 +160,7 @@ def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:
 
 
 def summed(parts: list[Mapping[str, SummedLoss]]) -> dict[str, SummedLoss]:
-    """Return the losses of several batches together, by name."""
+    """Return the losses over all terms of several batches, by name."""
     total: dict[str, SummedLoss] = {}
     for losses in parts:
         for name, loss in losses.items():

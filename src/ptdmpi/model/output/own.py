@@ -1,8 +1,8 @@
-"""A loss of the user's own in place of the cross-entropy.
+"""The user's own loss, which replaces the cross-entropy.
 
-The user writes a function `loss(inputs) -> (sum, count)`, which returns the sum and the number of
-its terms for one microbatch on one rank. The trainer adds both over all microbatches and ranks and
-minimizes sum / count, so the mean is exact in every layout.
+The user writes a function `loss(inputs) -> (sum, count)`, which returns the sum of the loss's terms
+and their number, for one microbatch on one rank. The trainer adds sums and counts over all
+microbatches and ranks, and minimizes sum / count, so the mean is exact in every layout.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 @dataclass(frozen=True)
 class LossInput:
-    """The inputs of a loss: the logits and the batch of one microbatch on one rank.
+    """The inputs of the user's own loss: the logits and the data of one microbatch on one rank.
 
     `logits` [s, b, V/t] are the logits at this rank's positions, for the columns of the vocabulary
-    from `first_column` on. If t does not divide V = `vocab_size`, the last ranks have fewer
-    columns. All ranks of the tensor axis compute the loss together, each from its own columns.
-    `batch` has the `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs` and the
-    numbers of the `samples` [b]. In a masked language model only the k masked positions have
-    logits, labels and weights.
+    from `first_column` on; V is `vocab_size`, and t is the number of tensor ranks. If t does not
+    divide V, the last ranks have fewer columns. All ranks of the tensor axis compute the loss
+    together, each rank from its own columns. `batch` has the `labels` [s, b], the `weights` of the
+    labels [s, b] (None means 1 for each label), the `inputs` and the numbers of the `samples` [b].
+    In a masked language model only the k masked positions have logits, labels and weights.
     """
 
     logits: Tensor
@@ -43,15 +43,16 @@ class LossInput:
     context: ContextAxis
 
     def log_softmax(self) -> Tensor:
-        """Return log softmax(logits) over the full vocabulary, at this rank's columns [s, b, V/t],
-        in float32 or wider."""
+        """Return log softmax(logits), in which the softmax is over the full vocabulary, at this
+        rank's columns [s, b, V/t], in float32 or wider."""
         wide = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         top = self.tensor.comm.all_reduce(wide.detach().amax(-1), "max")
         shifted = wide - top[..., None]
         return shifted - self.sum_over_vocabulary(shifted.exp().sum(-1)).log()[..., None]
 
     def log_probabilities(self, log_softmax: Tensor | None = None) -> Tensor:
-        """Return the log-probability of each label [s, b], from `log_softmax` if it is given."""
+        """Return the log-probability of each label [s, b]. `log_softmax` may be the result of the
+        method `log_softmax`; None means that it is computed here."""
         logs = self.log_softmax() if log_softmax is None else log_softmax
         columns = self.batch.labels - self.first_column
         here = (columns >= 0) & (columns < logs.shape[-1])
@@ -60,12 +61,12 @@ class LossInput:
 
     def sum_over_vocabulary(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over the tensor axis. `values`, of any shape, are sums over
-        this rank's columns. The result is equal on all ranks of the axis."""
+        this rank's columns. The result is equal on all tensor ranks."""
         return sum_over(values, self.tensor.comm)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
-        """Return the sums [b] of `values` [s, b] over all positions of each sequence, equal on all
-        ranks of the context axis."""
+        """Return the sums [b] of `values` [s, b] over all positions of each sequence. The result is
+        equal on all ranks of the context axis."""
         return sum_over(values.sum(0), self.context.comm)
 
     def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
@@ -76,20 +77,20 @@ class LossInput:
         return losses.sum(), self.batch.tokens
 
     def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
-        """Return (sum, count) for the losses [b] of the sequences. All ranks of the context axis
-        have computed the same losses, so each rank returns its share of sum and count."""
+        """Return (sum, count) for the losses [b] of the sequences. All c ranks of the context axis
+        have computed the same losses, so each rank returns 1/c of sum and count."""
         return losses.sum() / self.context.size, len(losses) / self.context.size
 
 
 def sum_over(values: Tensor, comm: Communicator) -> Tensor:
-    """Return the sum of `values` over the ranks of an axis. The losses of all these ranks use the
-    sum."""
+    """Return the sum of `values` over the ranks of `comm`. In the backward, the gradients of all
+    ranks with respect to the sum are summed, because the losses of all ranks depend on it."""
     return _Sum.apply(values, comm)
 
 
 class _Sum(Function):
-    """A sum over an axis. The losses of all ranks depend on the sum, so its gradient is summed over
-    the ranks, too."""
+    """The autograd Function of `sum_over`: an all-reduce in the forward, and an all-reduce in the
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
@@ -102,8 +103,8 @@ class _Sum(Function):
 
 
 class _CountedOnce(Function):
-    """A loss that all ranks of an axis have computed together. Each rank uses 1 / ranks of the
-    gradient, because `_Sum` adds the gradients of all ranks' losses."""
+    """The identity of a loss that all ranks of an axis have computed together. Its backward divides
+    the gradient by the number of ranks, because `_Sum` adds the gradients of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
@@ -117,7 +118,8 @@ class _CountedOnce(Function):
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The loss that `run.loss` names, and the axes over which it is computed."""
+    """The user's own loss, which `run.loss` names, and the tensor and context axes on which the
+    ranks compute it together."""
 
     name: str
     vocab_size: int
@@ -129,8 +131,8 @@ class OwnLoss:
     def of(
         cls, name: str, vocab_size: int, tensor: TensorAxis, context: ContextAxis
     ) -> "OwnLoss | None":
-        """Return the loss of this name. Return None if the name is "", which means the
-        cross-entropy. Raise InputError for a name that cannot be imported."""
+        """Return the loss with this name, or None if the name is "", which means the cross-entropy.
+        Raise InputError for a name that cannot be imported."""
         if not name:
             return None
         return cls(
@@ -142,12 +144,13 @@ class OwnLoss:
         )
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Return the sum and the count of a microbatch, as tensors without dims, from the logits
-        [s, b, ceil(V/t)] with padded columns. Raise InputError if the user's function does not
-        return a sum and a count, or if the sum does not depend on logits that have gradients."""
+        """Return the sum (TASK) and the count (COUNT) of the loss's terms in a microbatch, as
+        scalar tensors. `logits` [s, b, ceil(V/t)] may have padded columns. Raise InputError if the
+        user's function does not return a sum and a count, or if the sum has no gradient although
+        the logits need one."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
-        own = logits[..., : max(1, self.vocab_size - first)]  # padded columns are -inf
+        own = logits[..., : max(1, self.vocab_size - first)]  # without padded columns
         inputs = LossInput(
             logits=own,
             batch=batch,

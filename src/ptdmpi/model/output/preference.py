@@ -2,9 +2,9 @@
 2305.18290, equation 7).
 
 The reward of an answer is beta times the sum, over its tokens, of log pi - log ref. Here pi is the
-probability in the trained model, and ref that in the reference model, whose log-probabilities are
-stored with the data. The loss of a pair is -log sigmoid(reward of the preferred answer - reward of
-the other one).
+probability of the token in the trained model, and ref is its probability in the reference model,
+whose log-probabilities are stored with the data. The loss of a pair is -log sigmoid(reward of the
+preferred answer - reward of the other answer).
 """
 
 from dataclasses import dataclass
@@ -23,23 +23,25 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss that [preference] describes, and the axes over which it is computed."""
+    """The DPO loss with the settings of the section [preference], and the tensor and context axes
+    on which the ranks compute it together."""
 
     config: PreferenceConfig
     tensor: TensorAxis
     context: ContextAxis
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Return three sums over the pairs of a microbatch, computed from the logits [s, b,
-        ceil(V/t)]: the losses, the reward margins, and the number of preferred answers that have
-        the greater reward. The logits are overwritten.
+        """Return three sums over the pairs of a microbatch, computed from this tensor rank's
+        columns of the logits: the losses, the reward margins, and the number of preferred answers
+        that have the greater reward. The logits are overwritten.
 
-        All ranks of the context axis compute the same pairs, and the first one counts them.
+        All ranks of the context axis compute the same pairs. The sums are 0 on all ranks except the
+        rank with the first position, so that each pair is counted once.
         """
         pairs = batch.pairs
         assert pairs is not None, "a loss of pairs needs to know them"
         ratios = -token_losses(logits, batch.labels, self.tensor) - pairs.references
-        # [pairs, 2]: of all positions of each answer
+        # [pairs, 2]: the sum over all tokens of each answer, on all ranks of the context axis
         sums = sum_over(pairs.summed(ratios), self.context.comm)
         rewards = self.config.beta * sums
         margins = rewards[:, 0] - rewards[:, 1]

@@ -1,2 +1,2 @@
-"""The division of a sequence over ranks: the positions of each rank, and attention to the keys of
-all ranks."""
+"""The division of sequences over ranks (context parallelism): the positions of each rank, and
+attention to the keys of all ranks."""

@@ -1,9 +1,9 @@
-"""Attention divided by heads. For the core of attention, each rank of the context axis has all
-positions of a part of the heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section
-3.1).
+"""Attention divided by heads. For the computation of attention, each rank of the context axis gets
+all positions of a part of the heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509,
+section 3.1).
 
-Each head is computed completely on one rank, so it has the same bits as without context
-parallelism.
+Each head is computed completely on one rank, so the result is bitwise equal to the result without
+context parallelism.
 """
 
 from typing import Any
@@ -19,27 +19,28 @@ from ptdmpi.plan.layer.context import key_copies
 def part_of_heads(
     q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange queries, keys and values. The input has all heads at this rank's positions, [b,
-    heads, s / c, d]; the result has this rank's part of the heads at all positions, [b, heads / c,
-    s, d].
+    """Exchange queries, keys and values between the c ranks of the context axis. The inputs have
+    all heads at this rank's positions, [b, heads, s / c, head size]; the results have this rank's
+    part of the heads at all positions, [b, heads / c, s, head size].
 
-    If the number of ranks c does not divide the number of key heads, each key head is repeated
-    (`key_copies`). The gradients of its copies are summed in float32 or wider.
+    If c does not divide the number of key heads, each key head is repeated (`key_copies`). The
+    gradients of the copies are summed in float32 or wider.
     """
     queries, keys, values = _PartOfHeads.apply(q, k, v, axis)
     return queries, keys, values
 
 
 def all_heads(y: Tensor, axis: ContextAxis) -> Tensor:
-    """Exchange the outputs of heads. The input has this rank's part of the heads at all positions,
-    [s, b, heads d / c]; the result has all heads at this rank's positions, [s / c, b, heads d]."""
+    """Exchange the outputs of heads between the c ranks of the context axis. The input has this
+    rank's part of the heads at all positions, [s, b, heads / c * head size]; the result has all
+    heads at this rank's positions, [s / c, b, heads * head size]."""
     joined: Tensor = _AllHeads.apply(y, axis)
     return joined
 
 
 class _PartOfHeads(Function):
-    """The exchange of queries, keys and values in one message, and of their gradients in one
-    message."""
+    """The exchange of queries, keys and values in one message. In the backward, their gradients are
+    exchanged in one message."""
 
     @staticmethod
     def forward(
@@ -70,8 +71,8 @@ class _PartOfHeads(Function):
 
 
 def _summed(gradient: Tensor, copies: int) -> Tensor:
-    """Return the sum of the gradients of each head's copies, [b, heads copies, n, d] -> [b, heads,
-    n, d]."""
+    """Return the sum over the copies of each head: [b, heads * copies, n, head size] -> [b, heads,
+    n, head size]."""
     if copies == 1:
         return gradient
     wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -79,7 +80,8 @@ def _summed(gradient: Tensor, copies: int) -> Tensor:
 
 
 class _AllHeads(Function):
-    """The exchange of the heads' outputs, and of the gradients of these outputs."""
+    """The exchange of the heads' outputs. In the backward, the gradients of the outputs are
+    exchanged."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: ContextAxis) -> Tensor:

@@ -1,7 +1,8 @@
-"""The positions of the sequence that a rank has.
+"""The positions of a sequence that one rank has.
 
-Labels, rotary angles, learned positions, documents, masks, dropout and sequence parallelism use a
-`Positions` object. No other code computes where a rank's part of a sequence begins.
+The code for labels, rotary angles, learned positions, documents, masks, dropout and sequence
+parallelism uses a `Positions` object. No other code computes where a rank's part of a sequence
+begins.
 """
 
 from collections.abc import Iterator
@@ -13,13 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Positions:
-    """Some positions of every sequence, in ascending order; by default all of them.
+    """The positions of every sequence that one rank has, in ascending order; by default all
+    positions.
 
-    If an axis of c = `size` ranks divides the sequence, the sequence is cut into 2c equal chunks,
-    and rank r has the chunks r and 2c - 1 - r. In this zigzag order, causal attention takes the
-    same work on every rank (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Sequence
-    parallelism divides a rank's positions again, into `shares` equal shares. Between blocks, each
-    rank of the tensor axis has the share with the number `share`.
+    If the context axis with c = `size` ranks divides the sequence, the sequence is cut into 2c
+    equal chunks, and rank r has the chunks r and 2c - 1 - r. With this zigzag order, causal
+    attention takes the same number of operations on every rank (Dubey et al. 2024, arXiv
+    2407.21783, section 3.3.2). Sequence parallelism divides a rank's positions again, into `shares`
+    equal shares. Between blocks, each rank of the tensor axis has the share with the number
+    `share`.
     """
 
     rank: int = 0
@@ -28,24 +31,25 @@ class Positions:
     shares: int = 1
 
     def shared(self, share: int, shares: int) -> "Positions":
-        """Return one of `shares` equal shares of these positions. The positions must not be a share
-        already."""
+        """Return share number `share` of `shares` equal shares of these positions. The positions
+        must not be divided into shares already."""
         assert self.shares == 1, "shares of shares have no meaning"
         return replace(self, share=share, shares=shares)
 
     @property
     def parts(self) -> int:
-        """Return the number of equal parts into which the sequence is divided; these positions are
-        one part."""
+        """Return the number of equal parts into which the sequence is divided. These positions are
+        one of the parts."""
         return self.size * self.shares
 
     @property
     def are_all(self) -> bool:
-        """Return True if a rank has the whole sequence."""
+        """Return True if these are all positions of the sequence."""
         return self.parts == 1
 
     def runs(self, length: int) -> Iterator[range]:
-        """Yield the runs of consecutive positions of a sequence of `length`.
+        """Yield these positions as runs of consecutive positions, for a sequence of `length`
+        positions.
 
         Raise ValueError if a sequence of this length cannot be cut into equal chunks and shares.
         """
@@ -66,8 +70,8 @@ class Positions:
                 yield run
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Select these positions in `dim` of a tensor that has all positions. Return a view, or a
-        copy if the positions form several runs."""
+        """Select these positions in the dim `dim` of the tensor `whole`, which has all positions.
+        The result is a view if the positions form one run, and otherwise a copy."""
         if self.are_all:
             return whole
         runs = self.runs(whole.shape[dim])
@@ -75,8 +79,8 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions, int64 [count], counted from 0. `count` is the number of positions
-        that this rank has."""
+        """Return the numbers of these positions, int64 [count], counted from 0. `count` is the
+        number of these positions."""
         runs = self.runs(count * self.parts)
         parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

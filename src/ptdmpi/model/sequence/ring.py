@@ -1,11 +1,11 @@
-"""Ring attention: the keys and values of each rank of the context axis are sent from rank to rank,
-and each rank computes attention of its queries to the keys that it has at the time (Liu et al.
-2023, arXiv 2310.01889).
+"""Ring attention. The keys and values of each rank of the context axis are sent around the ring
+from rank to rank. Each rank computes attention of its queries to the keys that are at present on
+this rank (Liu et al. 2023, arXiv 2310.01889).
 
 The partial results of a softmax are merged by their maxima and sums of exponentials (Milakov and
-Gimelshein 2018, arXiv 1805.02867, algorithm 3), in float32 or wider. The order of merging is fixed:
-a rank's own keys come first, then the keys of the ranks before it; of each rank, the keys at later
-positions come first.
+Gimelshein 2018, arXiv 1805.02867, algorithm 3), in float32 or wider. The order of merging is fixed.
+A rank first uses its own keys, then the keys of the previous rank, and so on. Each rank has two
+chunks of keys, and the chunk at later positions comes first.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,16 +28,16 @@ from ptdmpi.model.sequence.positions import Positions
 
 @dataclass(frozen=True)
 class Dropping:
-    """Dropout of the attention weights of some queries [b, heads, s / c]: the `query_hashes` of
-    their random stream, and the dropout rate."""
+    """The dropout of attention weights for this rank's queries: the hashes of the queries [b,
+    heads, queries] (`RandomStream.query_hashes`), and the dropout rate."""
 
     hashes: Tensor
     rate: float
 
     @classmethod
     def of(cls, stream: RandomStream, q: Tensor, rate: float) -> "Dropping":
-        """Return the dropout of the attention weights of queries q [b, heads, s / c, d], from their
-        random stream."""
+        """Return the dropout of attention weights for the queries q [b, heads, queries, head size],
+        from a random stream at this rank's positions."""
         positions = stream.positions.numbers(q.shape[2], q.device)
         return cls(stream.query_hashes(q.shape[1], positions), rate)
 
@@ -48,8 +48,9 @@ class Dropping:
 
 @dataclass(frozen=True)
 class RingWork:
-    """The settings of ring attention: the axis along which keys are sent, the keys that each query
-    of this rank sees, the kernels for matrix products, and the dropout, if any."""
+    """The settings of ring attention: the axis along which keys are sent, the rules for the keys
+    that each query of this rank sees, the kernels for matrix products, and the dropout; None means
+    no dropout."""
 
     axis: ContextAxis
     seen: Sight
@@ -58,10 +59,11 @@ class RingWork:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
-    """Return softmax(q k^T) v, [b, heads, s / c, d], over the keys and values of all ranks.
+    """Return softmax(q k^T) v for this rank's queries, [b, heads, s / c, head size], over the keys
+    and values of all c ranks.
 
-    Queries, keys and values are at this rank's positions, [b, heads, s / c, d], for c ranks; keys
-    and values may have fewer heads. The gradients of keys and values are summed over the axis, in
+    Queries, keys and values are at this rank's positions, [b, heads, s / c, head size]; keys and
+    values may have fewer heads. The gradients of keys and values are summed over the ranks, in
     float32 or wider.
     """
     out: Tensor = _RingAttention.apply(q, k, v, work)
@@ -71,9 +73,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
 class _RingTile(NamedTuple):
     """The scores of some queries of this rank and some keys of a received block.
 
-    `queries` and `keys` are slices of tensors [b, heads, s / c, d], and `positions` are the
-    positions of the keys in the sequence. `scores` are [b, key heads, group queries, keys].
-    `tangents` are tanh(scores / cap), of the same shape, or None if scores are not capped.
+    `queries` and `keys` are indices into the tensors of queries and keys, and `positions` are the
+    positions of the keys in the sequence. `scores` are [b, key heads, queries of a group of heads,
+    keys]. `tangents` are tanh(score / cap), of the same shape, or None if scores are not capped.
     """
 
     queries: Region
@@ -85,8 +87,8 @@ class _RingTile(NamedTuple):
 
 class _RingAttention(Function):
     """Ring attention as an autograd Function. The forward saves its inputs, its output, and the
-    logarithm of each query's sum of exponentials. In the backward, keys and values are sent around
-    the ring again, followed by their gradients."""
+    log-sum-exp of each query's scores. In the backward, keys and values are sent around the ring
+    again, and their gradients follow them."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
@@ -120,8 +122,8 @@ class _RingAttention(Function):
 
 
 class _Visit(NamedTuple):
-    """The keys and values of rank `source`, [2, b, key heads, s / c, d], while they are on this
-    rank."""
+    """The keys and values of rank `source`, [2, b, key heads, s / c, head size], while they are on
+    this rank."""
 
     source: int
     block: Tensor
@@ -136,8 +138,9 @@ class _Visit(NamedTuple):
 
 
 def _visits(axis: ContextAxis, own: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, this rank's own first. The next keys and values
-    arrive while the caller computes, if the transport makes progress during computation."""
+    """Yield the keys and values of every rank, beginning with this rank's own (`own`). The next
+    keys and values arrive while the caller computes, if the transport makes progress during
+    computation."""
     here = own
     for step in range(axis.size):
         following = None
@@ -164,8 +167,8 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
     """Begin to send `x` to the next rank of the ring, and to receive the tensor of the previous
     rank.
 
-    The exchange is an all-to-all in which each rank sends to one other rank. Every transport
-    supports all-to-all, and it cannot deadlock.
+    The exchange is an all-to-all in which each rank sends only to one other rank. An all-to-all is
+    used because every transport supports it and because it cannot deadlock.
     """
     rank, size = axis.comm.rank, axis.size
     sent = [len(x) * (peer == (rank + 1) % size) for peer in range(size)]
@@ -174,17 +177,17 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of keys and values while they are sent around the ring. The gradients follow
-    their block of keys and values, each rank adds its part, and at the end they arrive at the
-    block's own rank."""
+    """The gradients of a block of keys and values on their way around the ring. The gradients
+    follow the block, each rank adds its contribution, and at the end they arrive at the rank to
+    which the block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
         self._arriving: _Arriving | None = None
 
     def pass_on(self, added: Tensor) -> None:
-        """Add `added` to the gradients that arrive, if any do, and send the sum to the next
-        rank."""
+        """Add the gradients that arrive from the previous rank to `added`, except in the first
+        call, and send the sum to the next rank."""
         if self._arriving is not None:
             added += self._arriving.wait()
         self._arriving = _pass_on(self._axis, added)
@@ -196,8 +199,8 @@ class _Journey:
 
 
 class _Queries:
-    """The scaled queries of this rank, in the type in which sums are computed, and their scores
-    with received keys."""
+    """The scaled queries of this rank, in the wide type in which sums are computed. The class
+    computes their scores with received keys."""
 
     def __init__(self, q: Tensor, work: RingWork) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
@@ -212,7 +215,7 @@ class _Queries:
         return self._work.kernels
 
     def tiles(self, visit: _Visit) -> Iterator[_RingTile]:
-        """Yield, in tiles, the scores of the queries that see received keys."""
+        """Yield the scores of this rank's queries with the received keys of `visit`, in tiles."""
         keys = visit.keys.to(self.wide)
         softcap = self._work.seen.scores.softcap
         for tile, positions in self._places(visit):
@@ -228,14 +231,14 @@ class _Queries:
             )
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
-        """Yield tiles, and the positions of their keys in the sequence. The tiles leave out queries
-        that see none of the received keys, and keys that no query sees."""
+        """Yield tiles, and the positions of their keys in the sequence. Queries that see none of
+        the received keys, and keys that no query sees, are not part of the tiles."""
         size = self._work.axis.size
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
         for queries, (rows, heads, seen), mask in _query_blocks(self._scaled, self._work.seen):
-            # the later run comes first, so that each query first sees its own key, and so has a
-            # finite maximum
+            # the later run of positions comes first, so that the first keys of each query include
+            # its own key and the maximum is finite
             for run, before in ((second, len(first)), (first, 0)):
                 positions = range(max(seen.start, run.start), min(seen.stop, run.stop))
                 if not positions:
@@ -250,8 +253,8 @@ class _Queries:
     def _mask(
         self, queries: Region, seen: slice, mask: Tensor | None, positions: range
     ) -> Tensor | None:
-        """Return the part of a mask for the keys at `positions`, which are among the keys `seen`.
-        Return None if all queries see all keys at `positions`."""
+        """Return the columns of `mask` for the keys at `positions`, which are among the keys `seen`
+        of the block. Return None if all queries see all keys at `positions`."""
         if mask is None:
             return None
         count = queries[2].stop - queries[2].start
@@ -263,7 +266,8 @@ class _Queries:
         return mask[:, positions.start - seen.start : positions.stop - seen.start]
 
     def dropped(self, tile: _RingTile) -> Callable[[Tensor], Tensor]:
-        """Return the function that applies dropout to values of the shape of a tile's scores."""
+        """Return a function that applies the dropout of a tile to values with the shape of the
+        tile's scores."""
         dropping = self._work.dropping
         if dropping is None:
             return lambda values: values
@@ -272,8 +276,8 @@ class _Queries:
 
 
 def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield the same as `blocks`, but with at most QUERY_BLOCK queries in each block, even where
-    queries see all keys."""
+    """Yield the same as the function `blocks`, but with at most QUERY_BLOCK queries in each block,
+    even if queries see all keys."""
     for queries, keys, mask in blocks(q, seen):
         rows, heads, places = queries
         for first in range(places.start, places.stop, QUERY_BLOCK):
@@ -282,20 +286,22 @@ def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tens
 
 
 class _Merged:
-    """The merged partial results of softmax(scores) v. `out` [b, heads, s / c, d] is relative to
-    the maximum of each query's scores, and not yet divided by the query's sum of exponentials."""
+    """The merged partial results of softmax(scores) v. `out` [b, heads, queries, head size] is the
+    sum of exp(score - maximum) v over the keys so far; it is not yet divided by the sum of the
+    exponentials."""
 
     def __init__(self, q: Tensor, wide: torch.dtype) -> None:
         b, heads, s, d = q.shape
-        # in the memory order [s / c, b, heads, d], in which the next operator reads it
+        # the memory order is [queries, b, heads, head size], in which the next operator reads the
+        # result
         self.out = q.new_zeros((s, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         self._maxima = q.new_full((b, heads, s), -torch.inf, dtype=wide)
         self._sums = torch.zeros_like(self._maxima)
 
     def weights(self, tile: _RingTile) -> Tensor:
-        """Return the exponentials of a tile's scores relative to the new maxima; they overwrite the
-        scores. Rescale the merged results to the new maxima, and add the exponentials to the
-        sums."""
+        """Update the maxima with a tile's scores. Rescale the merged results to the new maxima, and
+        add the tile's exponentials to the sums. Return the exponentials of the scores relative to
+        the new maxima; they overwrite the scores."""
         queries, scores = tile.queries, tile.scores
         before = self._maxima[queries]
         maxima = torch.maximum(before, scores.amax(-1).view(before.shape))
@@ -307,29 +313,29 @@ class _Merged:
         return weights
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return softmax(scores) v in the given type, and the logarithms of the sums of
-        exponentials [b, heads, s / c]."""
+        """Return softmax(scores) v in the type `dtype`, and the log-sum-exp of each query's scores
+        [b, heads, queries]."""
         out = self.out.div_(self._sums[..., None]).to(dtype)
         return out, self._sums.log().add_(self._maxima)
 
 
 class _Gradients:
-    """The gradients of one rank's attention: `dq` [b, heads, s / c, d], the gradient of its queries
-    divided by the scale of scores, and this rank's parts of the gradients of received keys and
-    values."""
+    """The backward computation of one rank's attention. `dq` [b, heads, queries, head size] is the
+    gradient of its queries, divided by the scale of scores. The method `add` also computes this
+    rank's contributions to the gradients of received keys and values."""
 
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:
         self.dq = torch.zeros_like(dout, dtype=queries.wide)
         self._queries = queries
         self._dout = dout  # dy in the type of the queries
         self._logsumexp = logsumexp
-        # sum of w dw over the attention weights w of a query, computed from the query's output (Dao
-        # et al. 2022, algorithm 4)
+        # the sum of w dw over the attention weights w of a query, which is computed from the
+        # query's output (Dao et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
-        """Add the gradients of a tile to `dq`, and to the gradients of the received keys and
-        values."""
+        """Compute the gradients of a tile. Add them to `dq`, and to `gradients`, the gradients of
+        the received keys and values."""
         queries, product = self._queries, self._queries.kernels.wide_product
         dk, dv = gradients
         key = visit.keys[tile.keys]
@@ -348,6 +354,6 @@ class _Gradients:
 
 
 def _column(numbers: Tensor, scores: Tensor) -> Tensor:
-    """Return one number for each query, [b, heads, queries], as a column [b, key heads, group
-    queries, 1] that broadcasts over scores."""
+    """Return `numbers` [b, heads, queries], one number for each query, as a tensor [b, key heads,
+    queries of a group of heads, 1] that broadcasts over `scores`."""
     return numbers.reshape(*scores.shape[:-1], 1)

@@ -1,1 +1,2 @@
-"""The measurements and records of a run: rates, timelines, lines and records of each step."""
+"""The measurements and records of a run: rates, timelines, and a log line and a record of each
+step."""

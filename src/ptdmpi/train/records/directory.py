@@ -14,8 +14,8 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.sinks import Sinks
 
-DONE = "done"  # the file that says that a run is complete
-DAMAGED = "metrics.damaged.jsonl"  # the records as they were before damaged lines were left out
+DONE = "done"  # a run is complete if this file exists
+DAMAGED = "metrics.damaged.jsonl"  # a copy of the records before damaged lines were removed
 
 
 def _show(line: str) -> None:
@@ -25,10 +25,10 @@ def _show(line: str) -> None:
 class RunDirectory:
     """The writer of `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
 
-    Each record is one write of a whole line. A start that resumes at a step removes a torn last
-    line, the records and timelines after that step, and the file `done` of an earlier end. If a
-    disk fails later, the run goes on, because its state is in memory: one warning is printed, and
-    the lines are written when the disk works again.
+    Each record is one line, which is written in one write. A start that resumes at a step removes
+    an incomplete last line, the records and timelines after that step, and the file `done`. If the
+    disk fails later, the run continues, because its state is in memory. In that case one warning is
+    printed, and the lines are written when the disk works again.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class RunDirectory:
             raise InputError(f"run.dir = {path}: {error}") from None
 
     def _drop_records(self) -> bool:
-        """Remove the records after the resumed step; return True if there were any. If lines before
-        a torn last one are damaged, store the file as it was under DAMAGED, and show a warning."""
+        """Remove the records after the resumed step, and damaged lines. Return True if a line was
+        removed. If a line before the last one is damaged, also store a copy of the old file under
+        the name DAMAGED, and print a warning."""
         content = read_file(self.metrics)
         lines = content.splitlines()
         steps = [_step(line) for line in lines]
@@ -82,7 +83,8 @@ class RunDirectory:
                 timeline.unlink()
 
     def open_sinks(self, config: Config) -> None:
-        """Also send all records from now on to the tools that `[log]` names."""
+        """From now on, also send all records to the tools that the section [log] names, such as
+        TensorBoard."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)
 
@@ -117,9 +119,9 @@ class RunDirectory:
 def mark_done(path: Path, steps: int) -> None:
     """Write the file `done` into the run directory `path`: the run is complete after `steps` steps.
 
-    It is the last file that a run writes. A launcher can end with code 0 although it lost a node,
-    so only the file `done` proves that the run is complete. If the file already has the same
-    content, it is not written again. Raises InputError if it cannot be written.
+    `done` is the last file that a run writes. A launcher can end with code 0 although it lost a
+    node, so only the file `done` proves that the run is complete. If the file already has the same
+    content, it is not written again. Raises InputError if the file cannot be written.
     """
     done = path / DONE
     text = json.dumps({"steps": steps}) + "\n"
@@ -136,7 +138,7 @@ def mark_done(path: Path, steps: int) -> None:
 def append_lines(path: Path, lines: str) -> None:
     """Append whole lines to a file in one unbuffered write, or append nothing.
 
-    Raises OSError if the disk has no room for all of them.
+    Raises OSError if the disk has no space for all lines.
     """
     data = lines.encode()
     with open_file(path, "ab") as file:

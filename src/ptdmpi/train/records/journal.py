@@ -1,4 +1,5 @@
-"""The lines and records of a run: one line and record of each step, and a timeline at the end."""
+"""The log lines and records of a run: one record of each step, a log line of some steps, and a
+timeline at the end."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,10 +18,11 @@ from ptdmpi.train.records.timeline import RecentSteps
 
 
 class Journal:
-    """The lines and records of one run. Every rank has a journal; only rank 0's prints and writes.
+    """The log lines and records of one run. Every rank has a journal, but only the journal of rank
+    0 prints and writes.
 
-    `directory` belongs to rank 0, and is set once the run is certain to begin. Until then lines are
-    only printed on the terminal, so a run that cannot begin leaves no log. `rates` are set before
+    `directory` is set only on rank 0, when it is certain that the run begins. Until then lines are
+    only printed on the terminal, so a run that cannot begin leaves no log. `rates` is set before
     the first step.
     """
 
@@ -46,12 +48,13 @@ class Journal:
             self.directory.record(**values)
 
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
-        """Write the record of a step, extended by `values`, and its line if one is due.
+        """Write the record of a step, extended by `values`. Also write a log line if the step is
+        the last one or a multiple of `log.every_steps`.
 
-        `wire_bytes` and `wire_messages` in the record are counts of what rank 0 has sent in this
-        step, by group of ranks and kind, because after a loss of ranks `done.result` may come from
-        another rank. `usual_s` is the usual time of a step, from which the remaining time is
-        estimated.
+        `wire_bytes` and `wire_messages` in the record are the bytes and messages that one rank has
+        sent in this step, by group of ranks and kind of message. The rank is rank 0, or another
+        rank after a loss of ranks. `usual_s` is the usual duration of a step, from which the
+        remaining time is estimated.
         """
         if self.directory is None or self.rates is None:
             return
@@ -87,11 +90,11 @@ class Journal:
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write the timeline of one of the last steps up to `step`; every rank calls it."""
+        """Write the timeline of one of the last steps up to `step`. All ranks call this method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
-        """Close the sinks, which receive records in addition to the run directory."""
+        """Close the sinks, which are the other tools that receive the records."""
         if self.directory is not None:
             self.directory.close()
 
@@ -102,14 +105,16 @@ def _optional(**values: Any) -> dict[str, Any]:
 
 
 def _loads(result: StepResult) -> dict[str, Any]:
-    """Return the loads of the experts by layer, if the model has experts."""
+    """Return the record's entries about the loads of the experts, by layer; {} if the model has no
+    experts."""
     if result.loads is None:
         return {}
     return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
 
 
 def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left_s: float) -> str:
-    """Return the line of a step for terminal and log."""
+    """Return the line of a step for the terminal and the log. `left_s` is the remaining time in
+    seconds."""
     result = done.result
     parts = [
         f"step {done.step:>{len(str(steps))}}/{steps}",

@@ -1,8 +1,9 @@
-"""The keys of the records in `metrics.jsonl`, and the rows of the report on a run that show them.
+"""The keys of the records in `metrics.jsonl`, and the rows of a run's report that show their
+values.
 
-Every key has an entry in `RECORD_KEYS`. A key without an entry may come from another version; the
-report shows its name and its newest value. This module imports no torch, so that reports are fast
-on login nodes.
+Every key that this version writes has an entry in `RECORD_KEYS`. A key without an entry may come
+from another version; the report shows the name and the newest value of such a key. This module
+imports no torch, so that reports are fast on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +12,19 @@ from typing import Any, Literal
 
 from ptdmpi.sinks.record import median
 
-# how the report prints a value
+# the unit with which the report prints a value
 Unit = Literal["number", "seconds", "bytes", "bytes per rank", "fraction", "of dense peak", "text"]
-# returns the value that a row shows, given all recorded values of the key, oldest first.
+# A function that computes the value of a row from all recorded values of the key, oldest first.
 Choice = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A row of the report: its `name` in --json, and the value that it shows.
+    """A row of the report: its `name` in the output of --json, and the function `choose` that
+    computes its value.
 
-    `label` is the row's name in the table, by default `name` with spaces. `of_layout`: step records
-    of earlier layouts are left out.
+    `label` is the row's name in the table, by default `name` with spaces. If `of_layout` is True,
+    the records of steps with earlier layouts are left out.
     """
 
     name: str
@@ -34,9 +36,9 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class RecordKey:
-    """The use of one key in the report. There are three cases. The key has `rows` of its own; or
-    the row `within` of the report is computed from this key and others; or the report does not show
-    the key, for the reason `hidden`.
+    """The use of one record key in the report. Exactly one of three fields is set: `rows` if the
+    key has its own rows; `within` if it is used in another row, which has this name; or `hidden`,
+    the reason why the report does not show the key.
     """
 
     rows: tuple[ReportRow, ...] = ()
@@ -59,17 +61,18 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _largest_of_last(values: Sequence[Any]) -> Any:
-    """Return the largest item of the newest value, which has one item for each layer."""
+    """Return the largest element of the newest value, which is a list with one number for each
+    layer."""
     return max(values[-1], default=None)
 
 
 def _sum_of_last(values: Sequence[Any]) -> Any:
-    """Return the sum of the newest value, which has one item for each layer."""
+    """Return the sum of the newest value, which is a list with one number for each layer."""
     return sum(values[-1])
 
 
 def _count(values: Sequence[Any]) -> int:
-    """Return the number of records in which the value is true, or not empty."""
+    """Return the number of records in which the value is True, or a list that is not empty."""
     return sum(map(bool, values))
 
 

@@ -1,4 +1,5 @@
-"""Rates of a training step: tokens, FLOPs and MFU per second, and the peak of the device."""
+"""Rates of a training step: tokens and FLOPs per second, the MFU (model FLOPs utilization), and the
+peak FLOP rate of the device."""
 
 import functools
 import resource
@@ -14,15 +15,16 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
-# The size of the matrices in the measurement. The FLOP rate of 512 x 512 products is within 1 % of
-# the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512). The 512 x 512 products take a
-# quarter of the time, and each product ends within one time slice of a shared core.
+# The number of rows and columns of the matrices whose product is timed. The FLOP rate of 512 x 512
+# products is within 1 % of the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512). The
+# 512 x 512 products take a quarter of the time, and each product ends within one time slice of a
+# shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
 
 
 def known_peak(name: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU in FLOP/s, as its data sheet says.
+    """Return the dense peak of a GPU in FLOP/s, according to its data sheet.
 
     `name` is torch's name of the GPU, and `precision` is the value of `precision.compute`. Returns
     None if `presets/peaks.toml` has no entry for the GPU or the precision, and for a partition of a
@@ -42,7 +44,7 @@ def known_peak(name: str, precision: str) -> float | None:
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
     """Return the dense peak of one rank in FLOP/s. On a GPU the peak is the value of the data
-    sheet, or None.
+    sheet, or None if it is unknown.
 
     No data sheet says how many cores of a CPU a rank has. On a CPU the peak is therefore the best
     rate of a few products of square matrices of `dtype`.
@@ -54,7 +56,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     for _ in range(GEMM_RUNS):
         start = time.perf_counter()
         a @ a
-        # the best rate counts, because a disturbance only makes a product slower
+        # use the shortest time, because disturbances only make a product slower
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
 
@@ -63,7 +65,7 @@ def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float
     """Return the median over all ranks of the dense peak in FLOP/s. The MFU of the run is computed
     from this median.
 
-    Every rank calls it. Returns None if any rank does not know its peak.
+    Every rank calls this function. Returns None if any rank does not know its peak.
     """
     precision = config.precision.compute
     mine = peak_flops(device, data_types(precision).compute, precision)
@@ -78,7 +80,8 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: allocated on a GPU, or resident on a CPU."""
+    """Return the peak memory of this process in bytes: the memory allocated by torch on a GPU, or
+    the resident memory on a CPU."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -90,7 +93,7 @@ class Rates:
     def __init__(
         self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
     ) -> None:
-        """Count the tokens and FLOPs of a step. `peak_flops` is the dense peak of one rank in
+        """Compute the tokens and FLOPs of a step. `peak_flops` is the dense peak of one rank in
         FLOP/s, or None if the peak is unknown.
         """
         model = config.model

@@ -11,13 +11,13 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # the timeline of one of the last `RECENT_STEPS` steps is written
+RECENT_STEPS = 20  # the number of last steps from which one step is chosen for the timeline
 
 
 class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
-    `inside_s` has the seconds in collectives that are part of ops, by group of ranks.
+    `inside_s` has the seconds that ops spent in collectives, by group of ranks.
     """
 
     elapsed_s: float
@@ -35,24 +35,25 @@ class RecentSteps:
     def add(
         self, elapsed_s: float, watches: Sequence[Stopwatch], inside_s: Mapping[str, float]
     ) -> None:
-        """Store a step, its stopwatches and its time in collectives (see `StepSpans`).
+        """Store the measurements of a step (see `StepSpans`).
 
         The stopwatches are read only when a timeline is written.
         """
         self._steps.append(StepSpans(elapsed_s, watches, inside_s))
 
     def keep(self, directory: Path, last_step: int, say: Callable[[str], None]) -> None:
-        """Write the step of median time as `directory/step-NNNNNNNN.json`; every rank calls it.
+        """Write the timeline of the step with the median duration to
+        `directory/step-NNNNNNNN.json`. Every rank calls this method.
 
         The file has the spans of all ranks in rank 0's pipeline. `last_step` is the number of the
-        newest step. If the disk fails, there is no file, and `say` reports it.
+        newest step. If the file cannot be written, `say` prints the reason.
         """
         if not self._steps:
             return
         times = [step.elapsed_s for step in self._steps]
         place = times.index(statistics.median_low(times))
-        # rank 0 chooses one step for all ranks, because spans of different steps would not fit
-        # together
+        # all ranks use the step that rank 0 has chosen, because spans of different steps would not
+        # fit together
         place = self.axes.world.broadcast_object(place)
         self.axes.clock.settle()
         median = self._steps[place]

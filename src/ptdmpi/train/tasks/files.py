@@ -1,5 +1,5 @@
-"""The questions in a run's task files, tokenized like the run's data. This module does not use MPI,
-because dry runs need it, too.
+"""The questions in a run's task files, tokenized with the tokenizer of the run's data. This module
+does not use MPI, so that a dry run can use it, too.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """Return the tokenizer of the run's shards. It is searched in the same way as for a model saved
-    by the run.
+    """Return the tokenizer of the run's shards. The tokenizer is searched in the same way as for a
+    model that the run has saved.
 
-    Raises InputError if there is none.
+    Raises InputError if no tokenizer is found.
     """
     stored = _stored(config, course.in_manifest(), vocab_size)
     return find_text(stored, mended="put it beside them")
@@ -31,8 +31,8 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 def task_framing(config: Config) -> Framing:
     """Return the object that converts the texts of the run's task to sequences of tokens.
 
-    The tokenizer is the one that `task.tokenizer` names, or else the tokenizer of the model from
-    which the run begins. Raises InputError if there is neither.
+    The key `task.tokenizer` names the tokenizer; without this key, it is the tokenizer of the model
+    from which the run begins. Raises InputError if there is no tokenizer.
     """
     stored = _stored(config, {}, config.model.vocab_size or 2**31)
     if not (config.task.tokenizer or stored.began):
@@ -46,8 +46,8 @@ def task_framing(config: Config) -> Framing:
 
 
 def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredModel:
-    """Return the model as the run would save it. `more` has further entries for the manifest of the
-    checkpoint.
+    """Return a description of the model that the run would save. `more` has further entries for the
+    manifest of the checkpoint.
     """
     progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
     entries = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
@@ -59,7 +59,7 @@ def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredM
 def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:
     """Return the questions of each file in `log.tasks`, by the path of the file.
 
-    Raises InputError with one line for each file whose questions cannot be asked.
+    Raises InputError with one line for each file that cannot be used.
     """
     if not config.log.tasks:
         return {}
@@ -68,7 +68,8 @@ def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Que
     except InputError as error:
         raise InputError(f"log.tasks needs the tokenizer of the data: {error}") from None
     sizes = Limits(config.model.seq_length, vocab_size)
-    # the defaults of `ptdmpi evaluate`; answers are short enough to leave room for the question
+    # use the defaults of `ptdmpi evaluate`, but limit answers to half of the sequence length, to
+    # leave room for the question
     asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
     files = {}
     mistakes = []

@@ -1,4 +1,4 @@
-"""Evaluation of task files during training, with the run's present weights and in its layout."""
+"""Evaluation of task files during training, with the run's present weights and layout."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # questions for each data rank between two votes on whether to stop
+ITEMS = 64  # number of questions for each data rank between two votes on whether to stop
 
 
 def live_model(engine: Engine) -> InferenceModel:
     """Return a model with the engine's weights that can answer questions.
 
-    The model has its own stages. Their parameters share the memory of the engine's parameters, and
-    nothing else of a training step changes.
+    The model has its own pipeline stages. Their parameters share the memory of the engine's
+    parameters. The engine itself is not changed.
     """
     config = engine.config
     axes = engine.axes
@@ -37,8 +37,8 @@ def live_model(engine: Engine) -> InferenceModel:
         live = engine.stages[number].named_logical_parameters()
         for (_, mine), (_, weight) in zip(stage.named_logical_parameters(), live, strict=True):
             shared = Parameter(weight.detach(), requires_grad=False)
-            # swap the tensors, since assigning to `.data` cannot change the type and device of a
-            # meta tensor
+            # swap the tensors, because an assignment to `.data` cannot change the type and device
+            # of a meta tensor
             torch.utils.swap_tensors(mine, shared)
             mine.declaration = weight.declaration
             mine.entry = weight.entry
@@ -48,7 +48,7 @@ def live_model(engine: Engine) -> InferenceModel:
             weight for stage in stages.values() for _, weight in stage.named_logical_parameters()
         ]
         # Gather all weights at once and keep them until the questions are answered, because data
-        # ranks have different questions and would gather a different number of times.
+        # ranks have different questions and would otherwise gather a different number of times.
         GatheredWeights(engine.buffer, weights).hold_all()
     for stage in stages.values():
         compute_by(stage, engine.kernels)
@@ -56,12 +56,13 @@ def live_model(engine: Engine) -> InferenceModel:
 
 
 class Tasks:
-    """The task files of one run. Every rank has a `Tasks` object. `files` has the questions by the
-    path of the file.
+    """The task files of one run. Every rank has a `Tasks` object. `files` maps the path of each
+    file to its questions.
     """
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
-        """Read the files on rank 0; every rank calls it. Raises InputError."""
+        """Read the files on rank 0. Every rank calls this method. Raises InputError if a file
+        cannot be used."""
         self.engine = engine
         self.journal = journal
         config = engine.config
@@ -86,8 +87,8 @@ class Tasks:
         """Evaluate, record and report the tasks. Return the requests of the ranks (stop or save)
         after the evaluation.
 
-        `vote` is called repeatedly during the evaluation, which is interrupted if the run is to
-        stop.
+        `vote` is called repeatedly during the evaluation, which is interrupted if a stop is
+        requested.
         """
         if not self.files:
             return Asked("", Save.NO, 0)
@@ -103,7 +104,7 @@ class Tasks:
                 numbers = range(first, min(first + part, len(questions.items)))
                 try:
                     answers += questions.ask(model, self.text, numbers)
-                except SharedInputError as error:  # with these weights some score is not finite
+                except SharedInputError as error:  # a score is not finite with these weights
                     self.journal.say(f"warning: step {step}  {path}: {error}")
                     self.engine.place.enter("training")
                     return asked

@@ -123,6 +123,10 @@ def test_the_path_of_a_step_is_short_and_counted():
     lines = int(stated[2].replace(",", ""))
     assert lines == pytest.approx(step_path.total(), rel=0.1)
     assert step_path.total() <= 5_000
+    code = re.search(r"About ([\d,]+) of these lines are code", readme)
+    assert code is not None
+    counted = step_path.total(step_path.code_lines_of)
+    assert int(code[1].replace(",", "")) == pytest.approx(counted, rel=0.05)
 
 
 def test_presets_of_the_pages_exist():

@@ -174,7 +174,7 @@ def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
         ({"alpha_pattern": {"query": 1.0}}, "alpha_pattern: 'query' names no module that has"),
         ({"alpha_pattern": {"proj": 1.0}}, "alpha_pattern: 'proj' names no module that has"),
         ({"alpha_pattern": {"(": 1.0}}, r"alpha_pattern: '\(': .*; legal: a regular expression"),
-        ({"rank_pattern": {"q_proj": 2}}, r"give rank 2 of .*q_proj, but .* has 3 rows; legal: as"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank 2 of .*q_proj, but .* has 3 rows; legal: the"),
         ({"r": 2}, "r or rank_pattern give rank 2 of"),
     ):
         path.write_text(json.dumps(config | wrong))

@@ -281,7 +281,7 @@ def test_damaged_files(tmp_path):
     save_file({k: v for k, v in values.items() if k != name}, first)
     refused(rf"does not contain {name}")
     save_file(values | {"model.layers.0.adapter.weight": torch.ones(2)}, first)
-    refused(r"holds model.layers.0.adapter.weight, which")
+    refused(r"has model.layers.0.adapter.weight, but")
     index["weight_map"]["model.layers.0.adapter.weight"] = first.name
     changed(source / tensors.INDEX, **index)
     refused(r"unexpected tensor model.layers.0.adapter.weight")

@@ -149,7 +149,7 @@ def test_an_error_that_repeats_at_the_same_step_is_final(job, tmp_path):
 
 def test_deaths_without_a_new_step_are_counted(job, tmp_path):
     code, text = ends(job("step(3); die()", "die()", "done(9)", options=("--restarts", "1")))
-    assert code == 137 and "2 starts in a row brought no new step" in text
+    assert code == 137 and "1 restart in a row brought no new step" in text
     assert len(calls(tmp_path)) == 2
 
 

@@ -31,7 +31,7 @@ from ptdmpi.terminal.program import Command
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Starts in a row that are allowed without a new step.",
+    help="Restarts in a row that are allowed without a new step.",
 )
 @click.option(
     "--grow-every",

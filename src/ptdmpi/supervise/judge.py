@@ -4,6 +4,7 @@ started again.
 
 from dataclasses import dataclass
 
+from ptdmpi.base.words import counted
 from ptdmpi.supervise.start import Ended
 
 STOPPED = 75  # exit code of a run that saved and stopped on request (see watch/requests.py)
@@ -62,5 +63,8 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     if ended.failed and before.failed_at == step:
         return Judgement(code, f"the same step failed twice, after step {step}: not started again")
     if now.idle > restarts:
-        return Judgement(code, f"{now.idle} starts in a row brought no new step: not started again")
+        tried = f"{counted(restarts, 'restart')} in a row brought no new step"
+        if restarts == 0:
+            tried = "--restarts 0"
+        return Judgement(code, f"{tried}: not started again")
     return Judgement(None)

@@ -281,6 +281,30 @@ def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
     assert fine.exit_code == 0, fine.output
 
 
+def test_init_writes_adapters_of_a_trained_model(corpus, monkeypatch):
+    """The sections [model] and [adapt] fit the base. Two models, or adapters, are refused."""
+    monkeypatch.chdir(corpus)
+    words = ["--data", "data", "--steps", "1"]
+    first = [*words, "--model", "l=1,h=32,a=2,s=16", "--name", "base"]
+    assert CliRunner().invoke(init, ["base.toml", *first]).exit_code == 0
+    mpirun(1, ["-m", "ptdmpi", "train", "base.toml"], cwd=corpus)
+    lora = ["lora.toml", *words, "--adapt", "runs/base", "--name", "lora"]
+    made = CliRunner().invoke(init, lora)
+    assert made.exit_code == 0, made.output
+    written = tomllib.loads(Path("lora.toml").read_text())
+    assert written["adapt"] == {"method": "lora", "rank": 16, "alpha": 32.0, "base": "runs/base"}
+    assert written["model"]["hidden"] == 32 and "document_boundaries" not in written["data"]
+    mpirun(1, ["-m", "ptdmpi", "train", "lora.toml"], cwd=corpus)
+    for name, option, message in (
+        ("both", ["--adapt", "runs/base", "--model", "l=1,h=32,a=2"], "both name a model"),
+        ("none", ["--adapt", "nowhere"], "nowhere"),
+        ("adapters", ["--adapt", "runs/lora"], "adapters alone"),
+    ):
+        with pytest.raises(InputError, match=message):
+            CliRunner().invoke(init, [f"{name}.toml", *words, *option], catch_exceptions=False)
+        assert not Path(f"{name}.toml").exists()
+
+
 def test_init_divides_a_model_that_is_too_large_for_a_rank(corpus):
     whole = resolve(tomllib.loads(draft(wish(corpus))), 4)
     need = relief.Step.of(whole, 257).largest()[1].total

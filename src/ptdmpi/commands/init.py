@@ -16,7 +16,13 @@ from ptdmpi.terminal.program import Command
 @click.argument("file", type=PATH)
 @click.option("--data", required=True, type=PATH, help="Directory of token shards.")
 @click.option("--valid", type=PATH, help="Shards to validate on.")
-@click.option("--model", "--preset", default=SMALL, show_default=True, help="A preset, or sizes.")
+@click.option("--model", "--preset", help=f"A preset, or sizes. [default: {SMALL}]")
+@click.option(
+    "--adapt",
+    type=PATH,
+    metavar="BASE",
+    help="Train LoRA adapters of this model (a run, or the result of convert from-hf).",
+)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--cluster", help="Take the best layout on this cluster (ptdmpi probe measures one).")
 @click.option("--steps", type=click.IntRange(1), help="Default: for one epoch, at most 10,000.")
@@ -26,6 +32,8 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
     """Write a configuration to FILE for ptdmpi train, for example
 
     ptdmpi init first.toml --preset gpt3-125m --data data --ranks 8
+
+    ptdmpi init lora.toml --adapt base --data conversations --ranks 2
 
     DATA holds shards, or the directories train and valid. Without --cluster the ranks are assumed
     to share this host, and the layout divides the model among as few ranks as memory allows.

@@ -14,9 +14,11 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.data.shards import Dataset
+from ptdmpi.inference.stored import open_model
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
+from ptdmpi.train.checks import with_form
 
 SMALL = "l=4,h=128,a=4,s=128"  # a model that trains in minutes on a laptop
 MOST_TENSOR = 8  # most nodes have 8 devices, and a tensor axis should stay inside a node
@@ -24,6 +26,12 @@ BATCH = 64  # sequences per step for a model without a published batch size
 MICRO_SIZES = (8, 4, 2, 1)
 LEAST_STEPS = 20  # if an epoch had fewer steps, the batch is made smaller
 MOST_STEPS = 10_000
+ADAPTER_RANK = 16
+ADAPT_COMMENTS = {
+    "method": '"full" trains all weights of the base',
+    "rank": "of the two matrices of each adapter",
+    "base": "the frozen model",
+}
 
 TEMPLATE = """\
 # {title}
@@ -49,12 +57,12 @@ micro_size = {micro}  # sequences at a time on a rank: more are faster, but need
 
 [precision]
 compute = "{precision}"         # "bf16" on GPUs; master weights and gradients stay float32
-{recompute}
+{recompute}{adapt}
 [optimizer]
 {optimizer}
 
 [data]
-{valid}
+{valid}{boundaries}
 
 [[data.train]]            # one table for each dataset of a mixture, with its weight
 path = {train}
@@ -74,15 +82,17 @@ every_steps = {log}
 class Wish:
     """The options of `ptdmpi init`, and the properties of the machine.
 
-    `memory_bytes` is the memory of a rank, used if no cluster is named. `steps` None means one
-    epoch, but at most MOST_STEPS.
+    `memory_bytes` is the memory of a rank, used if no cluster is named. `model` None means SMALL,
+    or with `adapt` the model whose adapters the run trains. `steps` None means one epoch, but at
+    most MOST_STEPS.
     """
 
     file: Path
-    model: str
     data: Path
     ranks: int
     memory_bytes: int
+    model: str | None = None
+    adapt: Path | None = None
     on_gpu: bool = False
     valid: Path | None = None
     cluster: str | None = None
@@ -90,30 +100,68 @@ class Wish:
     steps: int | None = None
 
 
+@dataclass(frozen=True)
+class Subject:
+    """The model that a first configuration trains: its name for the title, its section [model], its
+    parameters of training that a source states (`recipe`), and its section [adapt]."""
+
+    name: str
+    section: dict[str, Any]
+    recipe: dict[str, Any]
+    adapt: dict[str, Any]
+
+    @staticmethod
+    def of(wish: Wish) -> "Subject":
+        """Return the model that `wish` names. Raise InputError if there is no such model."""
+        if wish.adapt is not None:
+            return Subject._of_base(wish.adapt, wish.model)
+        name = wish.model or SMALL
+        if name in model_presets():
+            return Subject(name, {"preset": name}, recipe(name), {})
+        load_model(name)  # reports wrong sizes
+        return Subject(name, model_section(name), {}, {})
+
+    @staticmethod
+    def _of_base(base: Path, model: str | None) -> "Subject":
+        """Return the subject of a run that trains adapters of the model at `base`."""
+        if model is not None:
+            raise InputError(
+                f"--model {model} and --adapt {base} both name a model; legal: one of the two"
+            )
+        stored = open_model(base)
+        adapt = {"method": "lora", "rank": ADAPTER_RANK, "alpha": 2.0 * ADAPTER_RANK}
+        section = {key: value for key, value in stored.tree["model"].items() if key != "vocab_size"}
+        return Subject(f"LoRA of {base}", section, {}, {**adapt, "base": str(base)})
+
+
 def draft(wish: Wish) -> str:
     """Return the configuration as TOML. Raise InputError if no layout of these ranks fits."""
     train, valid = _folders(wish)
     dataset = Dataset(train)
-    model = load_model(wish.model)
-    samples = dataset.samples(model.config.text_length)
-    preset = wish.model in model_presets()
-    published = recipe(wish.model)["batch"] if preset else {}
-    batch = max(1, min(published.get("global_size", BATCH), samples // LEAST_STEPS))
+    subject = Subject.of(wish)
     data: dict[str, Any] = {"train": [{"path": train}]}
     if valid is not None:
         data["valid"] = valid
+    if any(header.weights_byte_offset for header in dataset.headers):
+        data["document_boundaries"] = True  # conversations share a sequence
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
-        "model": {"preset": wish.model} if preset else model_section(wish.model),
-        "batch": {"global_size": batch},
+        "model": subject.section,
+        "batch": {"global_size": 1},
         "precision": {"compute": _precision(wish)},
         "data": data,
     }
+    if subject.adapt:
+        base["adapt"] = subject.adapt
+        base = dict(with_form(base))  # a quantized base needs less memory
+    samples = dataset.samples(resolve(base, 1).model.text_length)
+    published = subject.recipe.get("batch", {}).get("global_size", BATCH)
+    base["batch"] = {"global_size": max(1, min(published, samples // LEAST_STEPS))}
     config = _laid_out(base, wish, dataset.vocab_size)
     epoch = max(1, samples // config.batch.global_size)
     steps = wish.steps or min(MOST_STEPS, epoch)
-    text = _written(wish, config, data, steps=steps, samples=samples)
-    resolve(tomllib.loads(text), wish.ranks)
+    text = _written(wish, subject, config, data, steps=steps, samples=samples)
+    resolve(with_form(tomllib.loads(text)), wish.ranks)
     return text
 
 
@@ -193,16 +241,21 @@ def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
                     }
 
 
-def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, samples: int) -> str:
+def _written(
+    wish: Wish,
+    subject: Subject,
+    config: Config,
+    data: dict[str, Any],
+    *,
+    steps: int,
+    samples: int,
+) -> str:
     """Return TEMPLATE with its values filled in. `samples` is the number of samples in the training
     data."""
-    preset = wish.model in model_presets()
-    lines = [f"preset = {_toml(wish.model)}"]
-    if not preset:
-        lines = [f"{key} = {_toml(value)}" for key, value in model_section(wish.model).items()]
     warmup = f"warmup_steps = {max(1, steps // 20)}"
-    optimizer = f"learning_rate = 3e-4      # the highest rate\n{warmup}"
-    if preset and recipe(wish.model)["optimizer"]:
+    rate = "2e-4" if subject.adapt else "3e-4"  # Dettmers et al. 2023, arXiv 2305.14314, table 9
+    optimizer = f"learning_rate = {rate}      # the highest rate\n{warmup}"
+    if subject.recipe.get("optimizer"):
         optimizer = "# as the preset's source states it (docs/reference/models.md)"
     sequence = ""
     if config.parallel.sequence_parallel:
@@ -218,7 +271,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
     epochs = steps * config.batch.global_size / samples
     return _aligned(
         TEMPLATE,
-        title=f"{wish.model} on {counted(wish.ranks, 'rank')}",
+        title=f"{subject.name} on {counted(wish.ranks, 'rank')}",
         file=wish.file,
         name=_toml(config.run.name),
         dir_hint=f"  # the run directory is {config.run.dir}",
@@ -226,7 +279,9 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
         epochs=f"{epochs:.3g} epoch{'s' * (epochs != 1)}",
         ranks=wish.ranks,
         counted_ranks=counted(wish.ranks, "rank"),
-        model="\n".join(lines),
+        model=_lines(subject.section),
+        adapt=f"\n[adapt]\n{_lines(subject.adapt, ADAPT_COMMENTS)}\n" if subject.adapt else "",
+        boundaries="\ndocument_boundaries = true" if "document_boundaries" in data else "",
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         virtual=config.parallel.virtual,
@@ -241,6 +296,16 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
         log=max(1, min(10, steps // 20)),
         validate=validate,
     )
+
+
+def _lines(section: dict[str, Any], comments: dict[str, str] | None = None) -> str:
+    """Return the keys of a section as lines of TOML, with the comments that a key has."""
+    known = comments or {}
+    lines = []
+    for key, value in section.items():
+        comment = f"  # {known[key]}" if key in known else ""
+        lines.append(f"{key} = {_toml(value)}{comment}")
+    return "\n".join(lines)
 
 
 def _aligned(template: str, **values: object) -> str:

@@ -54,7 +54,7 @@ class Elementwise:
     one kernel moves per element.
 
     `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
-    a time per element for it.
+    a time per element for this operation.
     """
 
     kind: str
@@ -88,8 +88,8 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Return the number of floating-point operations by the convention of model FLOPs: every
-        query with every key, including masked pairs."""
+        """Return the number of floating-point operations. By the convention of model FLOPs, every
+        pair of a query and a key is counted, even if it is masked."""
         return 2.0 * self.products * self.rows * self.columns * self.head_size
 
 
@@ -105,11 +105,11 @@ Phase = Literal["forward", "backward", "inputs", "weights"]
 class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
-    `whole_bytes` is the size of the whole tensor, by the convention of `base.traffic`. `behind` has
-    the kernels that run at the same time as the message, on clusters that overlap kernels and
-    messages. `pieces` is the number of messages that published programs send instead of one; the
-    latency is counted once for each of these messages. `to_next` marks an all-to-all in which each
-    rank sends the whole tensor to the next rank.
+    `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
+    kernels that run at the same time as the message, on clusters that overlap kernels and messages.
+    `pieces` is the number of messages that published programs send instead of one; the latency is
+    counted once for each of these messages. `to_next` marks an all-to-all in which each rank sends
+    the whole tensor to the next rank.
     """
 
     collective: Collective

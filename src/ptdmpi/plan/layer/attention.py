@@ -28,18 +28,18 @@ from ptdmpi.plan.layer.sizes import Sizes
 # FUSED_HEADS divides the number of heads in a microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
-# Bytes per score of the fused kernel and of the kernels that replace it, as (forward, backward).
-# The kernels that replace it convert to float32, scale, mask, take the softmax, and convert to half
-# precision. In the backward the masked gradient is copied first. The bytes are for values of two
-# bytes.
+# Bytes per score that are moved in (forward, backward): by the fused kernel, and by separate
+# kernels if scaling, mask and softmax are not fused. The separate kernels convert to float32,
+# scale, mask, take the softmax, and convert to half precision. In the backward they first copy the
+# masked gradient. The numbers assume scores of two bytes.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
 
 @dataclass(frozen=True)
 class SplitHeads(Operator):
-    """The output of the first linear, [positions, sequences, (query heads + 2 key heads) of this
-    rank x head size] -> queries, keys and values by head, normalised and rotated.
+    """The output of attention's first linear, [positions, sequences, (query heads + 2 key heads) of
+    this rank x head size] -> queries, keys and values by head, normalised and rotated.
 
     `norms` are the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
     2302.05442, section 2); empty if the model has no such norms. `rotates` is True if the model has
@@ -54,7 +54,7 @@ class SplitHeads(Operator):
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
-        if one norm were over queries and keys."""
+        if a single norm covered queries and keys."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads
@@ -70,8 +70,8 @@ class SplitHeads(Operator):
 
     def _rotated(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of the rotation: two products, a difference and a sum. Queries and keys
-        are rotated together unless norms have separated them. These kernels have no time of their
-        own (`priced` is False)."""
+        are rotated as one tensor, or as two tensors if each of them has a norm. These kernels have
+        no time of their own (`priced` is False)."""
         if not self.rotates:
             return
         heads, kv_heads = sizes.priced_heads
@@ -139,15 +139,15 @@ class Attend(Operator):
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the multiplications of Q K^T and P V per position, where P are the softmaxed
-        scores. A query is counted with all positions of the sequence, or only with its window. The
-        result is the mean over layers."""
+        scores. All positions of the sequence count as keys of a query, or, with a sliding window,
+        only the positions in the window. The result is the mean over layers."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels from queries, keys and values to the outputs of the heads. These
-        kernels are never fused if scores are capped."""
+        """Yield the kernels that compute the outputs of the heads from queries, keys and values. If
+        scores are capped, the kernels are not fused."""
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return
@@ -205,9 +205,9 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors that are kept for the backward. The output of the core is one of them,
-        because the backward of the kernels reads it. The next operator also reads it as its
-        input."""
+        """Yield the tensors that are kept for the backward. The output of attention is one of them,
+        because the backward of the attention kernels reads it. The next operator also reads it as
+        its input."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0
@@ -224,7 +224,7 @@ class Attend(Operator):
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
-        # the explicit core repeats the key and value heads of a group for each query head,
+        # explicit attention repeats each key and value head for all query heads of its group;
         # FlashAttention does not
         repeated = heads if explicit else kv_heads
         # capped scores are computed in blocks, and operands are converted to float32 only for one
@@ -259,7 +259,8 @@ class Attend(Operator):
         yield Item("attention.value", kv_heads * per_head, c)
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the scores and probabilities that the explicit core keeps for its dropout."""
+        """Yield the scores and probabilities that explicit attention keeps. Attention is explicit
+        if its weights have dropout."""
         model = sizes.model
         shape = _core_shape(sizes)
         scores = shape.heads * _rows(sizes) * model.seq_length
@@ -273,8 +274,8 @@ class Attend(Operator):
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that kernels which store no scores keep in addition to their
-        operands."""
+        """Yield the tensors that an attention kernel without stored scores (FlashAttention) keeps
+        in addition to queries, keys and values."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         rows = _rows(sizes)
@@ -383,8 +384,8 @@ def capped_block_bytes(sizes: Sizes) -> int:
     """Return the working bytes of attention with capped scores, for one block of queries with all
     keys.
 
-    They are four tensors of scores in the type of sums (float32 or wider), for the scores, their
-    tanh and gradients, and the attention weights in the type of matrix products.
+    They are four tensors in the type of sums (float32 or wider), which are the scores, their tanh
+    and the gradients of both; and the attention weights in the type of matrix products.
     """
     model = sizes.model
     if not model.attention_softcap:

@@ -21,8 +21,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 # computes difference, exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
 HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its attention weights is drawn
-# The number of times that the result is read or written for each block of keys and values that
-# arrives: the result is scaled, and the block's contribution is added.
+# The number of times that the output is read or written for each block of keys and values that
+# arrives: the output so far is scaled, and the block's contribution is added.
 MERGE_PASSES = 5
 
 
@@ -37,9 +37,9 @@ def key_copies(kv_heads: int, ranks: int) -> int:
 
 
 class CoreShape(NamedTuple):
-    """The part of the attention core that a rank computes in each sequence: the numbers of query
-    heads and of key heads, and the number of queries of a head. The rank reads the keys of all
-    positions."""
+    """The part of the attention core, softmax(Q K^T) V, that a rank computes in each sequence: the
+    numbers of query heads and of key heads, and the number of queries of a head. The rank reads the
+    keys of all positions."""
 
     heads: int
     kv_heads: int
@@ -47,8 +47,8 @@ class CoreShape(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
-        """Return the part of a context rank. `heads_of_both` is (query heads, key heads) of its
-        tensor rank.
+        """Return the part of the core that a context rank computes. `heads_of_both` is (query
+        heads, key heads) of its tensor rank.
 
         With "all_gather" and "ring" a context rank computes all heads for its own queries. With
         "ulysses" it computes 1/c of the heads for all queries, where c is the number of context
@@ -123,9 +123,9 @@ class GatherKeys(_Exchange):
 
 @dataclass(frozen=True)
 class _Dealing(_Exchange):
-    """An all-to-all before or after the attention core. The all-to-all before the core takes a rank
-    from all heads at its own positions to some heads at all positions. The all-to-all after the
-    core does the reverse. Only the method "ulysses" needs them.
+    """An all-to-all before or after the attention core. Before the first all-to-all a rank has all
+    heads at its own positions; after it the rank has some heads at all positions. The all-to-all
+    after the core does the reverse. Only the method "ulysses" needs these all-to-alls.
 
     In the core each of c context ranks has 1/c of the heads at all positions (Jacobs et al. 2023,
     arXiv 2309.14509, section 3.1).
@@ -188,9 +188,10 @@ class RingCore:
 
     Scores are computed by matrix products in float32 or wider, for a block of queries and a chunk
     of keys at a time, and are not kept. The arrival of one block of keys and values is called a
-    visit. In each visit there are four pairs of a query chunk and a key chunk. Under a causal mask
-    a rank computes two pairs of each visit. With its own keys it computes three pairs, of which two
-    are on the diagonal.
+    visit. A rank has two chunks of queries, and a block has two chunks of keys, so each visit has
+    four pairs of a query chunk and a key chunk. Under a causal mask a rank computes the scores of
+    two of these pairs. For its own block of keys it computes three pairs, of which two are on the
+    diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:

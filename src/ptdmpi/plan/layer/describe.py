@@ -37,9 +37,9 @@ from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
 from ptdmpi.plan.layer.products import Multiply
 
-WORD_TABLE = "word"  # name of the table that a tied head shares
-# number of a dropout mask in a layer -> its use; `AddResidual.place` numbers the masks of residual
-# sums (`RandomStream.at` uses the numbers)
+WORD_TABLE = "word"  # name of the vocabulary's table, which a tied head shares
+# Number of a dropout mask in a layer -> what the mask drops. Dropout before a residual sum has the
+# number `AddResidual.place` instead. `RandomStream.at` draws each mask by its number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 
@@ -90,10 +90,10 @@ class LayerBuild:
     def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
         """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
 
-        The forms are "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); and
-        "sandwich": x + norm(f(norm(x))) (Ding et al. 2021, arXiv 2105.13290). `place` is the number
-        of the sublayer's dropout mask. No other mask of the layer may have this number
-        (`OTHER_MASKS`).
+        `model.block_norm` selects the form: "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani
+        et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021, arXiv
+        2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
+        layer may have this number (`OTHER_MASKS`).
         """
         residual = AddResidual(
             name=f"{name}.residual",
@@ -265,7 +265,7 @@ def norm_part(
     model: ModelConfig, size: int | None = None, *, sees: Sees = "positions", trains: bool = True
 ) -> Norm:
     """Return a norm of the kind that the model uses, over the hidden size, or over `size` elements.
-    `sees` is the argument of `Norm`."""
+    `sees` and `trains` are the fields of `Norm`."""
     shift = model.norm == "layernorm"
     return Norm(model.hidden if size is None else size, shift, trains, sees)
 
@@ -273,8 +273,8 @@ def norm_part(
 def adapters_of(
     model: ModelConfig, name: str, linear: Linear
 ) -> tuple[tuple[str, LowRankPair | Scale], ...]:
-    """Return the adapters of the linear `name`, as (name, part): `attention.qkv.lora_q` and so
-    on."""
+    """Return the adapters of the linear `name`, as (name, part). A name is, for example,
+    `attention.qkv.lora_q`."""
     adapt = model.adapt
     adapters: list[tuple[str, LowRankPair | Scale]] = []
     for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):

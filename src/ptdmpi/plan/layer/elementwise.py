@@ -1,5 +1,5 @@
-"""Operators that read each number only once: norms, activation functions, dropout and residual
-sums."""
+"""Operators that compute each element or each row separately: norms, activation functions, dropout
+and residual sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,9 +111,9 @@ class Activate(Operator):
         return self.gates * self._elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input and, with two gates, of their product.
-        Under sequence parallelism the gathered gradient of the next linear's output is still in
-        memory and is added."""
+        """Return the bytes of the gradient of the input and, with two gates, of the product of both
+        gates. Under sequence parallelism the gathered gradient of the next linear's output is still
+        in memory, so its bytes are added."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2:
             size += self._elements(sizes)
@@ -144,8 +144,8 @@ class AddResidual(Operator):
         yield MemoryPass(self._elements(sizes) * moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the pass of dropout's backward. Without dropout the gradient of a sum is the
-        gradient of both terms, and nothing is moved."""
+        """Yield the pass of dropout's backward. Without dropout both terms get the gradient of the
+        sum unchanged, and nothing is moved."""
         if sizes.software.dropout:
             yield MemoryPass(self._elements(sizes) * (2 * sizes.compute_bytes + MASK_BYTES))
 

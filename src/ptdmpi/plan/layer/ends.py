@@ -87,16 +87,16 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the table of positions. Its gradient has the size of the whole
-        table, even if a slice of it was added."""
+        """Yield the gradient of the table of positions. It has the size of the whole table, even if
+        only some rows of the table were added to x."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
 
 @dataclass(frozen=True)
 class DropEmbedding(Operator):
-    """Dropout on the embedding, [local rows, hidden size]. The same pass also adds the
-    positions."""
+    """Dropout on the embedding, [local rows, hidden size]. The same kernel also adds the embeddings
+    of positions."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
@@ -110,12 +110,12 @@ class DropEmbedding(Operator):
 @dataclass(frozen=True)
 class SelectPositions(Operator):
     """Activations [local rows, hidden size] -> activations at some positions of each sequence,
-    [selected positions, hidden size]. Every tensor rank gets all of them.
+    [selected positions, hidden size]. Every tensor rank gets all selected positions.
 
-    With `predicted`, the masked positions, which the head predicts, are selected; with `samples`,
-    also one position of each sequence. `has_backward` is True if an operator before this one
-    trains. `feeds_trained` is True if a trained linear reads the selected activations, so that they
-    are kept.
+    If `predicted` is True, the masked positions, which the head predicts, are selected. If
+    `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
+    operator before this one trains. `feeds_trained` is True if a trained linear reads the selected
+    activations, so that they are kept.
     """
 
     predicted: bool
@@ -133,7 +133,8 @@ class SelectPositions(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the indices of the selected positions, and the activations at these positions. For
-        a task no indices are kept, because the batch has the one position of each sequence."""
+        a task no indices are kept, because the batch itself contains the index of the one selected
+        position of each sequence."""
         if not self.has_backward:
             return
         positions = self._positions(sizes)
@@ -172,8 +173,9 @@ class Predict(Operator):
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
-        # A decoder's head has no bias. Its price nevertheless includes a pass over the gradient of
-        # the logits, because the calibration against published steps included this pass.
+        # A decoder's head has no bias. Its computing time nevertheless includes a pass over the
+        # gradient of the logits, because the calibration against published steps included this
+        # pass.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -219,7 +221,7 @@ class Predict(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward. The result is 0 for programs of 2021, because
-        their published lists have only the gradients of the loss."""
+        the published lists of their tensors have only the gradients of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
@@ -238,7 +240,7 @@ class CrossEntropy(Operator):
     summed loss, in float32 or wider.
 
     `columns` is the size of the whole vocabulary. If `split` is False, the logits are [sequences,
-    classes], `columns` is the number of classes, and every rank has all of them.
+    classes], `columns` is the number of classes, and every rank has all logits.
     """
 
     columns: int
@@ -270,8 +272,8 @@ class CrossEntropy(Operator):
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         """Yield two messages: the maximum of the logits of each token, and then the sum of
-        exponentials together with the logit of the label. Published programs send two messages
-        instead of the second message."""
+        exponentials together with the logit of the label. Published programs split the second
+        message into two."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)

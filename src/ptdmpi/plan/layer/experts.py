@@ -28,7 +28,8 @@ INDEX_BYTES = 8  # an index of an expert or of a token
 # If experts are distributed over ranks, a rank has memory for this multiple of the mean number of
 # rows (tokens of its experts).
 FULLEST = 2
-# passes over the scores of all experts: their softmax, the choice, and the order of the tokens
+# Number of passes over the scores of all experts: for their softmax, the choice of experts, and the
+# order of the tokens.
 SCORE_PASSES = 4
 
 
@@ -123,8 +124,8 @@ class MixExperts(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
-        """Return the kernels of an activation, one for each expert. They move `numbers` numbers for
-        each element of the width."""
+        """Return the kernels of an activation, one for each expert. They move `numbers` values for
+        each row and each element of the expert's width."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
         return Elementwise(kind, rows * self._width(sizes), moved)
@@ -135,7 +136,7 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(sizes.tokens, self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        if sizes.layout.expert > 1:  # rows sorted by expert, results added to tokens
+        if sizes.layout.expert > 1:  # rows are sorted by expert, results are added to tokens
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert are selected
         yield self._products(sizes, self._up_width(sizes), h)
@@ -151,7 +152,7 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        yield MemoryPass(4 * pairs * h * c, 2 * used)  # inputs, and gradients of outputs
+        yield MemoryPass(4 * pairs * h * c, 2 * used)  # selects inputs and output gradients
         yield self._products(sizes, width, h)
         # the activation is computed again, multiplied by the gradient, and the gradient is
         # multiplied by the weights
@@ -211,7 +212,7 @@ class MixExperts(Operator):
         """Yield the operator's input, the scores of the router, the outputs of the experts' first
         linears, and the chosen experts. No mode of recomputation chooses experts again."""
         pairs, rows = self._pairs(sizes), self._most_rows(sizes)
-        if len(self.inputs) == 1:  # else the shared experts' first linear keeps it
+        if len(self.inputs) == 1:  # otherwise the shared experts' first linear keeps the input
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
         yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")

@@ -68,7 +68,8 @@ def messages(
 
 def recomputed(rows: Rows, sizes: Sizes) -> Rows:
     """Return the operators that full recomputation computes again: all operators up to the last one
-    that keeps a tensor. The checkpoint function of torch stops after the last kept tensor."""
+    that keeps a tensor. The checkpoint function of torch stops the recomputation after the last
+    kept tensor."""
     needed = [number for number, row in enumerate(rows, 1) if row.keeps_at_its_end(sizes)]
     return rows[: max(needed, default=0)]
 
@@ -180,8 +181,8 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
-    """Yield each operator from the last to the first, with the bytes of the inputs of later
-    operators that have been freed."""
+    """Yield (operator, bytes) for each operator from the last to the first. The bytes are those of
+    the inputs of later operators that are already freed in the backward of this operator."""
     freed = 0
     after = 0
     for row in reversed(sublayer.operators):

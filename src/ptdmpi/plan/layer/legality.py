@@ -1,7 +1,8 @@
-"""Whether a layout is legal: the rules of the configuration, and those of the model's operators.
+"""Whether a layout is legal, by the rules of the configuration and by the rules of the model's
+operators.
 
-The configuration's rules (`ptdmpi.config.legality`) know sizes only. An operator that a user has
-added may refuse more layouts (`Operator.refuses`), for example every context axis.
+The configuration's rules (`ptdmpi.config.legality`) depend only on sizes. An operator that a user
+has added may refuse more layouts (`Operator.refuses`), for example every context axis.
 """
 
 import functools

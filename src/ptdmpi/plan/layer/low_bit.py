@@ -11,11 +11,11 @@ from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
 # A host unpacks a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
-# memory per element. Other devices unpack chunks that are DEVICE_CHUNKS times as large, because the
-# launches of more kernels would cost more time than their caches would save.
+# memory per element. Other devices unpack chunks that are DEVICE_CHUNKS times as large, because
+# launching more kernels would cost more time than a better use of caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
-# Number of kernels that unpack a chunk: to integers, to levels, multiplication by the scales,
-# conversion to the compute type.
+# Number of kernels that unpack a chunk: they convert codes to integers, convert integers to levels,
+# multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # float32, whatever the compute type is
 # Kinds of the two tensors of a quantized matrix in files. They replace the kind "weights".
@@ -50,8 +50,8 @@ class Codes:
     exact in float32.
 
     `reach` is the level to which the largest magnitude of a block is mapped; if blocks store a
-    minimum, the level of their largest value. `numbers` is the number of float32 values of a block:
-    1 for its scale, or 2 for its scale and its minimum.
+    minimum, it is the level to which the largest value of a block is mapped. `numbers` is the
+    number of float32 values of a block: 1 for its scale, or 2 for its scale and its minimum.
     """
 
     bits: int
@@ -79,9 +79,9 @@ class LowBit:
 
     The value of an element is the level of its code times the scale of its block. The levels of
     int8 and int4 are integers; the element with the largest magnitude in a block gets the level 127
-    (int8) or -8 (int4), and the scale has the sign that this needs (absmax). The levels of nf4 are
-    between -1 and 1. The values of uint4 are relative to a minimum, which each block stores in
-    addition to its scale.
+    (int8) or -8 (int4), and the sign of the scale is chosen so that this is exact (absmax). The
+    levels of nf4 are between -1 and 1. The values of uint4 are relative to a minimum, which each
+    block stores in addition to its scale.
     """
 
     codes: CodesName
@@ -112,13 +112,13 @@ class LowBit:
     @property
     def reach(self) -> float:
         """Return the level to which the largest magnitude of a block is mapped; for uint4, the
-        level of its largest value."""
+        level to which the largest value is mapped."""
         return FORMS[self.codes].reach
 
     @property
     def middles(self) -> tuple[float, ...]:
-        """Return the thresholds halfway between neighbouring levels, ascending. There is one less
-        than there are levels."""
+        """Return the thresholds halfway between neighbouring levels, ascending. There is one
+        threshold less than there are levels."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:

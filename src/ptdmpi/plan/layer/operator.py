@@ -43,8 +43,8 @@ class Operator:
 
     def held(self, expert: int) -> dict[str, Part]:
         """Return the operator's `parts` that one rank has if experts are distributed over `expert`
-        ranks. The names are those on the first of these ranks; all other ranks have parts of the
-        same shapes."""
+        ranks. The names are the names on the first of these ranks; all other ranks have parts of
+        the same shapes."""
         return self.parts()
 
     @property
@@ -79,8 +79,8 @@ class Operator:
         yield from ()
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradients of matrices. A split backward delays them
-        until W."""
+        """Yield the kernels that compute the gradients of matrices. A split backward runs these
+        kernels later, in W (gradients of the weights)."""
         yield from ()
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:

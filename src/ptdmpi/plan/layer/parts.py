@@ -68,8 +68,8 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements, over all ranks, of each weight of which neighbouring tensor
-        ranks hold copies. Such a weight belongs to key heads that several tensor ranks share.
+        """Yield the unsharded number of elements of each weight that neighbouring tensor ranks hold
+        as copies. Such a weight belongs to key or value heads that several tensor ranks share.
         """
         if self.most is None:
             return
@@ -139,9 +139,9 @@ class Table:
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear, or to the
-    rows of this weight for one output. A is [rank, inputs], and B is [outputs, rank] (Hu et al.
-    2021, arXiv 2106.09685, equation 3).
+    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear or, if the
+    linear has several outputs, to the rows of the weight that compute one of them. A is [rank,
+    inputs], and B is [outputs, rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
 
     `split` is the split of the linear. "columns" divides the rows of B into at most `most` slices,
     and each tensor rank computes a summand of the gradient of A. "rows" divides the columns of A,

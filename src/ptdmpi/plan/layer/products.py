@@ -24,9 +24,10 @@ class Multiply(Operator):
     """A linear with its adapters: [rows, inputs] -> [rows, outputs].
 
     Under sequence parallelism a column-parallel linear reads "local" rows, and a row-parallel
-    linear writes "local" rows. `rows` are the rows of the matrix product itself. `quantized` is the
-    format of the weight that the product unpacks, or None for a weight that is not quantized.
-    `shares_input` is True if the input is part of a tensor that another operator keeps.
+    linear writes "local" rows. `rows` is the kind of rows that the matrix product itself reads and
+    writes. `quantized` is the format of the weight that the product unpacks, or None for a weight
+    that is not quantized. `shares_input` is True if the input is part of a tensor that another
+    operator keeps.
     """
 
     linear: Linear
@@ -151,7 +152,8 @@ class Multiply(Operator):
         gathers = sizes.divides_sequence
         if phase == "forward" and gathers:
             yield Message("all_gather", size)
-        # the input is gathered again for the weights' gradients, during the input's gradient
+        # the input is gathered again for the gradients of the weights, while the gradient of the
+        # input is computed
         if phase == "backward" and gathers and self.keeps_input:
             yield Message("all_gather", size, behind=(MatrixProduct(rows, inputs, outputs),))
         if phase == "backward" and input_trains:
@@ -226,8 +228,9 @@ class Multiply(Operator):
             else:
                 yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
         if not self.pairs:
-            # the adapters only scale, and need no additional tensor: this is a view of the gradient
-            # of the output, or, if inputs are split, of the gradient of the input
+            # the adapters only scale, so the gradient that they keep is a view of an existing
+            # tensor: of the gradient of the output, or, if inputs are split, of the gradient of the
+            # input
             width = max(self.linear.local(sizes.layout.tensor))
             yield Item(f"{self.name}.gradient", rows * width, c)
 
@@ -266,12 +269,13 @@ class Multiply(Operator):
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes needed to add the gradient of the weight, or of an adapter, to its sum:
-        the maximum over them."""
+        """Return the bytes needed to add one gradient to its sum: the maximum over the gradients of
+        the weight and of its adapters."""
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
-            # the gathered input, its copy after dropout, and the product in both types
+            # the working memory has the gathered input, its copy after dropout, and the product in
+            # both types
             side = max(pair.local(sizes.layout.tensor))
             works = 3 * sizes.tokens * side * sizes.operand_bytes
             most = max(most, works + pair.rank * side * (c + wide))

@@ -61,8 +61,8 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the number of positions of a microbatch on all context ranks, each of which has a
-        key."""
+        """Return the number of keys of a head in a microbatch: one key for each position, over all
+        context ranks together."""
         return self.model.seq_length * self.layout.micro_size
 
     @property
@@ -80,7 +80,7 @@ class Sizes:
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 
     def rows(self, rows: Rows) -> int:
-        """Return the number of rows for a symbol of `Rows`."""
+        """Return the number of rows of the kind `rows`."""
         match rows:
             case "whole":
                 return self.tokens

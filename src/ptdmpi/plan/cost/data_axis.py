@@ -1,7 +1,8 @@
 """Time of the messages that sum gradients and gather weights over the context and the data axis.
 
-The context axis has c ranks, and the data axis has d ranks. If a shard group has S ranks, there are
-c d / S shard groups. In a step of m microbatches each rank then takes part in these messages:
+The context axis has c ranks, and the data axis has d ranks. S ranks form a shard group, which holds
+one copy of the sharded state, so there are c d / S shard groups. In a step of m microbatches each
+rank then takes part in these messages:
 
     ZeRO 0   one sum of the gradients over all c d ranks
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
@@ -82,7 +83,8 @@ class DataAxis:
     # -- groups ---------------------------------------------------------------------------------
 
     def _group(self, ranks: int, stride: int) -> Group:
-        """Return the group of `ranks` ranks whose numbers differ by `stride`."""
+        """Return the group of `ranks` ranks in which the numbers of neighbours differ by
+        `stride`."""
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
@@ -183,8 +185,8 @@ class DataAxis:
         return self._in_ops(places)
 
     def _counted_in_ops(self, stage: StagePlaces) -> InOps:
-        """Return the seconds of a stage's messages in the ops of one microbatch. Messages are
-        priced unit by unit or, for DeepSpeed, tensor by tensor."""
+        """Return the seconds of a stage's messages in the ops of one microbatch. There is one
+        message for each unit or, for DeepSpeed, for each tensor."""
         held, group = stage.held, stage.group
         places = parameters.places(self.model, self.vocab_size, held)
         if self.cluster.software.zero_unit == "tensor":

@@ -43,8 +43,8 @@ class HeldParts:
         return self.table["layer"]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
-        """Yield (place, name in the table, part) for each part of a stage that trains, or for each
-        frozen part."""
+        """Yield (place, name in the table, part) for each trained part of a stage or, if `trains`
+        is False, for each frozen part."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             for name, part in self._parts_of(place).items():
@@ -85,10 +85,11 @@ class HeldParts:
         Elements are rounded up so that a unit divides into `shards` equal shards. If `apart` is
         False, all parts form one unit. If it is True (ZeRO 2 and 3, and exchanges that overlap the
         forward), each layer, the embedding and the head is a unit. A tied table is a separate unit
-        if there are several shards. Its `SECOND` gradient, which has no weights, is always a
-        separate unit. If experts are distributed over ranks, they are in separate units
-        (`of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
-        gathers, and their names begin with "frozen". Quantized weights are in no unit.
+        if there are several shards. If a rank has both the embedding and the head, the gradient
+        from the head is always a separate unit without weights (`SECOND`). If experts are
+        distributed over ranks, they are in separate units (`of_experts`). If `trains` is False, the
+        units contain the frozen weights that ZeRO 3 gathers, and their names begin with "frozen".
+        Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -105,7 +106,7 @@ class HeldParts:
                     if not trains:
                         unit = f"frozen {unit}"
                     uses[place].append(unit)
-                    if tied and place == HEAD and both:  # counted in the embedding
+                    if tied and place == HEAD and both:  # its weights are counted in the embedding
                         if not trains:
                             continue
                         unit = SECOND

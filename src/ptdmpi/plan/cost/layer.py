@@ -1,10 +1,10 @@
 """Time of a layer, of the embedding and of the head for one microbatch on one rank: sums over their
 operators.
 
-An operator lists its kernels and messages (`plan.layer`); the machine of a cluster gives the time
-of each of them here. The model assumes the kernels of Megatron-LM (Shoeybi et al. 2019, arXiv
-1909.08053, section 3; Narayanan et al. 2021, section 4.2: softmax with mask, bias with GeLU, and
-bias with dropout and addition fused).
+An operator lists its kernels and messages (`plan.layer`), and `Machine` gives the time of each
+kernel and message on a cluster. The model assumes the kernels of Megatron-LM (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3; Narayanan et al. 2021, section 4.2), which fuse softmax with mask, bias
+with GeLU, and bias with dropout and addition.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,7 +87,7 @@ def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
 
 
 class TensorRank:
-    """Prices of kernels and messages on one tensor rank of `layout`, one microbatch at a time."""
+    """Times of kernels and messages on one tensor rank of `layout`, for one microbatch."""
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
         self.machine = machine
@@ -124,7 +124,7 @@ class TensorRank:
         if message.to_next:
             seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
             return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
-        if message.collective == "all_to_all":  # without the bytes that a rank keeps itself
+        if message.collective == "all_to_all":  # size excludes the bytes that the rank keeps
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
@@ -190,8 +190,9 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def weights(self) -> Seconds:
-        """Return the time of W, the weights' gradients of a split backward. W consists of matrix
-        products and, under sequence parallelism, of gathers of their operands."""
+        """Return the time of W, which computes the gradients of weights in a split backward. W
+        consists of matrix products and, under sequence parallelism, of gathers of their
+        operands."""
         return self.seconds(weight_kernels(self.rows, self.sizes), self._messages("weights"))
 
     @cached_property
@@ -308,7 +309,7 @@ class EndTimes(TensorRank):
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of forward and backward of both ends."""
+        """Return the seconds of forward and backward of the embedding and of the head, together."""
         passes: Sequence[Seconds] = (
             self.embedding_forward,
             self.embedding_backward,

@@ -1,4 +1,5 @@
-"""The memory of a rank in a layout. Plans and the check before training both use this model.
+"""The memory of a rank in a layout. Plans and the check before training both use this model of
+memory.
 
 Parameters are counted from the table from which the model is built (`plan.shape.parameters`), and
 activations by `plan.cost.stage_memory`. The number of microbatches in flight comes from the
@@ -31,7 +32,7 @@ from ptdmpi.plan.shape.parameters import frozen_layer
 # Optimizer state in a file is read ahead and written back in blocks of this many bytes. Two blocks
 # are in memory at once.
 CHUNK_BYTES = 64 * 2**20
-MOST_FLIGHTS = 10_000  # cached results
+MOST_FLIGHTS = 10_000  # largest number of cached results
 
 
 Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of a stage: see `_sort`
@@ -168,16 +169,16 @@ class MemoryModel:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the model for a training on `nodes` nodes. `wide_products` and `kept_block` have
-        the meaning of these fields of `Software`."""
+        """Return the memory model for a training on `nodes` nodes. `wide_products` and `kept_block`
+        have the meaning of these fields of `Software`."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return pipeline ranks that include the rank with the highest peak. In a schedule in which
-        earlier ranks never use less memory than later ranks, these are the first ranks of each kind
-        (`_counted_distinct`); otherwise they are all ranks."""
+        """Return pipeline ranks that include the rank with the highest peak. If earlier ranks of
+        the schedule never use less memory than later ranks, the result has the first rank of each
+        kind (`_counted_distinct`); otherwise it has all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -196,9 +197,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, for a pipeline rank, one stage of each sort, and the index of the sort of each of
-        its stages. Two stages of one sort need the same memory, whatever the other settings of the
-        layout are."""
+        """Return (one stage of each sort, the index of each stage's sort) for the stages of a
+        pipeline rank. Two stages of one sort need the same memory, whatever the other settings of
+        the layout are."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -223,7 +224,8 @@ class MemoryModel:
         return idle, others, stage == 0, stage == placed.stages - 1
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
-        """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`.
+        """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`
+        microbatches.
 
         The result is the maximum over the rank's ops. During an op the rank needs the tensors that
         are kept for the microbatches in flight, the working memory of the op, and an activation and
@@ -315,8 +317,9 @@ class MemoryModel:
         return self._state(layout, rank).host + copies * (not self.on_host)
 
     def copies_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of the copies of the state in the host's memory, for one rank of
-        pipeline rank `rank`. Ranks that have the same state divide its copy evenly."""
+        """Return the bytes of the copies of the state in the host's memory, for one of the ranks at
+        coordinate `rank` of the pipeline axis. Ranks that have the same state divide its copy
+        evenly."""
         method = self.method
         if not method.copies:
             return 0
@@ -358,7 +361,7 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        if self.method.matrices:  # the shard with the fewest matrix elements has most state
+        if self.method.matrices:  # the shard with the fewest matrix elements has the most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # bytes of buffers in the host's memory for each parameter that the host updates: for its

@@ -24,9 +24,9 @@ there are 2 (n - 1) messages of B / n in a row. So the latency is O(n) for a rin
 parameter server, and O(1) for decentralized steps. The volume is O(n) for a parameter server and
 for gathered codes. Gathering codes sends less than an all_reduce while C n < 2 B.
 
-The time of encoding and decoding is a lower bound: the time in which memory reads and writes their
-bytes. Selecting the greatest numbers, or hashing, takes longer; that time is unknown until it is
-measured.
+The time of encoding and decoding is a lower bound: the time in which the memory reads and writes
+the encoded and decoded values. Selecting the greatest numbers, or hashing, takes longer; that time
+is unknown until it is measured.
 """
 
 import math
@@ -122,10 +122,10 @@ def told_of(
     """Return the message sizes of a rank with `elements` parameters. `gradient_bytes` and
     `master_bytes` are the sizes of one element.
 
-    In attention, a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary's
-    table, a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide
-    the vocabulary, each row of the table is sent uncompressed. The returned tile has the mean
-    number of lines over all elements.
+    In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
+    the vocabulary's table, a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n
+    does not divide the vocabulary, each row of the table is sent uncompressed. The returned tile
+    has the mean number of lines over all elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -229,14 +229,15 @@ class MethodAxis(DataAxis):
         return Behind(self._ends_s(layout) + told_s, 0.0)
 
     def method_s(self, sizes: Told, group: Group) -> float:
-        """Return the seconds of the method in a step, the mean over steps."""
+        """Return the seconds of the method's messages, encoding and decoding in a step, as the mean
+        over steps."""
         machine, section, n = self.machine, self.section, group.ranks
         match section.method:
             case "ring":
                 return self._ring_s(sizes, group)
             case "parameter_server":
                 # all ranks use the link of the server's node, first towards the server and then
-                # away from it; on this node no other rank sends
+                # away from it; no other rank of this node sends
                 size = (n - 1) * sizes.gradients
                 if group.nodes > 1:
                     size *= min(1.0, machine.adapter_share)
@@ -282,8 +283,8 @@ class MethodAxis(DataAxis):
         )
 
     def _neighbours_s(self, size: float, group: Group) -> float:
-        """Return the seconds of `size` bytes to each neighbour. Messages over the network and
-        messages within nodes travel at the same time."""
+        """Return the seconds in which a rank sends `size` bytes to each neighbour. Messages over
+        the network and messages within nodes travel at the same time."""
         every = messages(self.section.topology, group.ranks, group.per_node)
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
@@ -300,7 +301,7 @@ class MethodAxis(DataAxis):
             # after the other
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # a rank decodes n codes of 1/n of the elements each, and then all means
+            # a rank decodes n codes of 1/n of the elements each, and then the codes of all means
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)

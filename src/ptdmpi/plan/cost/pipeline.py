@@ -1,4 +1,5 @@
-"""The step of a pipeline in seconds: the schedule that the runner executes, with the stages' times.
+"""The time of a pipeline's step in seconds, from the schedule that the runner executes and the
+times of the stages.
 
 `makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
 on integers instead of `Op` objects. Tensor ranks and data ranks do the same work at the same time,
@@ -13,7 +14,7 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import Placement, Schedule
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 
-MOST_OPS = 100_000  # ops that are visited one by one
+MOST_OPS = 100_000  # largest number of ops that are visited one by one
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StageTimes:
 
     def duration_s(self, op: Op) -> float:
         """Return the seconds for which `op` occupies its rank. Unless messages overlap with
-        computation, the seconds include the message of the op's input."""
+        computation, the seconds include the time of the message with the op's input."""
         own_s: float = getattr(self, op.row.cost)[op.stage] * op.row.share
         if self.overlap:
             return own_s
@@ -75,13 +76,13 @@ class StageTimes:
         return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
 
     def lower_bound_s(self, microbatches: int) -> float:
-        """Return a lower bound in seconds for every order of work.
+        """Return a lower bound, in seconds, that holds for every order of ops.
 
         It is the maximum over ranks of the sum of three times: of the work that other ranks must do
         before this rank's first forward, of all work of this rank, and of the work that other ranks
         must do after its last backward. In a split backward, the third time is 0: after I (the
-        gradient of the input) a rank needs only its own weight gradients, and other ranks compute
-        theirs at the same time.
+        gradient of the input) only weight gradients remain, and all ranks compute their weight
+        gradients at the same time.
         """
         bound = before = after = 0.0
         way = float(not self.overlap)
@@ -106,8 +107,8 @@ class StageTimes:
 @dataclass(frozen=True)
 class _Numbered:
     """A schedule of integers instead of `Op` objects. `orders` has each rank's ops as (number of
-    the op, number of its source or -1, index of its stage and kind in `ops`), and `count` is the
-    number of all ops."""
+    the op, number of the op that produces its input or -1, index in `ops` of its stage and kind),
+    and `count` is the number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -181,8 +182,8 @@ class _Pass:
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
-        """Return the seconds at which the last rank is done. Raises DeadlockError, which names the
-        schedule's `kind`."""
+        """Return the seconds at which the last rank is done. Raises DeadlockError if ranks wait for
+        each other in a circle; its message names the schedule's `kind`."""
         while self.runnable:
             self._advance(self.runnable.pop())
         if self.waiting:

@@ -49,7 +49,7 @@ class Price:
     hardware_flops_per_rank: float
     peak_flops: float
 
-    host_capacity_bytes: float  # of one rank
+    host_capacity_bytes: float  # host memory of one rank
 
     @property
     def fits(self) -> bool:
@@ -117,15 +117,15 @@ class Pricer:
 
     def keeping_free(self, share: float) -> "Pricer":
         """Return a copy of this pricer for a search that keeps the fraction `share` of each
-        device's memory free, so that fewer layouts fit. The prices of the copy are the same, and
-        they report the whole memory of the device."""
+        device's memory free, so that fewer layouts fit. The copy gives each layout the same price
+        as this pricer; the price still shows the whole memory of the device."""
         other = copy.copy(self)
         other.usable_bytes = self.capacity_bytes * (1 - share)
         return other
 
     def bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of the step time for every order of work. The search uses it to
-        exclude layouts."""
+        """Return a lower bound of the step time that holds for every order of ops. The search uses
+        it to exclude layouts."""
         microbatches = layout.microbatches(self.batch)
         bound = self.times.stage_times(layout).lower_bound_s(microbatches)
         return bound + sum(self.times.after_s(layout))

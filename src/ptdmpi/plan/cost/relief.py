@@ -19,13 +19,14 @@ from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 MOST_CHANGES = 3  # the largest number of changes in a set
 MOST_SIZES = 8  # the largest number of sizes that are tried for the microbatch or for an axis
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # factors by which the number of ranks may grow
-FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # of a Layout
+FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # fields of Layout
 Keys = dict[str, int | str | bool]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of a run: its layout and global batch on the model that is trained.
+    """A run whose memory is computed: its layout, its global batch, and the memory model of what it
+    trains.
 
     `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if its
     state may be stored outside of the device. `host_capacity_bytes` is the host memory of one rank.
@@ -49,7 +50,7 @@ class Step:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
-        """Return the step of a resolved configuration on `nodes` nodes. `wide_products` and
+        """Return the `Step` of a resolved configuration on `nodes` nodes. `wide_products` and
         `kept_block` have the meaning of these fields of `Software`, and `on_host` has the meaning
         of the argument of `MemoryModel`."""
         memory = MemoryModel.of(
@@ -100,8 +101,8 @@ class Step:
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """Return the step with `grown` times as many ranks and with the values `keys` of the
-        configuration; None if its layout is not legal."""
+        """Return a copy of this `Step` with `grown` times as many ranks and with the values `keys`
+        of the configuration; None if its layout is not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }

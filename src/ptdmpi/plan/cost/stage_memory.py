@@ -98,8 +98,8 @@ class StageMemory:
     trains it in the compute type `precision`.
 
     Results that several layouts have in common are computed once. `layers_of` returns the layers of
-    each stage of a `Cut`. `elements_of` returns `parameters.rank_elements` of (cut, tensor,
-    pipeline rank).
+    each stage of a `Cut`. `elements_of` returns the result of `parameters.rank_elements` for (cut,
+    tensor, pipeline rank).
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class StageMemory:
         self.largest_places = cache(self._counted_places)
         # the work of each rank of a shard group, if the optimizer updates whole matrices
         self.dealt = cache(self._counted_dealt)
-        # name of an inventory in the op table -> its bytes for one microbatch in a stage
+        # name of an inventory in `OP_KINDS` -> its bytes for one microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # name of a working memory in the op table -> its bytes for an op in a stage
+        # name of a working memory in `OP_KINDS` -> its bytes for an op in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,
             "inputs": self.input_bytes,
@@ -154,7 +154,7 @@ class StageMemory:
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return `parameters.rank_elements` of a pipeline rank."""
+        """Return the result of `parameters.rank_elements` for a pipeline rank."""
         return parameters.rank_elements(self.model, self.vocab_size, self._part(cut, tensor, rank))
 
     def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
@@ -177,7 +177,7 @@ class StageMemory:
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
-        """Return `dealt` of a pipeline rank."""
+        """Return the result of `dealt` for a pipeline rank."""
         part = self._part(cut, tensor, rank)
         return dealt(self.model, self.vocab_size, part, sharing)
 

@@ -78,7 +78,7 @@ class StepTimes:
         held = self.memory.stages
         for layers, part in zip(held.split(layout), held.stage_parts(layout), strict=True):
             idle, own = part.idle, part.layers - part.idle
-            # this stage's number of the model's first `most` layers
+            # how many of this stage's layers are among the model's first `most` layers
             before = layers.start + idle
             recomputed = own if most is None else min(max(0, most - before), own)
             key = (idle, own, recomputed)
@@ -144,8 +144,8 @@ class StepTimes:
         """Return the seconds that sharding adds to each stage's (forward, backward) of a
         microbatch.
 
-        If messages overlap with computation (`dp_overlap`), a device waits only for the time by
-        which the messages of an op exceed the op.
+        If messages overlap with computation (`dp_overlap`), a device waits only if the messages of
+        an op take longer than the op, and only for the difference.
         """
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
@@ -178,8 +178,9 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, layer.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds after the pipeline's last backward: of the messages over the
-        data axis, without the time in which they overlap with computation, and of the optimizer.
+        """Return two times in seconds after the pipeline's last backward: the time of the messages
+        over the data axis, as far as they do not overlap with computation, and the time of the
+        optimizer.
 
         Both times are for the rank with the most parameters. The first time includes the norm of a
         rank's own gradient, because the records of a run also include it in this time.
@@ -227,7 +228,8 @@ class StepTimes:
 
 
 def splits(layout: Layout) -> bool:
-    """Return True if the schedule splits a backward in two parts."""
+    """Return True if the schedule splits a backward into I (gradient of the input) and W (gradients
+    of the weights)."""
     return KINDS[layout.schedule].splits
 
 

@@ -51,11 +51,11 @@ class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
     `predictions` is the number of masked positions of a sample; if it is None, it follows from the
-    default fraction. If `reproducible`, gradients are summed along the tree of `run.reproducible`.
-    `method` describes the messages of data ranks, by default one sum of the gradients. All counts
-    are exact, with two exceptions: the bytes of codes (compressed gradients), whose length depends
-    on random draws and on the division of parameters, and the bytes of tokens that are sent to
-    experts.
+    default fraction. If `reproducible` is True, gradients are summed along the tree of
+    `run.reproducible`. `method` describes the messages of data ranks, by default one sum of the
+    gradients. All counts are exact, with two exceptions: the bytes of codes (compressed gradients),
+    whose length depends on random draws and on the division of parameters, and the bytes of tokens
+    that are sent to experts.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class StepTraffic:
             yield from self._passes(describe.head(config, self.vocab_size), True)
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of operators in their forward and in their backward, which is split if
-        the schedule splits it."""
+        """Yield the messages of operators in their forward and in their backward. If the schedule
+        splits backwards, they are the messages of a split backward."""
         yield from messages(rows, self.sizes, "forward")
         phases: Sequence[Phase] = ("backward",)
         if KINDS[self.layout.schedule].splits:

@@ -20,7 +20,8 @@ class UpdateTimes:
         self.gradient_bytes = self.cluster.software.gradient_bytes
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds of the optimizer's kernels, which memory bandwidth bounds.
+        """Return the seconds of the optimizer's kernels. The bandwidth of the memory limits their
+        speed.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
         rank's shard. (This trainer does not divide gradients, because the weights of its loss
@@ -39,8 +40,8 @@ class UpdateTimes:
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
 
     def own_norm_s(self, elements: float, every: int) -> float:
-        """Return the seconds per step of the norm of a rank's own gradient, taken every `every`
-        steps (0: never).
+        """Return the seconds per step of the norm of a rank's own gradient, if the norm is computed
+        every `every` steps (0: never).
 
         A kernel reads the gradients once more. The messages of all norms are left out, because they
         are short.

@@ -19,7 +19,7 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 class Topology(ABC):
     """A graph over `size` ranks for each step. The sequence of graphs repeats after `period` steps;
-    None: it never repeats."""
+    if `period` is None, it never repeats."""
 
     period: int | None = 1
 

@@ -1,8 +1,9 @@
 """The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
-The grid is pure arithmetic, so every process can compute it for any rank: a planner for all of 3072
-ranks, a communicator for its own rank. Code that splits communicators, watches ranks or distributes
-state gets the axes from a grid by name. So a new axis needs only a row in `AXES`.
+The grid is pure arithmetic, so every process can compute it for any rank: a planner computes it for
+all of 3072 ranks, and a communicator for its own rank. Code that splits communicators, watches
+ranks or distributes state gets the axes from a grid by name. So a new axis needs only an entry in
+`AXES`.
 """
 
 import itertools
@@ -157,7 +158,8 @@ class Grid:
             if axis not in self.axes:
                 raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
-        # ranks ascend if the fastest axis is the last argument of product(), which varies fastest
+        # the last argument of product() varies fastest, so it must be the grid's fastest axis; the
+        # ranks then ascend
         free = [axis for axis in reversed(self.axes) if axis in axes]
         everywhere = itertools.product(*(range(self[axis]) for axis in free))
         return tuple(
@@ -206,7 +208,7 @@ class Grid:
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
-        """Return the name of a group that is printed for users.
+        """Return the name under which a group is printed for users.
 
         If one axis has all data ranks, it is called "data", whether these ranks shard the state or
         hold copies of it. If one axis has all context ranks, it is called "context".
@@ -260,9 +262,10 @@ def training_grid(
     other axes have size 1.
 
     Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
-    different experts. Such a group has some context ranks, or all context ranks of some data ranks.
-    Likewise, among the ranks with the same experts, groups of `shards` neighbours shard the state.
-    Raises ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
+    different experts. Such a group consists of some of the context ranks with one data coordinate,
+    or of all context ranks with several neighbouring data coordinates. Likewise, among the ranks
+    with the same experts, groups of `shards` neighbours shard the state. Raises ValueError for a
+    name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:

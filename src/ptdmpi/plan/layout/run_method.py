@@ -38,10 +38,10 @@ class RunMethod:
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
     `matrices` the optimizer (Muon) updates each matrix of a layer as a whole, and keeps one value
-    less per element of a matrix. The run has `steps` steps; if the consensus distance is measured,
-    the last step measures it. The norm of each rank's own gradient is computed every `noise_every`
-    steps, or never if this is 0. A node keeps `copies` files in its memory for each of its ranks.
-    Each of these files has the rank's shard of a checkpoint.
+    less per element of a matrix. The run has `steps` steps; if the run measures the consensus
+    distance, its last step also measures it. The norm of each rank's own gradient is computed every
+    `noise_every` steps, or never if this is 0. A node keeps `copies` files in its memory for each
+    of its ranks. Each of these files has the rank's shard of a checkpoint.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -147,7 +147,7 @@ class RunMethod:
         """Return the number of data ranks, among `n`, to which data rank `rank` sends in step
         `step` (counted from 0).
 
-        Raises InputError if a file of the topology does not fit.
+        Raises InputError if the topology is a file that does not fit `n` ranks.
         """
         return len(topology(self.section.topology, n, self.seed).destinations(step, rank))
 
@@ -165,8 +165,8 @@ class RunMethod:
         except codes.
 
         `gradients` is the number of elements of the gradients, and `weights` has the number of
-        elements of the weights of each unit. Raises InputError if a file of the topology does not
-        fit.
+        elements of the weights of each unit. Raises InputError if the topology is a file that does
+        not fit the number of data ranks.
         """
         n = tally.ranks
         method = self.section.method

@@ -13,10 +13,11 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid with the most data ranks that `ranks` surviving ranks can fill.
 
     The result replaces `grid`. `begun` is the grid with which the run began; `sequences` is
-    explained in `widest_data_size`. The number of copies of the state is reduced first. If no copy
-    is left, the state is cut into fewer shards: into the largest number that is at most the former
-    number and divides the number of remaining data ranks. Experts stay distributed over the same
-    number of ranks. Returns None if the ranks cannot hold one complete model.
+    explained in `widest_data_size`. The number of copies of the state is reduced first. If the
+    ranks are too few for a single copy, the state is cut into fewer shards: into the largest number
+    that is at most the former number and divides the number of remaining data ranks. Experts stay
+    distributed over the same number of ranks. Returns None if the ranks cannot hold one complete
+    model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -50,8 +51,9 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     differs from `grid` at most in the size of the axis `YIELDING`; `nodes[i]` is the node of
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
     coordinates. So tensor groups stay on their nodes, and little state must be sent. An empty seat
-    goes to a survivor that holds the same state. If no survivor holds it, the seat goes to a
-    survivor on the same node, or else to the first free survivor.
+    (coordinates whose rank was lost) goes to a survivor that holds the same state. If no survivor
+    holds this state, the seat goes to a survivor on the node of the seat's neighbours on the first
+    axis, or else to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -76,8 +78,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts first: prefer the same state, then the same node, because sending state is
-            # the larger cost
+            # False sorts first: prefer the same state, then the same node, because sending state
+            # costs more than messages between nodes
             fit = [
                 (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
                 for survivor in free
@@ -92,7 +94,8 @@ def _in_replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
 
 
 def _fast(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks that should share a node with `rank`: its group on the fastest axis."""
+    """Return the ranks that should share a node with `rank`: its group on the grid's first axis,
+    which communicates most."""
     return grid.group(rank, grid.axes[0])
 
 

@@ -51,8 +51,8 @@ def split_layers(
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank.
-    Among equal splits it minimises the largest work of a stage, and then the distance from the even
-    split. Every stage has at least one layer.
+    Among splits for which this maximum is equal, it minimises the largest work of a stage, and then
+    the distance from the even split. Every stage has at least one layer.
     """
     return list(_split(layers, placed, head, first))
 

@@ -124,8 +124,8 @@ def file_sha256(section: DataParallelConfig) -> str | None:
 def topology_of(config: Config) -> Topology:
     """Return the topology of a decentralised run.
 
-    Raises InputError if `topology` does, or if the topology is a file and the run may continue with
-    fewer ranks, since the file describes a graph over all ranks.
+    Raises InputError for the same reasons as `topology`, and also if the topology is a file and the
+    run may continue with fewer ranks, since the file describes a graph over all ranks.
     """
     name, size = config.data_parallel.topology, config.data_size
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":

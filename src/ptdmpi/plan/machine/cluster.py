@@ -59,9 +59,9 @@ class Node(FrozenTable):
     """A node: `devices` with links between them, and the network adapters that they share.
 
     The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank sends
-    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` are the same limits for rings
-    over several nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and all-reduces.
-    `power_w` is the power of the whole node under load, in watts.
+    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` has the same limit for rings
+    over several nodes with NCCL's protocol LL128: for an all-gather, for a reduce-scatter and for
+    an all-reduce. `power_w` is the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -127,12 +127,12 @@ class Software(FrozenTable):
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
-    launch_s: Delay = 26e-6  # of this trainer: benchmarks/planning/host_time.py
+    launch_s: Delay = 26e-6  # measured for this trainer (benchmarks/planning/host_time.py)
 
     @model_validator(mode="before")
     @classmethod
     def _of_older_files(cls, values: Any) -> Any:
-        """Return the values of a file with the keys that older files lack.
+        """Return the values of a cluster file, completed by the keys that older files lack.
 
         In older files the attention "flash" identifies this trainer.
         """
@@ -176,8 +176,8 @@ class Efficiency(FrozenTable):
 
 
 class Cluster(FrozenTable):
-    """The data of a cluster that a prediction needs. `kernels` has the measured fastest
-    implementations of kernels."""
+    """The data of a cluster that a prediction needs. `kernels` has the implementations of kernels
+    that were the fastest in measurements."""
 
     name: str
     device: Device
@@ -264,8 +264,7 @@ def load_model(text: str) -> Model:
 
 
 def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of the preset (or None), and the keys of [model] and vocab_size, that `text`
-    has.
+    """Return (name of the preset or None, keys of [model] and vocab_size), as they occur in `text`.
 
     Raises InputError for an unknown preset, and for a part that is no size.
     """

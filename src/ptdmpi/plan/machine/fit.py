@@ -18,8 +18,9 @@ def descend(
     """Return the numbers that minimise `loss`, by coordinate descent from `start`.
 
     The descent multiplies and divides one number at a time by factors that shrink. It is
-    deterministic, and sufficient for a few numbers. No number differs from its start by more than
-    the factor `most`, so numbers that the measurements do not determine stay near their start.
+    deterministic, and sufficient for a few numbers. No number differs from its initial value by
+    more than the factor `most`, so numbers that the measurements do not determine stay near their
+    initial values.
     """
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:
@@ -39,12 +40,14 @@ def descend(
 def fit_rings(
     ranks: Sequence[int], moved_bytes: Sequence[float], times_s: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Return (start in s, step in s, rate in bytes/s), fitted to the times of all-reduces.
+    """Fit the times of ring all-reduces, and return (start-up time in s, time of one ring step in
+    s, rate in bytes/s).
 
     The model of the time on n ranks is T = start + 2 (n - 1) step + moved / rate, fitted by least
     squares of the relative errors. `ranks` has the number n of each all-reduce, and `moved_bytes`
-    has 2 (n - 1) / n times the bytes of its tensor. If all have the same n, start and step cannot
-    be separated, and the solution of smallest norm divides the constant between them.
+    has 2 (n - 1) / n times the bytes of its tensor. If all measurements have the same n, start and
+    step cannot be determined separately; the solution of smallest norm divides the time that does
+    not depend on the bytes between them.
     """
     times = np.asarray(times_s, dtype=float)
     steps = 2.0 * (np.asarray(ranks, dtype=float) - 1)

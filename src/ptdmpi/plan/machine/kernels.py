@@ -3,9 +3,9 @@ sheets.
 
 A matrix product is cut into tiles that the multiprocessors compute in waves (NVIDIA, "Matrix
 multiplication background": tile and wave quantization). The time of a kernel that moves data is its
-bytes over the memory's rate. A collective within a node is a ring (Thakur et al. 2005, section
-4.4); over several nodes its time follows NCCL's cost model (`nccl`). Several rings that pass
-through one node share the network adapters of the node.
+bytes divided by the memory's rate. A collective within a node is a ring (Thakur et al. 2005,
+section 4.4); over several nodes its time follows NCCL's cost model (`nccl`). Several rings that
+pass through one node share the network adapters of the node.
 """
 
 import math
@@ -136,7 +136,7 @@ class Machine:
         its kernels moves.
 
         `kind` names the operation, for example "gelu", "layernorm" or "loss", or one of these with
-        "_backward". A measured machine has times for it.
+        "_backward". For some operations `MeasuredMachine` has measured times instead.
         """
         return sum(self.stream_s(amount) for amount in moved_bytes)
 

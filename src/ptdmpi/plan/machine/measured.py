@@ -20,7 +20,7 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
     """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
 
-    `places` are ascending. A value x outside of them is replaced by the nearest end.
+    `places` are ascending. A value x outside of their range is replaced by the nearest of them.
     """
     if x <= places[0] or len(places) == 1:
         return 0, 0.0

@@ -32,7 +32,7 @@ def legal_clusters() -> str:
 
 
 def preset_file(name: str) -> Traversable | None:
-    """Return the file of the preset cluster with this name or alias, in any case of letters; None
+    """Return the file of the preset cluster with this name or alias, in upper or lower case; None
     if there is no such cluster."""
     name = name.lower()
     name = ALIASES.get(name, name)
@@ -47,7 +47,7 @@ def nearest_cluster(name: str) -> str | None:
     if no name is similar."""
     name = name.lower()
     inside = [cluster for alias, cluster in ALIASES.items() if alias in name]
-    # "gh200" also contains "h200"
+    # aliases come first, because "gh200" also contains "h200"
     inside += [cluster for cluster in cluster_names() if cluster in name]
     if inside:
         return inside[0]

@@ -2,8 +2,9 @@
 
 NCCL chooses algorithm and protocol by a cost model whose constants its authors measured: the time
 of a step over a link and over a network, the fraction of the rate that a protocol reaches, and the
-largest rate of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). Steps
-within a node are calibrated (`link_step_s`) and agree with NCCL's constants: 2.0 and 1.9 us.
+largest rate of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). The time
+of a step within a node is calibrated (`link_step_s`, 2.0 us) and agrees with NCCL's constant of 1.9
+us.
 """
 
 import math
@@ -28,13 +29,13 @@ class Protocol:
     link_steps: float  # time of a step over a link, in units of a step of a ring with LL128
     hop_s: float  # time of a step over the network
     share: float  # fraction of the rate that the protocol reaches
-    lone_share: float  # this fraction if a node has only one rank of the group
+    lone_share: float  # `share` if a node has only one rank of the group
     most: float = math.inf  # largest rate in bytes per second, for any number of adapters
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """The communication properties of a group of `ranks` on `nodes`.
+    """The communication properties of a group of `ranks` ranks on `nodes` nodes.
 
     `rate` is the bytes per second through each rank, `link_step_s` the time of a step over a link,
     and `network_step_s` the shortest time of a step over the network. `tree_rate` and `ll128_rates`
@@ -47,7 +48,7 @@ class Fabric:
     link_step_s: float
     network_step_s: float
     tree_rate: float
-    ll128_rates: tuple[float, float, float] = (math.inf, math.inf, math.inf)  # by `Collective`
+    ll128_rates: tuple[float, float, float] = (math.inf, math.inf, math.inf)  # index: `Collective`
 
     @property
     def per_node(self) -> float:

@@ -16,8 +16,8 @@ from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
 # After this number of rounds of p microbatches (p pipeline ranks), a schedule is in steady state,
-# and each further round holds the same number of microbatches. In a schedule that keeps all
-# microbatches, each round adds p microbatches to each store.
+# and the numbers of microbatches in memory are the same in each further round. In a schedule that
+# keeps all microbatches, each round adds p microbatches to each store.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # kind and stage of an op
@@ -40,7 +40,8 @@ class RankOrder(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment in an order of ops: the number of microbatches that a rank holds in each store.
+    """A moment in an order of ops: the number of microbatches that a rank holds in each store. A
+    store is an inventory (see `OpKind`) of one stage.
 
     `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
     op needs no working memory. `held` has one number for each store of the `Flight`. The number
@@ -54,7 +55,7 @@ class Moment(NamedTuple):
 class Flight(NamedTuple):
     """The stores of a rank and the moments at which it may hold the most memory.
 
-    `stores` lists (inventory, stage) for everything that the rank keeps, in order of stages. A
+    `stores` lists (inventory, stage) for each inventory that the rank keeps, in order of stages. A
     moment is left out if another moment with the same working memory holds at least as much in
     every store.
     """
@@ -91,7 +92,7 @@ def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
     """Return the result of `fullest` for a rank of which some stages have equal sizes.
 
     `alike[i]` is the number of the group of the rank's i-th stage: stages with equal sizes are in
-    the same group. The result has numbers of groups in place of numbers of stages.
+    the same group. In the result, numbers of groups replace numbers of stages.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)

@@ -1,4 +1,4 @@
-"""The table of the kinds of ops. A row has all properties of one kind of computation.
+"""The table of the kinds of ops. A row has all properties of one kind of op.
 
 All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
 the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
@@ -50,8 +50,8 @@ class OpKind:
     `frees`, it replaces the freed inventory by the kept one, and its working memory includes both
     inventories. `gradients` is True if the op adds to the gradients of its stage's weights.
 
-    Time: the simulated time of the op is the field `cost` of the costs, times `share`. Drawings use
-    `mark` and `ink`.
+    Time: the simulated time of the op is the field of `simulate.Costs` that `cost` names, times
+    `share`. Drawings use `mark` and `ink`.
     """
 
     letter: str

@@ -299,12 +299,12 @@ class ScheduleKind:
     """A kind of schedule.
 
     `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
-    rank of a stage. With `earlier_holds_more`, a rank holds at least as many microbatches as the
-    next rank: for each moment of the next rank, it has a moment, in an op of the same chunk, at
-    which at least as many microbatches of each chunk are in flight. With `splits`, each backward is
-    split into two ops. `ahead(rank, p, v, m)` is a lower bound of the number of forwards before the
-    first op that frees memory; 0 is always valid. A search uses this bound to exclude layouts that
-    cannot fit.
+    rank of a stage. `earlier_holds_more` is True if each rank r holds at least as many microbatches
+    as rank r + 1, in this sense: for each op of rank r + 1 there is an op of rank r on the same
+    chunk, during which rank r has at least as many microbatches of every chunk in flight as rank r
+    + 1 has during its op. With `splits`, each backward is split into two ops. `ahead(rank, p, v,
+    m)` is a lower bound of the number of forwards before the first op that frees memory; 0 is
+    always valid. A search uses this bound to exclude layouts that cannot fit.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]

@@ -74,7 +74,8 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
     # real ops
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
-    # (end of the producer, computes before messages, producer, consumer's rank)
+    # (end time of the producing op, 0 for a compute and 1 for a message, the producing op, the rank
+    # that computes or receives)
     events: list[tuple[float, int, Op, int]] = []
     for rank, order in enumerate(schedule.orders):
         for op in order:

@@ -19,8 +19,8 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B, and
     runs each W r microbatches later than its I. So every rank holds at most p microbatches, in
-    flight or waiting for their W. Rank 0 holds the same number. If W takes no longer than I, and p
-    <= m, a rank is idle for (p - 1) (F + I - W), where F is the time of a forward.
+    flight or waiting for their W. In 1F1B, rank 0 holds the same number. If W takes no longer than
+    I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F is the time of a forward.
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)

@@ -41,7 +41,7 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    if together and isinstance(left.get("batch"), dict):  # legal microbatch sizes are multiples
+    if together and isinstance(left.get("batch"), dict):  # legal sizes are multiples of it
         left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):

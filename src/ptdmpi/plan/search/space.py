@@ -59,7 +59,7 @@ class Space:
     dp_overlap: bool = False
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # legal sizes of the data axis; None: all
-    sequences: int = 1  # a microbatch is a multiple of this
+    sequences: int = 1  # a microbatch has a multiple of this number of sequences
     cuts_sequences: bool = True  # if True, also try to cut long sequences
     context_method: str | None = None  # for layouts that cut sequences
     deals_experts: bool = True  # if True, also try to distribute experts
@@ -205,8 +205,8 @@ def sharding_words(layout: Layout, before: Layout | None = None) -> str:
 
 
 def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout with one chunk per rank. It represents the layouts with any number
-    of chunks (see `chunked`)."""
+    """Yield every legal layout with one chunk per rank. Each of them represents the layouts with
+    any number of chunks (see `chunked`)."""
     config = pricer.model.config
     batch = pricer.batch
     modes = RECOMPUTE_MODES
@@ -253,9 +253,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts of a group, one for each number of chunks per rank that the search tries.
-    Their schedule is the schedule of the space, or else the default schedule. Without a pipeline
-    there is only one chunk."""
+    """Yield the layouts that `group` (a layout of `groups`) represents, one for each number of
+    chunks per rank that the search tries. Their schedule is the schedule of the space, or else the
+    default schedule. Without a pipeline there is only one chunk."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
@@ -299,10 +299,10 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Find by bisection the smallest number of layers whose full recomputation makes a layout fit
-    that recomputes nothing. Yield the layout that recomputes this number of layers, beginning with
-    the first. Yield nothing if the layout fits only with all layers recomputed, or does not fit
-    even then."""
+    """Find by bisection the smallest number of layers that must be recomputed fully, so that a
+    layout that recomputes nothing fits. Yield the layout that recomputes this number of layers,
+    beginning with the model's first layer. Yield nothing if the layout fits only with all layers
+    recomputed, or does not fit even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

@@ -84,7 +84,8 @@ def scratch_bytes(
 def bits_per_element(
     section: DataParallelConfig, number_bits: int, tile: tuple[float, float]
 ) -> float:
-    """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
+    """Return the bits of a code per element of a large matrix whose numbers have `number_bits`
+    bits.
 
     The result is for one round of encoding, as the mean over steps. `tile` is (lines, length) of
     the tiles that PowerSGD factors.

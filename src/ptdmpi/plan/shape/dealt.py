@@ -147,9 +147,8 @@ def _cut(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements in a flat buffer, without a tied table: of the tables of the
-    embedding, which come before the layers, and of all parameters of embedding and head that `part`
-    has."""
+    """Return (elements of the embedding's tables, elements of all parameters of embedding and head)
+    that `part` has in a flat buffer, without a tied table. The tables come before the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0

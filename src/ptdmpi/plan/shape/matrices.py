@@ -1,8 +1,9 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-They are the linears of the layers, in which each output (queries, keys or values, for example) is a
-separate matrix, and the two matrices of each low-rank adapter. This module counts their elements,
-the working memory of their update, and the matrix products of their update.
+They are the two matrices of each low-rank adapter, and the weights of the layers' linears. The
+weight of a linear with several outputs (such as queries, keys and values) counts as one matrix for
+each output. This module counts their elements, the working memory of their update, and the matrix
+products of their update.
 """
 
 import math

@@ -169,10 +169,10 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return three numbers for a rank that has the part `held` of a model: of its parameters, of
-    its trained parameters, and of the trained parameters of a tied table that it uses twice,
-    because it has both the embedding and the head. The first two numbers count this table once. The
-    second use of the table has a separate gradient.
+    """Return three numbers of elements for a rank that has the part `held` of a model: all
+    parameters, the trained parameters, and the trained parameters of a tied table that the rank
+    uses twice, because it has both the embedding and the head. The first two numbers count this
+    table once. The second use of the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
     own = partial(layer, model, expert=held.expert)

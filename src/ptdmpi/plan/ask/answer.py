@@ -10,8 +10,8 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
-MOST_INSIDE = 2  # lines whose legend is inside the panel
-LETTERS_PER_PANEL = 56  # letters of a title
+MOST_INSIDE = 2  # largest number of lines with which the legend is inside the panel
+LETTERS_PER_PANEL = 56  # letters in a line of the title, for each panel
 MOST_PLAIN = 300  # greatest ratio of the ends of a logarithmic axis with plain labels
 
 

@@ -131,7 +131,7 @@ class Loss(NamedTuple):
         """Return N, the number of parameters with the least loss for a budget of C = `flops` = 6 N
         D, where D is the number of tokens.
 
-        By equation 4 of that paper, N is G (C / 6)^(beta / (alpha + beta)).
+        By equation 4 of Hoffmann et al. 2022, N is G (C / 6)^(beta / (alpha + beta)).
         """
         power = 1 / (self.alpha + self.beta)
         scale = (self.alpha * self.a / (self.beta * self.b)) ** power
@@ -146,7 +146,7 @@ def optimal(flops: float) -> float:
 
 def size_answer(flops: float) -> Reply:
     """Return the size of a model for a budget of `flops`, the presets closest to this size, and the
-    cost of other sizes."""
+    loss of models with other sizes."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {

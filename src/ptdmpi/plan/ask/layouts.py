@@ -23,7 +23,7 @@ from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
 ORDERS = ("simplest", "best")
-MOST_DRAWN = 10_000  # microbatches of a step
+MOST_DRAWN = 10_000  # largest number of microbatches in a step that is drawn
 BASE_BLOCK = 64  # number of elements of a frozen matrix that share one scale
 
 
@@ -301,7 +301,7 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
 
 def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
     """Return the layout that the rules of Narayanan et al. 2021 choose, and the microbatch size
-    that their model chooses for the best layout."""
+    that the model in that paper chooses for the best layout."""
     ruled = heuristic(pricer, space)
     times = microbatch_model(pricer, best.layout)
     return {

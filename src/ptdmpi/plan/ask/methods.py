@@ -55,7 +55,7 @@ METHODS: dict[str, dict[str, object]] = {
     },
 }
 DRAWN = 4  # methods drawn over the number of replicas
-MOST_DRAWN = 1024  # replicas
+MOST_DRAWN = 1024  # largest number of replicas in the picture
 
 
 def sections() -> Iterator[tuple[str, DataParallelConfig]]:

@@ -16,7 +16,7 @@ from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import ModelPart
 
-LATENCY = 10  # factor of the latencies
+LATENCY = 10  # factor by which latencies are multiplied
 
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:

@@ -15,7 +15,7 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-LEAST_STATE_BYTES = 2  # lower bound of a parameter's bytes over the devices of one model
+LEAST_STATE_BYTES = 2  # lower bound of the bytes of a parameter, over all ranks of a replica
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
 }
-# The date would make two pictures of the same timeline differ.
+# No date is written, because it would make two pictures of the same timeline differ.
 _METADATA = {"svg": {"Date": None}}
 _LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18  # longer entries get fewer columns
 _COLORS = {

@@ -104,8 +104,9 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, smallest memory, largest memory), with about `COLUMNS` moments. The amounts
-    are for the time from one moment to the next, so that a picture can show many short peaks."""
+    """Return (moments, smallest memory, largest memory), with about `COLUMNS` moments. The two
+    amounts are the minimum and the maximum from a moment to the next moment, so that a picture can
+    show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

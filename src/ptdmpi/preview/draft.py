@@ -82,9 +82,9 @@ every_steps = {log}
 class Wish:
     """The options of `ptdmpi init`, and the properties of the machine.
 
-    `memory_bytes` is the memory of a rank, used if no cluster is named. `model` None means SMALL,
-    or with `adapt` the model whose adapters the run trains. `steps` None means one epoch, but at
-    most MOST_STEPS.
+    `memory_bytes` is the memory of a rank, used if no cluster is named. `adapt` is the path of a
+    model whose adapters the run trains. If `model` and `adapt` are None, the model is SMALL. If
+    `steps` is None, the run has one epoch, but at most MOST_STEPS steps.
     """
 
     file: Path
@@ -102,8 +102,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that a first configuration trains: its name for the title, its section [model], its
-    parameters of training that a source states (`recipe`), and its section [adapt]."""
+    """The model that a first configuration trains: its name for the title, its section [model], the
+    training settings that its source publishes (`recipe`), and its section [adapt]."""
 
     name: str
     section: dict[str, Any]
@@ -118,7 +118,7 @@ class Subject:
         name = wish.model or SMALL
         if name in model_presets():
             return Subject(name, {"preset": name}, recipe(name), {})
-        load_model(name)  # reports wrong sizes
+        load_model(name)  # raises InputError for wrong sizes
         return Subject(name, model_section(name), {}, {})
 
     @staticmethod
@@ -143,7 +143,7 @@ def draft(wish: Wish) -> str:
     if valid is not None:
         data["valid"] = valid
     if any(header.weights_byte_offset for header in dataset.headers):
-        data["document_boundaries"] = True  # conversations share a sequence
+        data["document_boundaries"] = True  # several conversations share a sequence
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
         "model": subject.section,

@@ -28,7 +28,7 @@ def show(
 
     All ranks that a launcher started may call this; only the first one prints. `ranks` is the
     number of ranks. If `ranks` is None, it is the number of started ranks, or else the number that
-    the configuration needs. `cluster` replaces run.cluster. With `auto`, the best layout is
+    the configuration needs. `cluster` replaces run.cluster. If `auto` is True, the best layout is
     searched first. Raise InputError if the run would not start.
     """
     if launched_rank():

@@ -21,7 +21,7 @@ def first_samples(
     """Return the first samples in the batch of step `step` (counted from 0), as ids and as text.
 
     The samples are read and checked in the same way as in the run. If the tokenizer is not found,
-    "no_text" is the reason, and the samples have no text.
+    the samples have no text, and the entry "no_text" has the reason.
     """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)

@@ -40,9 +40,9 @@ def preview(
 ) -> dict[str, Any]:
     """Return everything that is known before the start, in the form that `--json` prints.
 
-    If the run would not start on this machine, "mistake" is the reason. `cluster` is a name or a
-    file that replaces `run.cluster`. For mistakes that do not depend on the machine, raise the
-    InputError that the run would raise.
+    If the run would not start on this machine, the entry "mistake" has the reason. `cluster` is a
+    name or a file that replaces `run.cluster`. For mistakes that do not depend on the machine,
+    raise the InputError that the run would raise.
     """
     config = checked(tree, ranks.count, ranks.local or None)
     source = source_of(config)
@@ -195,9 +195,9 @@ def _memory(room: _Room) -> dict[str, Any]:
 def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
     """Return the messages that rank 0 sends in `step` (counted from 0), computed by closed forms.
 
-    "traffic": group of ranks -> kind of message -> {"messages", "bytes"}. "is_exact" is False if
-    compressed gradients are sent, because the closed form of their length is exact only for large
-    matrices.
+    The entry "traffic" maps group of ranks -> kind of message -> {"messages", "bytes"}. The entry
+    "is_exact" is False if compressed gradients are sent, because the closed form of their length is
+    exact only for large matrices. It is also False if tokens are sent to experts on other ranks.
     """
     traffic = StepTraffic.of_config(config, vocab_size)
     return {"traffic": traffic.of(rank=0, step=step).by_kind, "is_exact": traffic.is_exact}

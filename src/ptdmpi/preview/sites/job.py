@@ -57,7 +57,8 @@ def job_of(
     config: Path, settings: tuple[str, ...], site: Site, nodes: int | None, *, planned: bool
 ) -> TrainingJob:
     """Return the job of a configuration on `nodes` nodes of a site, or on as many nodes as the
-    layout needs. With `planned`, the best layout is searched for the cluster that the site names.
+    layout needs. If `planned` is True, the search chooses the best layout on the cluster that the
+    site names.
 
     Raise InputError if the configuration, or its layout on these nodes, is not legal.
     """

@@ -97,7 +97,7 @@ def script_of(job: TrainingJob, file: Path) -> str:
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "CORES_PER_RANK": str(cores)}
     if site.scheduler == "flux":
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "NODES": str(job.nodes)}
-    if site.scheduler != "slurm":  # Slurm requeues the script that it has
+    if site.scheduler != "slurm":  # Slurm requeues its own copy of the script
         variables["SCRIPT"] = str(file)
     variables["PTDMPI_HOME"] = str(folder.parent)
     for name, value in variables.items():

@@ -22,8 +22,8 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
-# The numbers of measurements: for a matrix multiplication, and for attention and elementwise
-# kernels, which are measured forward and backward.
+# PER_PRODUCT is the number of measurements for each shape of a matrix multiplication. OTHERS is the
+# number of measurements of attention and of elementwise kernels, each of them forward and backward.
 PER_PRODUCT = 3
 OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 
@@ -60,7 +60,7 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that computes almost nothing. They are the cost of a
+    """Return the seconds of a kernel that computes almost nothing. This is the cost of a kernel
     launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
@@ -143,8 +143,8 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return the times, ordered by size, with each time raised to the largest time before it.
-    Otherwise a disturbance could make larger work look faster."""
+    """Return `times_s`, which are for ascending sizes, with each time raised to the largest time
+    before it. Otherwise a disturbance could make larger work look faster."""
     return list(accumulate(times_s, max))
 
 

@@ -1,5 +1,5 @@
-"""Times of the trainer's own layers, and the fit of a cluster's fractions. A fraction of a measured
-rate is chosen so that predictions with it agree with these times.
+"""Times of the trainer's own layers, and the fit of a cluster's fractions. The fit chooses the
+fractions of the measured rates with which predictions agree best with these times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.

@@ -1,5 +1,5 @@
-"""The search for the best layout (`ptdmpi train --layout auto`). Without a cluster the search
-measures this machine first."""
+"""The search for the best layout (`ptdmpi train --layout auto`). If `run.cluster` is not set, this
+machine is measured first."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, count

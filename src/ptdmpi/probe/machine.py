@@ -40,7 +40,7 @@ UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of measuring: the sizes that are measured.
+    """The effort of a measurement: the sizes that are measured.
 
     If `ways` is None, the fastest implementations of kernels are not determined. On a GPU, `make
     gpu` determines them.

@@ -46,8 +46,8 @@ SIGMOID = HostChoice(gelu="sigmoid")
 class TimedSizes:
     """The sizes at which kernels are timed.
 
-    Attention is timed at these sequence lengths, linears at these (positions, inputs, outputs), and
-    GELU at these (positions, features).
+    Attention is timed at the sequence lengths `lengths`, linears at the sizes `linears` (positions,
+    inputs, outputs), and GELU at the size `gelu` (positions, features).
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)

@@ -14,8 +14,8 @@ from ptdmpi.probe.finding import MachineFinding
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-# the summed numbers repeat after this period; it is so small that every type represents each sum
-# exactly
+# the summed numbers repeat after this period; it is small, so that every type represents the sums
+# over many ranks exactly
 PERIOD = 7
 
 

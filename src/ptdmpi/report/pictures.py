@@ -156,8 +156,8 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return the mean of the losses around each step, and the number of steps before and after a
-    step over which it is taken.
+    """Return (mean of the losses around each step, number of steps before and after a step that its
+    mean includes).
 
     Near the ends of the curve the mean is over fewer steps, but over equally many before and after
     the step, so that it is not shifted against the curve.

@@ -10,9 +10,9 @@ from torch import Tensor
 from ptdmpi.parity.layouts import ComparedModel, MuonModel
 from ptdmpi.parity.run import Training
 
-# The largest relative differences that are allowed from a training run on one rank. The tolerance
-# for parameters is wider, because Adam divides by the root of a small second moment, which
-# amplifies rounding.
+# The largest relative differences that are allowed between a training run and the training run of
+# the same model on one rank. The tolerance for parameters is wider, because Adam divides by the
+# root of a small second moment, which amplifies rounding.
 BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
@@ -74,8 +74,8 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the biases of queries, keys and values whose key elements are ignored in
-    relative differences.
+    """Return the names of the biases of queries, keys and values. Relative differences ignore the
+    elements of these biases that belong to keys.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
     gradient of a key bias is therefore zero, and the computed gradient consists only of rounding

@@ -1,9 +1,9 @@
-"""A test which losses change when one token of the input changes.
+"""A test of the set of losses that change when one token of the input changes.
 
 A causal model predicts a token at the position before the token. All positions from the token's own
 to the end of its document attend to the token. In a bidirectional model all positions of the sample
 attend to it. If labels are shifted at the edge of a slice, if one document attends to another, or
-if masks are at wrong positions, other losses change.
+if masks are at wrong positions, the set of losses that change is different.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Probed:
 
 
 def cases(ranks: int, *, short: bool = False) -> list[Case]:
-    """Return the cases that `ranks` ranks can probe. If `short`, return one case for each
+    """Return the cases that `ranks` ranks can probe. If `short` is True, return one case for each
     context-parallel method."""
     every = [
         Case(replace(PLAIN, context_method=method), model)

@@ -69,10 +69,10 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    Each field maps a compute type to results. `differences` has the greatest difference from one
-    rank, by kind of value ("loss", "norm", "gradients", "parameters"). `bits` has the first value
-    whose bits differ, or None. `torn` has the tensors whose copies on several ranks differ. Bits
-    are not compared on a transport that is not exact.
+    Each field maps a compute type to results. `differences` has the greatest difference from the
+    training run on one rank, by kind of value ("loss", "norm", "gradients", "parameters"). `bits`
+    has the first value whose bits differ, or None. `torn` has the tensors whose copies on several
+    ranks differ. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
@@ -102,8 +102,8 @@ class Verdict:
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """Return all comparisons that `ranks` ranks can make.
 
-    If `short`, return only a few comparisons of each section, which take little time. If `exact` is
-    False, leave out the comparisons of reproducible runs, which require equal bits.
+    If `short` is True, return only a few comparisons of each section, which take little time. If
+    `exact` is False, leave out the comparisons of reproducible runs, which require equal bits.
     """
     covering = layouts.covering_set(ranks)
     sections = {
@@ -169,7 +169,8 @@ def run(
 def _verdict(
     comparison: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
 ) -> Verdict:
-    """Return the verdict of a comparison. If `exact`, the bits of the results are compared, too."""
+    """Return the verdict of a comparison. If `exact` is True, the bits of the results are compared,
+    too."""
     mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
     bitwise = BITWISE if exact else ()
     return Verdict(

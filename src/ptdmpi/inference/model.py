@@ -256,7 +256,8 @@ def open_inference(
     path of adapters that are added to the model. `kind` is the kind of state that is loaded as the
     weights, for example their moving average. With `adapter`, it is the state of the adapters.
 
-    Returns the model, and the description of its files. Raises InputError on every rank.
+    Returns the model, and the description of its files. Raises InputError on every rank if the
+    model cannot be loaded.
     """
     opened = world.on_root(
         lambda: _opened(
@@ -313,7 +314,8 @@ def _opened(
     adapter: Path | None,
     kind: str,
 ) -> _Opened:
-    """Read everything that `open_inference` needs, except the weights. Raises InputError."""
+    """Read everything that `open_inference` needs, except the weights. Raises InputError if there
+    is no such model, or if it does not fit the arguments."""
     stored = open_model(path, kind if adapter is None else WEIGHTS)
     trained = stored.tree.get("precision", {}).get("compute", "fp32")
     sizes = _sizes(stored, ranks, layout)

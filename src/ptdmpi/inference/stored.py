@@ -245,7 +245,8 @@ def config_of(
     pipeline: int = 1,
     data: int | None = None,
 ) -> Config:
-    """Return a configuration without training for a model with the given keys of [model].
+    """Return a configuration for using a model without training. `model` has the keys of its
+    section [model].
 
     If `data` is None, it is the data-parallel size that uses all `ranks`. Raises InputError if the
     model or the layout is not legal.

@@ -84,7 +84,7 @@ def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
     if kept is not None:
         folders.append(kept)
     folders += list(header.path.absolute().parents)[:3]
-    # ptdmpi-data's name for the copy
+    # the name that ptdmpi-data gives to its copy of the tokenizer
     copy = Path(TOKENIZER).with_suffix(Path(header.tokenizer).suffix)
     for folder in folders:
         yield from (folder / header.tokenizer, folder / copy)

@@ -152,7 +152,7 @@ def asked(comm, folder, kind: str) -> None:
     options = OPTIONS | {"tasks": (file,), "adapter": run}
     ((one,),) = [evaluate(base, World(comm), **options)["tasks"]]
     assert one["items"] == 13 and one["accuracy"] == last["validation_accuracy"]
-    with pytest.raises(SharedInputError, match="run has a head for a task: it gives no tokens"):
+    with pytest.raises(SharedInputError, match="run has a head for a task, and predicts no tokens"):
         open_inference(base, World(comm), None, None, adapter=run)
     with pytest.raises(SharedInputError, match=r"--shots: .*run has a head for a task"):
         evaluate(base, World(comm), **options | {"shots": 1})

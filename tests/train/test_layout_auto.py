@@ -45,7 +45,9 @@ def test_a_run_is_laid_out_once(tmp_path):
 
     more = [*command, "--set", "run.steps=3"]
     output = mpirun(2, more, cwd=tmp_path).stdout
-    assert "layout auto: that of the run in run" in output and "resumed after step 2" in output
+    assert (
+        "layout auto: the layout of the run in run" in output and "resumed after step 2" in output
+    )
     after = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert after["parallel"] == parallel and after["run"]["cluster"] == "run/cluster.toml"
 

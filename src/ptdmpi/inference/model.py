@@ -328,8 +328,8 @@ def _opened(
         config = config.model_copy(update={"task": stored.task})
     if config.model.classifies != classifies:
         raise InputError(
-            f"{adapter or stored.path} has a head for a task: it gives no tokens, but its "
-            "accuracy: ptdmpi evaluate --tasks FILE"
+            f"{adapter or stored.path} has a head for a task, and predicts no tokens; "
+            "`ptdmpi evaluate --tasks FILE` measures its accuracy"
         )
     if config.model.masked and not classifies:
         raise InputError(

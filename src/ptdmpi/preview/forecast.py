@@ -151,7 +151,7 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
-    source = "not known: give --cluster, or start it by mpirun as the run"
+    source = "not known: give --cluster, or start this command by mpirun, like the run"
     nodes = 1
     if ranks.local:
         nodes = math.ceil(ranks.count / ranks.local)

@@ -37,7 +37,7 @@ def test_there_and_back():
     asked = pricer("llama-65b")
     days = inverse.days_answer(asked, 2048, 1.4e12, utilisation=0.4).numbers["days"]
     assert inverse.days_answer(asked, 2048, 1.4e12, taken=days).numbers["mfu"] == pytest.approx(0.4)
-    with pytest.raises(InputError, match="one of the two"):
+    with pytest.raises(InputError, match="give either --days or --utilisation"):
         inverse.days_answer(asked, 2048, 1.4e12)
     with pytest.raises(InputError, match=r"A100-SXM-80GB has 312: at least 9.9 days"):
         inverse.days_answer(asked, 2048, 1.4e12, taken=5)

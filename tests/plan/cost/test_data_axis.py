@@ -213,7 +213,7 @@ def test_on_a_cpu_the_hosts_memory_is_the_devices():
     held = pricer.footprint(disk)
     assert (held.optimizer, held.host) == (2 * CHUNK_BYTES, 0)
     with pytest.raises(
-        InputError, match=r"cpu-avx2: offload = .disk. has no price without host\.d"
+        InputError, match=r"cpu-avx2: offload = .disk. has no known time without host\.d"
     ):
         pricer.price(disk)
     host = cluster.host.model_copy(update={"disk_bytes_per_s": 1e9})

@@ -167,7 +167,7 @@ WRONG = {
     "0 1\n-1 2": r"there is no data rank -1",
     "0 1\n2 2": r"line 2: '2 2': a rank always keeps",
     "0 1 1.5": r"above 0 and below 1",
-    "0 1 0.5\n1 0 0.4": r"line 2: another weight of the edge '1 0 0.4'",
+    "0 1 0.5\n1 0 0.4": r"line 2: '1 0 0.4' gives the edge another weight",
     "0 1 0.5\n1 2": r"line 2: '1 2': legal: weights of all edges, or of none",
     "0 1\n1 2 0.5": r"line 2: '1 2 0.5': legal: weights of all edges, or of none",
     "0 1": r"rank 2 of the 3 data ranks has no edge; legal: every rank from 0 to 2",
@@ -202,5 +202,5 @@ def test_the_check_finds_weights_that_are_no_average():
         check(broken)
     crossed = Circulant("crossed", 4, [[1]])
     crossed.column = crossed.row  # sends where it hears from
-    with pytest.raises(InputError, match="rank 0 hears who does not send"):
+    with pytest.raises(InputError, match="rank 0 expects messages that are not sent"):
         check(crossed)

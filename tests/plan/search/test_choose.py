@@ -100,7 +100,9 @@ def test_a_graph_in_a_file_and_dealt_datasets_choose_d(tmp_path):
     where = {"run.cluster": "dgx-h100", "run.dir": str(tmp_path / "run")}
     found = choose.settled(small(**gossip, **where), RANKS, lambda config: 53)
     assert found is not None and resolve(found[0], RANKS).data_size == 4
-    with pytest.raises(InputError, match="over 4 data ranks: no layout of 6 ranks has such a d"):
+    with pytest.raises(
+        InputError, match="over 4 data ranks: no layout of 6 ranks has a d that fits"
+    ):
         choose.settled(small(**gossip, **where), 6, lambda config: 53)
     three = tree({"batch.global_size": 12, "data.split": "by_rank"})
     three["data"]["train"] = [{"path": name} for name in "abc"]

@@ -109,7 +109,7 @@ def test_a_first_stage_with_fewer_layers_is_priced_advised_and_trained():
         run(*options, "--first-layers", "16")
     with pytest.raises(InputError, match="there is one stage"):
         run("--layout", "t=1,p=1,d=1,v=1,b=1", "--first-layers", "2")
-    with pytest.raises(InputError, match="--uneven searches"):
+    with pytest.raises(InputError, match="--uneven searches for the number"):
         run(*options, "--uneven")
     found = json.loads(run("--ranks", "8", "--first-layers", "1", "--json").stdout)["layouts"]
     assert {entry["first_layers"] for entry in found} <= {None, 1}
@@ -146,7 +146,7 @@ def test_why_takes_two_changes_where_one_is_too_few():
     """187 GiB on two ranks: neither recomputation nor the optimizer on the host alone suffices."""
     model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=1,b=4", "--headroom", "0")
     result = run(*model)
-    assert "what makes it fit at the least cost of time, one or two changes" in result.stdout
+    assert "the fastest layouts that fit after one or two changes" in result.stdout
     assert "recompute selective, --offload optimizer" in result.stdout
     why = json.loads(run(*model, "--json").stdout)["why"]
     assert why["changes_at_once"] == 2 and not why["layout"]["fits"]
@@ -232,7 +232,7 @@ def test_a_layout_has_sequence_parallelism_where_that_is_faster():
 
 def test_what_training_does_not_do_is_said():
     common = ("--layout", "t=2,p=2,d=2,v=2,b=1", "--dp-overlap")
-    assert "a forecast only" in run(*common).stdout
+    assert "this layout is only a forecast" in run(*common).stdout
     assert json.loads(run(*common, "--json").stdout)["train"] is None
 
 
@@ -278,7 +278,10 @@ def test_small_models_are_not_rounded_away():
             ("--ranks", "8", "--sequence-parallel", "--partition-activations"),
             "divides activations already",
         ),
-        (("--layout", "d=1", "--offload", "disk"), "has no price without host.disk_bytes_per_s"),
+        (
+            ("--layout", "d=1", "--offload", "disk"),
+            "has no known time without host.disk_bytes_per_s",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments, word):

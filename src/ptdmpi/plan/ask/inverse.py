@@ -56,7 +56,7 @@ def days_answer(
     InputError if the training would exceed the device's peak.
     """
     if (taken is None) == (utilisation is None):
-        raise InputError("give --days or --utilisation, one of the two")
+        raise InputError("give either --days or --utilisation")
     config, peak = pricer.model.config, pricer.machine.peak
     count = active_count(config, pricer.model.vocab_size)
     training = TrainingWork(count, tokens, ranks)

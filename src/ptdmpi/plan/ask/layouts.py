@@ -95,7 +95,8 @@ class LayoutRequest:
             raise InputError("--recompute-layers belongs to --recompute full")
         if self.uneven and (self.layout or self.first_layers):
             raise InputError(
-                "--uneven searches; a --layout and --first-layers say which: leave one of them out"
+                "--uneven searches for the number of layers of the first stage, which --layout or "
+                "--first-layers would fix: leave one of these options out"
             )
 
     def adapted(self, model: Model) -> Model:

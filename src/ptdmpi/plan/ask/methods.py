@@ -80,8 +80,9 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
     where = f"{counted(layout.ranks, 'rank')} of {pricer.cluster.name}: {layout}"
     return Reply(
         short=f"The sum of all gradients takes {1e3 * plain.parts.data:.1f} ms of a step of "
-        f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method without messages could need "
-        f"{share / (1 - share):+.1%} steps. The shortest step has {best['method']}.",
+        f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method without messages could do "
+        f"{share / (1 - share):.1%} more steps in the same time. The shortest step has "
+        f"{best['method']}.",
         rows=[
             ["method", "data axis", "sent a step", "step", "may need", "memory"],
             *map(_row, entries),
@@ -98,9 +99,10 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
             ),
         ],
         notes=[
-            "may need: so many more steps, and the training ends as early as with all_reduce",
-            "of codes only what they read and write is counted: choosing the greatest, and "
-            "hashing, take longer, by how much is not known before it is measured",
+            "may need: with so many more steps, the training takes as long as with all_reduce",
+            "the time of codes counts only the bytes that are read and written: choosing the "
+            "greatest numbers, or hashing, takes longer, and this time is unknown until it is "
+            "measured",
         ],
     )
 

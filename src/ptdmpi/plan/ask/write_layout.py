@@ -23,7 +23,8 @@ def check(file: Path, request: LayoutRequest) -> None:
         raise InputError(f"{file} exists already; give --write another name")
     if request.dp_overlap:
         raise InputError(
-            "--write: ptdmpi train hides no messages over the data axis, so leave out --dp-overlap"
+            "--write: ptdmpi train overlaps no messages over the data axis with computation, so "
+            "leave out --dp-overlap"
         )
     if request.lora is not None:
         raise InputError(

@@ -187,7 +187,7 @@ class _Pass:
         while self.runnable:
             self._advance(self.runnable.pop())
         if self.waiting:
-            raise schedules.DeadlockError(f"schedule {kind} waits for itself")
+            raise schedules.DeadlockError(f"the ranks of schedule {kind} wait for each other")
         return max(self.clocks)
 
     def _advance(self, rank: int) -> None:

@@ -96,8 +96,8 @@ class UpdateTimes:
         if missing := self.cluster.lacks(offload):
             keys = " and ".join(f"host.{key}" for key in missing)
             raise InputError(
-                f'cluster {self.cluster.name}: offload = "{offload}" has no price without {keys} '
-                'in its file; legal: write what is missing there, or offload = "none"'
+                f'cluster {self.cluster.name}: offload = "{offload}" has no known time without '
+                f'{keys} in the cluster file; legal: add what is missing, or offload = "none"'
             )
         host, devices = self.cluster.host, self.cluster.node.devices
         weight = self.machine.element_bytes

@@ -152,9 +152,14 @@ def check(graph: Topology, steps: int = 16) -> None:
         for rank in range(size):
             row = graph.row(step, rank)
             if sum(row.values()) != 1 or min(row.values()) <= 0:
-                raise InputError(f"topology {graph.name}: the weights of rank {rank} are no mean")
+                raise InputError(
+                    f"topology {graph.name}: the weights of rank {rank} are not above 0, or do not "
+                    "sum to 1"
+                )
             if any(columns[peer].get(rank) != weight for peer, weight in row.items()):
-                raise InputError(f"topology {graph.name}: rank {rank} hears who does not send")
+                raise InputError(
+                    f"topology {graph.name}: rank {rank} expects messages that are not sent"
+                )
             for peer in row:
                 reached.join(rank, peer)
     if graph.period is not None and len(apart := reached.parts()) > 1:

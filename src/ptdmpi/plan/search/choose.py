@@ -107,7 +107,7 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
         reasons = [file] if graph is not None else []
         reasons += [split] if config.data.split != "shared" else []
         raise InputError(
-            f"{', and '.join(reasons)}: no layout of {counted(ranks, 'rank')} has such a d"
+            f"{', and '.join(reasons)}: no layout of {counted(ranks, 'rank')} has a d that fits"
         )
     return sizes
 
@@ -155,7 +155,7 @@ def settled(
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
     if before is not None:
-        return applied(tree, before), f"layout auto: that of the run in {config.run.dir}"
+        return applied(tree, before), f"layout auto: the layout of the run in {config.run.dir}"
     # the section data_parallel is left out, because a topology depends on the number of data ranks,
     # which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))

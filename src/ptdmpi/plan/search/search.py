@@ -289,8 +289,9 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
         if space.data is not None:
             sizes = " or ".join(map(str, space.data))
             return (
-                f"no layout of {pricer.model.name} with d = {sizes}, which is what the run's edge "
-                f"list or dealt datasets fit, is legal on {where}; legal: other ranks"
+                f"no layout of {pricer.model.name} with d = {sizes} is legal on {where}, and the "
+                "run's edge list or its split of datasets allows no other d; legal: another number "
+                "of ranks"
             )
         return (
             f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
@@ -311,7 +312,7 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     all_ways = _all_ways(pricer, freer, collected.groups)
     fitting = (layout for layout in all_ways if pricer.fits(layout))
     helps += [sharding_words(layout) for layout in itertools.islice(fitting, 1)]
-    advice = "nor would one on 64 times as many"
+    advice = "nor would one on 64 times as many ranks"
     if helps:
         advice = "would fit: " + ", or ".join(helps)
     return (

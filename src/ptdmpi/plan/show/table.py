@@ -239,7 +239,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
         yield "no single change makes it faster"
         return
     if why["changes_at_once"] > 1:
-        yield "what makes it fit at the least cost of time, one or two changes at once"
+        yield "the fastest layouts that fit after one or two changes"
     else:
         yield "the single changes that help most"
     rows = []
@@ -260,7 +260,7 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines about the layout that the rules of Narayanan et al. 2021 choose."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
-    yield "next to it, by Narayanan et al. 2021"
+    yield "for comparison, the rules of Narayanan et al. 2021"
     if ruled is None:
         yield "  takeaways 1 to 3   no layout that follows them is legal and fits"
     else:
@@ -278,7 +278,10 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
         return
     yield ""
     if result["train"] is None:
-        yield "ptdmpi train hides no messages over the data axis: a forecast only"
+        yield (
+            "ptdmpi train overlaps no messages over the data axis with computation: this layout is "
+            "only a forecast"
+        )
         return
     ranks = result["ranks"]
     yield f"to train so: mpirun -n {ranks} ptdmpi train CONFIG, and in the configuration"

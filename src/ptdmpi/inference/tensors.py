@@ -11,7 +11,7 @@ from ptdmpi.model.documents import Documents, Pairs
 
 def as_tensors(rows: MicrobatchRows) -> Microbatch:
     """Return a microbatch of arrays [sequences, positions] as tensors [positions, sequences] on the
-    host, with all positions."""
+    host, with the positions of all context ranks."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
         """Return `_sequence_first(array)`, or None for None."""

@@ -35,8 +35,8 @@ HEADINGS = (
 
 
 def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()) -> str:
-    """Return the table as text: all rows, the legend of the abbreviations, the probes of tokens,
-    and at the end the number of rows with faults."""
+    """Return the table as text: all rows, the legend of the abbreviations, the results for
+    perturbed tokens, and at the end the number of rows with faults."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):

@@ -258,9 +258,10 @@ class DataAxis:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering the weights, and of summing the gradients, of all tensors
-        of a stage's layers and of the vocabulary's table, one tensor at a time. Small tensors cost
-        mostly latency, so the total size alone would not give the time."""
+        """Return (seconds of gathering weights, seconds of summing gradients). They are sums over
+        all tensors of a stage's layers and over the vocabulary's table, with separate messages for
+        each tensor. Small tensors cost mostly latency, so the total size alone would not give the
+        time."""
         sizes = self.layer_tensors(held.tensor)
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
         gathered_s, summed_s = (held.layers * sum(part) for part in zip(*pairs, strict=True))

@@ -114,8 +114,7 @@ def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
 
 
 def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
-    """Return the description of this trainer as a program (`Software`), with the settings of a
-    run."""
+    """Return the `Software` that describes this trainer with the settings of a run."""
     changes = {"wide_products": wide_products, "kept_block": kept_block}
     return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
 

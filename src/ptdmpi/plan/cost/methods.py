@@ -335,7 +335,6 @@ class MethodTimes(StepTimes):
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
-        """Store the data axis of the method. `method` has the meaning of the argument of
-        `StepTimes`."""
+        """Make the data axis for `method`, which has the meaning of the argument of `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

@@ -112,7 +112,8 @@ class StageMemory:
         self._parts_of = cache(self._counted_parts)
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # the work of each rank of a shard group, if the optimizer updates whole matrices
+        # `dealt` returns the work of each rank of a shard group, if the optimizer updates whole
+        # matrices
         self.dealt = cache(self._counted_dealt)
         # name of an inventory in `OP_KINDS` -> its bytes for one microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}

@@ -45,7 +45,8 @@ OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Operators in order. The first reads the residual stream "x", and the last writes it."""
+    """Operators in order. The first operator reads the residual stream "x", and the last operator
+    writes it."""
 
     name: str
     operators: tuple[Operator, ...]

@@ -8,8 +8,8 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 
 
 class Held(NamedTuple):
-    """The memory that a rank holds during `op`, including the op's working memory, and after
-    `op`."""
+    """The memory that a rank holds during `op` (including the op's working memory), and the memory
+    that it holds after `op`."""
 
     op: Op
     during: float

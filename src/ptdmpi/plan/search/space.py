@@ -82,7 +82,7 @@ def contradiction(space: Space) -> str:
     plain = Layout(
         tensor=1,
         pipeline=1,
-        data=space.ranks,  # a multiple of every legal shard group
+        data=space.ranks,  # a multiple of the size of every legal shard group
         virtual=CHUNKS.get(schedule, 1),
         schedule=schedule,
         recompute=space.recompute or "full",

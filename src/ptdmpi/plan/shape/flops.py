@@ -26,8 +26,8 @@ def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
 
 def core_forward_flops(model: ModelConfig) -> float:
     """Return the FLOPs per token of the two matrix products of attention in one layer, as the mean
-    over the layers. They are over all positions of the sequence, or over the window of a layer that
-    has one."""
+    over the layers. All positions of the sequence count as keys of a query, or, in a layer with a
+    sliding window, only the positions in the window."""
     core = [row for row in _layer(model) if row.recomputed_selectively]
     return 2 * multiplications(core, model)
 
@@ -38,7 +38,8 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     They are 2 V h, with vocabulary size V and hidden size h. For a masked model, BERT's transform
     is added, and the sum is multiplied by the fraction of positions that the head predicts (the
     default fraction). The head of a task computes one position of each sequence: the FLOPs of its
-    linears, divided by the sequence length. The classifier of the order of segments is not counted.
+    linears, divided by the sequence length. The classifier for the order of two segments is not
+    counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)

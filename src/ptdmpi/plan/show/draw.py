@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHADES = 4  # number of shades of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # number of the darkest shades, on which letters are white
-_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # colours of letters: in a terminal, in a picture
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: colour in a (terminal, picture)
 # True: a number is written horizontally into its bar; False: vertically
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},

@@ -79,8 +79,8 @@ class LowBit:
 
     The value of an element is the level of its code times the scale of its block. The levels of
     int8 and int4 are integers; the element with the largest magnitude in a block gets the level 127
-    (int8) or -8 (int4), and the scale is negative if this requires it (absmax). The levels of nf4
-    are between -1 and 1. The values of uint4 are relative to a minimum, which each block stores in
+    or -127 (int8), or -8 (int4, whose scale has the sign that this requires). The levels of nf4 are
+    between -1 and 1. The values of uint4 are relative to a minimum, which each block stores in
     addition to its scale.
     """
 

@@ -31,7 +31,7 @@ MOST_DEPTH = 8
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the content of the TOML file `path` as nested dicts and lists (a tree), after the
+    """Return the content of the TOML file `path` as nested dicts and lists (a tree), changed by the
     `overrides`: "section.key=value" sets a key, and "section.key=" removes a key.
 
     Raise InputError if the file is missing, too large, nested too deeply or not TOML, or if an

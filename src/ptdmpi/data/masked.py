@@ -168,8 +168,8 @@ class MaskedSamples:
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or
-        less by a few tokens.
+        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
+        few less.
 
         The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has the
         number of words that was sampled for it, or the greatest smaller number that still fits.

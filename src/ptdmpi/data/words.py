@@ -138,8 +138,8 @@ Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
-    """Return the function `Ends` for a tokenizer, which depends on the marks that the tokenizer
-    uses for words."""
+    """Return a function of the type `Ends` for a tokenizer. The function depends on the marks with
+    which the tokenizer's vocabulary shows where words begin or end."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)

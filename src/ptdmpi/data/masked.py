@@ -1,10 +1,10 @@
 """Samples for masked language models: masked words, and two segments that are in order or swapped.
 
 The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form of
-Megatron-LM (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked, and the model
-predicts whether two segments are in order, not whether the second segment follows the first (Lan et
-al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function of (seed,
-global sample number).
+Megatron-LM (Shoeybi et al. 2019, section 5.3). N-grams of complete words are masked. The model
+predicts whether two segments of a text are in order or swapped; BERT predicted whether the second
+segment follows the first (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random
+choice is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Sequence

@@ -265,7 +265,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
         elif mistake["type"] == "missing":
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
         elif key == "data.train":
-            yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each dataset'
+            yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" per dataset'
         else:  # if a key may have several types, pydantic reports one mistake for each type
             text = mistake["msg"].removeprefix("Value error, ")
             values.setdefault(key, (mistake["input"], []))[1].append(text)

@@ -80,8 +80,8 @@ class AdaptConfig(Section):
 
 
 def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
-    """Return the rows of `TARGETS` that get adapters; empty if the model has none. `gates` is the
-    number of parts in the output of the MLP's first linear (`ModelConfig.gates`).
+    """Return the rows of `TARGETS` that get adapters; empty if the model has no adapters. `gates`
+    is the number of parts in the output of the MLP's first linear (`ModelConfig.gates`).
     """
     known = dict(TARGETS)
     if gates == 1:

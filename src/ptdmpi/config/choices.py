@@ -1,4 +1,4 @@
-"""The legal values of some keys of a configuration, and properties that depend only on the
+"""The legal values of some keys of a configuration, and properties that depend only on such a
 value."""
 
 from typing import Literal, get_args

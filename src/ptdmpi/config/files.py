@@ -31,7 +31,7 @@ MOST_DEPTH = 8
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the content of the TOML file `path` as nested dicts and lists (a tree), after the
+    """Return the content of the TOML file `path` as nested dicts and lists (a tree), changed by the
     `overrides`: "section.key=value" sets a key, and "section.key=" removes a key.
 
     Raise InputError if the file is missing, too large, nested too deeply or not TOML, or if an
@@ -265,7 +265,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
         elif mistake["type"] == "missing":
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
         elif key == "data.train":
-            yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each'
+            yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" per dataset'
         else:  # if a key may have several types, pydantic reports one mistake for each type
             text = mistake["msg"].removeprefix("Value error, ")
             values.setdefault(key, (mistake["input"], []))[1].append(text)

@@ -86,7 +86,8 @@ def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bo
 
 
 def breaks(layout: Layout, *names: str) -> bool:
-    """Return True if a layout breaks one of the rules `names`, which need no model or batch."""
+    """Return True if a layout breaks one of the rules named `names`. Only rules that need neither a
+    model nor a batch size are checked."""
     return any(rule.broken for rule in rules_of(layout, None, None) if rule.name in names)
 
 
@@ -144,8 +145,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that each context rank gets two chunks of a sequence, and that all chunks
-    have the same length. With sequence parallelism the number of tensor ranks must also divide this
+    """Return the rule that a sequence can be divided into two chunks for each context rank, all of
+    the same length. With sequence parallelism the number of tensor ranks must also divide this
     length.
     """
     unit = 2 * layout.context
@@ -167,8 +168,8 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
-    """Yield the rules that the model has experts, and that every rank gets the same number of
-    experts.
+    """Yield two rules: experts are distributed over ranks only if the model has experts, and all
+    these ranks get equally many experts.
     """
     expert, experts = layout.expert, model.experts
     yield Rule(

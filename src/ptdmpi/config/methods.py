@@ -106,9 +106,9 @@ class DataParallelConfig(Section):
 
 
 def steps_outside(section: DataParallelConfig) -> bool:
-    """Return True if a round of local steps ends with an outer optimizer step, which begins from
-    the weights at the start of the round. Otherwise the round ends with the mean of the replicas'
-    weights.
+    """Return True if the data-parallel method is "local" and each round of local steps ends with an
+    outer optimizer step, which begins from the weights at the start of the round. Otherwise a round
+    of local steps ends with the mean of the replicas' weights.
     """
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))

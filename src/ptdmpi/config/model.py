@@ -96,9 +96,9 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# The maximum number of layers, because every layer is a separate torch module. The deepest trained
-# Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555), and the deepest networks have
-# 10,000 (Xiao et al. 2018, arXiv 1806.05393).
+# The maximum number of layers. The number is limited, because every layer is a separate torch
+# module. The deepest trained Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555),
+# and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 # activation functions of gated MLPs: one half of the first linear's output gates the other half
@@ -182,9 +182,10 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
-    # the keys of [adapt]: code that builds the model, or counts its parameters, needs its adapters
+    # the section [adapt]: code that builds the model or counts its parameters must know the
+    # adapters
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
-    # the keys of [quantize]: the format of the model's quantized matrices, trained or frozen
+    # the section [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
 
     @model_validator(mode="before")
@@ -219,8 +220,8 @@ class ModelConfig(Section):
 
     def idle(self, layers: range | None = None) -> int:
         """Return how many layers of the range `layers` have no backward pass, because they come
-        before the first layer with adapters. The result is 0 if all layers are trained. `layers`
-        None means all layers of the model.
+        before the first layer with adapters. The result is 0 if the model is trained without
+        adapters. If `layers` is None, all layers of the model are counted.
         """
         if layers is None:
             layers = range(self.layers)
@@ -290,16 +291,17 @@ class ModelConfig(Section):
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # a window that is as long as a sample has no effect, and attention kernels without a window
-        # are faster
+        # a window that is as long as a sample has no effect, so report no window: attention kernels
+        # without a window are faster
         if slides and self.sliding_window < self.seq_length:
             return self.sliding_window
         return 0
 
     @property
     def mean_keys(self) -> float:
-        """Return the number of keys that a query can attend to, averaged over the layers. In a
-        layer the number is the window, or the sequence length s if the layer has no window.
+        """Return the number of keys that a query can attend to, averaged over the layers. In one
+        layer this number is the size of the window, or the sequence length s if the layer has no
+        window.
         """
         if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
             return self.seq_length

@@ -33,9 +33,10 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The kind of state that is the master weights, or the weights of a model that is not trained.
+# The kind of state that consists of the master weights (in a model that is not trained: of the
+# weights).
 WEIGHTS = "weights"
-AVERAGE = "ema"  # the kind of state that is the moving average of the weights
+AVERAGE = "ema"  # the kind of state that contains the moving average of the weights
 # Kinds of state that optimizers keep, with the names that torch uses.
 MOMENTUM, ADAMW_KEEPS = "momentum_buffer", ("exp_avg", "exp_avg_sq")
 LION_BETA2 = 0.99
@@ -176,10 +177,11 @@ class OptimizerConfig(Section):
     """The section [optimizer]: the optimizer, the warm-up and decay of its learning rate, and
     clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD
     with momentum, and Muon for the layers' matrices with AdamW for all other parameters (Jordan et
-    al. 2024). `decay_steps` is the number of steps at the end of a run in which `decay = "wsd"`
-    reduces the learning rate, or, below 1, a fraction of all steps. `muon_scale` is the scaling of
-    an orthogonal update, with the names of torch.optim.Muon. If `ema_decay` is above 0, the run
-    keeps a moving average of the weights. `kind = "own"` selects the optimizer that `own` names.
+    al. 2024). With `decay = "wsd"` the learning rate falls in the last `decay_steps` steps of a
+    run; a `decay_steps` below 1 is a fraction of all steps. `muon_scale` says how Muon scales an
+    orthogonal update; its values are named as in torch.optim.Muon. If `ema_decay` is above 0, the
+    run keeps a moving average of the weights. `kind = "own"` selects the optimizer that `own`
+    names.
     """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
@@ -236,7 +238,8 @@ class OptimizerConfig(Section):
     @property
     def numbers(self) -> int:
         """Return how many numbers of optimizer state are stored for each element of a parameter.
-        With Muon an element of the layers' matrices has one number less.
+        With Muon the result is valid for all parameters except the layers' matrices, whose elements
+        have one number less.
         """
         return len(self.moments) - self.has_matrices
 

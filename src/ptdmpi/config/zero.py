@@ -1,8 +1,8 @@
 """The state that each stage of ZeRO shards (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-A stage is the value of `parallel.zero`, from 0 to 3. Code outside this module does not compare the
-number of a stage. Such code calls the functions of this module, or the methods of `Layout` and
-`Portion`, which also consider the number of ranks.
+A stage is the value of `parallel.zero`, from 0 to 3. Code outside this module never compares stages
+as numbers. Such code calls the functions of this module, or the methods of `Layout` and `Portion`,
+which also consider the number of ranks.
 """
 
 from typing import NamedTuple

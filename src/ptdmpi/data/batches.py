@@ -101,8 +101,8 @@ class TrainBatches:
         self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
-        """Return the positions of this rank's samples in window number `window`. The window of the
-        previous call is cached."""
+        """Return the positions of this rank's samples in the steps of window number `window`. The
+        window of the previous call is cached."""
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = self._order.start.sample + steps[:, None] * self._global_size

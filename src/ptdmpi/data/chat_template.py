@@ -109,8 +109,9 @@ class ChatTemplate:
 
     @property
     def lead(self) -> str:
-        """Return the spaces that the template writes before an answer, but not at the end of the
-        prompt for an answer. Raise the same errors as `render`."""
+        """Return the spaces that the template writes between the prompt for an answer and the
+        answer; empty if it writes any other text between them. Raise the same errors as
+        `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 

@@ -1,14 +1,15 @@
 """The header of a shard: its sizes, offsets and attributes, but not its tokens.
 
 The header is read from the shard's own file, or from the list that `ptdmpi-data` writes into the
-folder of the shards. A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens`
-(uint16 or uint32, little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`:
-the first is 0, the last is the number of tokens) and attributes. A shard of format 2 also has a
-dataset `weights` (uint8, one per token: 1 if the token counts as a label, 0 if it is only an
-input), and the attribute `row_length`, the length of the rows into which its documents were packed.
-Format 3 is format 2 with pairs of answers: in each row, document 2 i ends with a preferred answer,
-and document 2 i + 1 with another answer to the same prompt. If a row has an odd number of
-documents, the last one is padding. `blocks.py` describes the dataset `token_blocks`.
+folder of the shards. A shard is one HDF5 file with attributes and several datasets. The dataset
+`tokens` (uint16 or uint32, little-endian) is contiguous and uncompressed. The dataset `documents`
+is contiguous, and has uint64 offsets into `tokens`: the first is 0, and the last is the number of
+tokens. A shard of format 2 also has a dataset `weights` (uint8, one per token: 1 if the token
+counts as a label, 0 if it is only an input). Its attribute `row_length` is the length of the rows
+into which its documents were packed. Format 3 is format 2 with pairs of answers: in each row,
+document 2 i ends with a preferred answer, and document 2 i + 1 with another answer to the same
+prompt. If a row has an odd number of documents, the last one is padding. `blocks.py` describes the
+dataset `token_blocks`.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ from ptdmpi.config.section import MOST
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # the format version of shards with weights
 PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs
-# The name of the file that records from which texts the shards in its folder were made, and lists
-# the headers of these shards.
+# The name of a file in the folder of shards. The file records from which texts the shards were
+# made, and lists their headers.
 SUMMARY = "tokenize.json"
 # The number of bytes that are searched for texts of attributes at each position where HDF5 may
 # store them.

@@ -1,10 +1,10 @@
 """Samples for masked language models: masked words, and two segments that are in order or swapped.
 
 The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form of
-Megatron-LM (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked, and the model
-predicts whether two segments are in order, not whether the second segment follows the first (Lan et
-al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function of (seed,
-global sample number).
+Megatron-LM (Shoeybi et al. 2019, section 5.3). N-grams of complete words are masked. The model
+predicts whether two segments of a text are in order or swapped; BERT predicted whether the second
+segment follows the first (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random
+choice is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Sequence
@@ -168,8 +168,8 @@ class MaskedSamples:
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or
-        less by a few tokens.
+        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
+        few less.
 
         The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has the
         number of words that was sampled for it, or the greatest smaller number that still fits.

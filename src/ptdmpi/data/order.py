@@ -1,9 +1,10 @@
 """The training order: a pure function of (seed, global sample index) that returns the dataset and
 the number of the sample in this dataset.
 
-Only one period of the mixture is stored. Other trainers store shuffled index files; ptdmpi computes
-the order by a keyed permutation. So start-up time and memory do not depend on the size of the
-corpus, and resuming needs only one integer, the number of consumed samples.
+Only one period of the mixture (the repeating sequence of datasets) is stored. Other trainers store
+shuffled index files; ptdmpi computes the order by a keyed permutation. So start-up time and memory
+do not depend on the size of the corpus, and resuming needs only one integer, the number of consumed
+samples.
 """
 
 import heapq
@@ -162,7 +163,7 @@ def _apportion(weights: list[int]) -> np.ndarray:
     """Return the number of the dataset for each sample of one period, int32 [sum of weights].
 
     For every n, the first n samples contain floor(w_i n) or ceil(w_i n) samples of dataset i (w_i =
-    weights[i] / period). So the number differs from w_i n by less than one.
+    weights[i] / period). So the number of samples of dataset i differs from w_i n by less than one.
 
     Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
     slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The bounds floor(w_i n) and

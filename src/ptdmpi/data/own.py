@@ -33,8 +33,8 @@ class OwnDataset:
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
-        vocabulary size or the length of the object is not an integer, or if `row` raises InputError
-        for the first or the last sample."""
+        object's `vocab_size` is not an integer above 0, if the object has no length or no samples,
+        or if `row` raises InputError for the first or the last sample."""
         self.path = path
         self.seq_length = seq_length
         self._own = plugin("datasets", path)(seq_length)

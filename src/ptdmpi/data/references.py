@@ -23,7 +23,8 @@ from ptdmpi.data.documents import Locate
 from ptdmpi.data.header import ShardHeader, format_checksum
 from ptdmpi.data.shards import Dataset
 
-REFERENCE = "reference"  # the name of the folder
+# The name of the folder with the log-probabilities, in the folder of a dataset.
+REFERENCE = "reference"
 SUMMARY = "reference.json"
 _OPEN_SHARDS = 512  # maximum number of shards whose log-probabilities are mapped at a time
 MADE_BY = "make them with ptdmpi-data score MODEL DATA"

@@ -2,11 +2,11 @@
 leaves no incomplete shard.
 
 HDF5 needs the length of a contiguous dataset before its data, but a stream knows the length only at
-its end. So the tokens are appended to the file by plain writes, after the HDF5 structures of an
-empty file, at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset
-of the right length at this offset, without writing its content. HDF5 itself reports the offset, for
-an empty file in memory. When the dataset is made, the writer checks that HDF5 has used the reported
-offset.
+its end. So the writer first makes an empty HDF5 file, and then appends the tokens by plain writes,
+at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset of the right
+length at this offset, without writing its content. The writer finds the offset in advance, by
+making such a dataset in an empty HDF5 file in memory. When the real dataset is made, the writer
+checks that HDF5 has used the same offset.
 """
 
 import io
@@ -82,9 +82,10 @@ class ShardWriter:
     exception, or a write fails, the temporary file is removed. The writer needs memory for one
     buffer, for 8 bytes per document, and, for a shard with rows, for one byte per token.
 
-    The methods of `ShardWriter` raise InputError if the file cannot be written (on a full disk, for
-    example), for a token id outside the vocabulary (perhaps in a later call, because short blocks
-    are collected first), and for a shard that would be empty or whose last document has no end.
+    The methods of `ShardWriter` raise InputError in three cases. The file cannot be written, for
+    example on a full disk. A token id is outside the vocabulary; a later call may raise this error,
+    because short blocks are collected first. The shard would be empty, or its last document has no
+    end.
     """
 
     def __init__(

@@ -112,8 +112,9 @@ def _open_limit(shards: int) -> int:
     """Return how many of a dataset's `shards` shards may be open at a time. Each open shard needs a
     file descriptor.
 
-    The soft limit of descriptors, often 1024, is raised to the hard limit if the dataset needs
-    more, because opening a shard for each sample takes ten times as long as reading the sample.
+    If the dataset needs more descriptors than the soft limit permits (often 1024), the soft limit
+    is raised to the hard limit. Otherwise a shard might be opened for each sample, which takes ten
+    times as long as reading the sample.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):

@@ -138,8 +138,8 @@ Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
-    """Return the function `Ends` for a tokenizer, which depends on the marks that the tokenizer
-    uses for words."""
+    """Return a function of the type `Ends` for a tokenizer. The function depends on the marks with
+    which the tokenizer's vocabulary shows where words begin or end."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -173,8 +173,8 @@ def _byte_in_word(character: str) -> bool:
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last character of a token are parts of words, for a token
-    that is written as plain text, where BLANK represents a blank and <0x..> a byte."""
+    """Return whether the first and the last character of a token are parts of words. The token is
+    plain text, in which BLANK represents a blank and <0x..> a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     return _in_word(token[0]), _in_word(token[-1])

@@ -157,8 +157,8 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if PowerSGD would shrink no tile: if for every tile of the model the two
-    low-rank factors have at least as many numbers as the tile.
+    """Yield a mistake if PowerSGD would shrink no tile of the model. PowerSGD does not shrink a
+    tile if its two low-rank factors have at least as many numbers as the tile.
     """
     if section.method == "all_reduce":
         return

@@ -86,8 +86,8 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
 
 
 def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if the run must sum the gradients of microbatches along one tree, and
-    `parallel.zero` sums them in shards after each microbatch."""
+    """Yield a mistake if `run.reproducible` requires that the gradients of microbatches are summed
+    along one tree, but `parallel.zero` sums gradients in shards after each microbatch."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
             "run.reproducible = true sums the gradients of all microbatches along one tree, but "

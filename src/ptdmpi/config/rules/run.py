@@ -37,8 +37,8 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each key that has an effect only in a run with validations, or with
-    tasks, if the run has no validations or no tasks.
+    """Yield a mistake for each key that has an effect only with validations, if the run has none.
+    Also yield the mistakes in the keys `log.tasks` and `log.tasks_every_steps`.
     """
     wishes = {}
     if sections.run is not None:

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages: the form in which an activation is sent, and the two
-ends of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages: the form in which an activation is sent, and the input
+and the output of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # an activation is sent whole if the number of tensor ranks does not divide its number of
-        # elements, because all parts must have the same length
+        # each rank sends the whole activation if the number of tensor ranks does not divide the
+        # number of its elements, because all parts must have the same length
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 

@@ -28,9 +28,10 @@ class Split:
     into shares.
 
     If the number of shares does not divide the size of a part, the part is padded at its end; the
-    padding is not part of the logical tensor. `most` is the maximum number of shares of each part,
-    because a key head, for example, is never cut. If t is larger than this number, neighbouring
-    ranks have copies of the same share. If `most` is None, each part has t shares.
+    padding is not part of the logical tensor. `most` is the maximum number of shares of each part.
+    For keys, for example, it is the number of key heads, because a head is never cut. If t is
+    larger than this number, neighbouring ranks have copies of the same share. If `most` is None,
+    each part has t shares.
     """
 
     dim: int

@@ -8,8 +8,8 @@ that stores or compares state, such as checkpoints, iterates over `State.pieces`
 tensors with their values. Each slice has the list of axes along which ranks have different slices;
 from this list follows which ranks have the same values. Only this module uses the form in which a
 rank stores its part, which may differ between parameters and between kinds. There is one exception:
-after the loss of a rank, the surviving ranks send `State.flats` unchanged, because the receivers
-store the same part.
+after the loss of a rank, the surviving ranks send `State.flats` unchanged, because each receiver
+stores the same part of the state as its sender.
 """
 
 import contextlib

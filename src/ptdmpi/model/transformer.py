@@ -109,7 +109,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` is the number of first layers of the model, not of each pipeline stage,
+        # `recompute.layers` counts the first layers of the whole model, not of each pipeline stage,
         # so that recomputation does not depend on the number of pipeline ranks or model chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit

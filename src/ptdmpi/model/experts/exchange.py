@@ -3,8 +3,8 @@ have their experts, and the results are sent back.
 
 The experts of a layer are divided among the e ranks of a group. Rank r has the r-th block of
 experts, in the order of their numbers. All ranks of the group compute the same layer for the same
-microbatch number at the same time, each rank with its own tokens. The activation of a token (a row)
-is sent once for each expert of the token.
+microbatch number at the same time, each rank with its own tokens. The activation of a token is
+called a row, and is sent once for each expert of the token.
 
 An expert computes the rows of each source rank separately, rank after rank, in the order that the
 rows have on the source rank. Each matrix product therefore has the same rows as without expert
@@ -32,9 +32,9 @@ class RowCounts(NamedTuple):
 
 class Dispatch(Protocol):
     """The interface of the exchange of a microbatch's rows between ranks. The rank has T tokens
-    with k experts each. The experts of this rank compute R rows, each with j weights. `held` has
-    the rows of each of the rank's experts, which are numbered from 0. `counts` has the numbers of
-    rows that ranks send to each other; None if nothing is sent."""
+    with k experts each. The experts of this rank compute R rows, each with j weights. `held` tells
+    which of these rows belong to which expert of this rank; here the experts are numbered from 0.
+    `counts` has the numbers of rows that ranks send to each other; None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -154,8 +154,8 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The group of ranks, `comm`, that have different experts of the same layers and have different
-    tokens."""
+    """The group of ranks, `comm`, among which the experts of the same layers are divided. The ranks
+    also have different tokens."""
 
     comm: Communicator = field(default_factory=OneRank)
 

@@ -2,8 +2,8 @@
 outputs of the router. In the shapes below, T is the number of tokens, E is the number of experts,
 and k is the number of experts of a token.
 
-All computation is in float32 or wider. The choice of a token's experts uses no sum over tokens, so
-it depends only on the token's own activation.
+All computation is in float32 or a wider type. The choice of a token's experts uses no sum over
+tokens, so it depends only on the token's own activation.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Routing:
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
         """Return the numbers [T, k] of each token's experts, in descending order of their scores
-        [T, E]. With the balance "bias", the numbers `balance` [E] are added to the scores before
-        the choice.
+        [T, E]. If the router's `balance` is "bias", the numbers `balance` [E] are added to the
+        scores before the choice.
 
         If scores are equal, the expert with the lower number comes first. `torch.topk` is not used,
         because it does not specify the order of equal scores. With `router_groups` > 1, only

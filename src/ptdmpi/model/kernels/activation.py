@@ -122,8 +122,9 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x in the type of computation, z, and S(z) (see the module). The results use three of
-    the four tensors `room`; the third tensor of `room` is free for other values."""
+    """Return three tensors: x in the type of the computation, z, and S(z) (see the module
+    docstring). The results use three of the four tensors `room`; the third tensor of `room` is free
+    for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x

@@ -82,9 +82,9 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the attention backends that are available on a device, the fastest first. They come
-    from the table's first entry for the device. For a device that is not in the table, such as the
-    host, the result is empty."""
+    """Return the attention backends that are available on a device, the fastest first. The backends
+    are taken from the first entry for this device in the table of measurements. For a device that
+    is not in the table, such as the host, the result is empty."""
     vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -202,9 +202,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run that was begun by a version without a choice of this kind keeps PyTorch's kernel, so
-    # that its results stay bitwise equal. Such a run has multiplied 16-bit types as the processor
-    # requires, and `fresh` does the same.
+    # A run may have begun with an older version of ptdmpi that had no choice of this kind. Such a
+    # run keeps PyTorch's kernel, so that its results stay bitwise equal. It has multiplied 16-bit
+    # types as the processor requires, and `fresh` does the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

@@ -58,7 +58,8 @@ from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 
 class Engine:
-    """All objects that one rank needs for a training step, except data, logs and checkpoints."""
+    """All objects that one rank needs for a training step. Data, logs and checkpoints are not
+    included."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build the model of this rank. `place` records this rank's activity, which the heartbeat
-        reads. Raise SharedInputError, on all ranks, if the configuration is not supported."""
+        """Build this rank's part of the model. `place` records this rank's activity, which the
+        heartbeat reads. Raise SharedInputError, on all ranks, if the configuration is not
+        supported."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -193,8 +195,9 @@ class Engine:
     def _update(
         self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
     ) -> float | None:
-        """Update the state by gradients of this `norm`, unless the step is `skipped`. Return the
-        distance between replicas that differ, if this step measures it."""
+        """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients. If
+        replicas differ and this step measures their distance, return the distance; otherwise return
+        None."""
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. Each rank
         # therefore updates completely or not at all, and after the loss of a rank the state of the
@@ -352,7 +355,8 @@ def _sums_early(config: Config, axes: Axes) -> bool:
     begin during the last backward. This is only done for the method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # a single rank may be the last survivor of several ranks, whose state it takes over unchanged
+    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it takes
+    # over their state unchanged, so it needs the same shard units
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
@@ -392,8 +396,9 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
 def _runner(
     stages: Mapping[int, Stage], config: Config, axes: Axes, device: torch.device
 ) -> Runner:
-    """Return the runner of these stages. It measures the time of messages inside ops: on the
-    context axis, the expert axis and, if gradients are sharded, in the shard group."""
+    """Return the runner of these stages. The runner also measures the time of the messages that ops
+    send on the context axis, on the expert axis and, if gradients are sharded, in the shard group.
+    """
     compute = data_types(config.precision.compute).compute
     runner = Runner(stages, axes["pipeline"], compute, device)
     runner.time_inside(CONTEXT, axes[CONTEXT])

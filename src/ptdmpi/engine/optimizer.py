@@ -89,8 +89,8 @@ class LossScale:
 
 class Optimizer:
     """The optimizer that the configuration names. It works on flat tensors, which contain this
-    rank's part of each shard unit. Elements with the same weight decay and the same factor of the
-    learning rate form a group, and are updated together.
+    rank's part of each shard unit. Elements form a group, and are updated together, if they have
+    the same weight decay and if their learning rate is multiplied by the same factor.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.

@@ -43,13 +43,14 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        """Compare the capacity with the need before the model is allocated. Every rank calls this
-        method.
+        """Compare the available memory with the needed memory before the model is allocated. Every
+        rank calls this method.
 
         Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
         """
         self._config = config
-        # without a supervisor no copies in memory are made, because no later start would load them
+        # without a supervisor, no copies of the state are made in memory, because no later start
+        # would load them
         if not is_supervised():
             self._config = config.replace("checkpoint", memory_every_steps=0)
         self._vocab_size = vocab_size
@@ -70,9 +71,10 @@ class Memory:
         """Return the chosen kernels, limited to kernels whose memory fits. All ranks call this
         method.
 
-        If the memory is too small to keep the attention probabilities, the backward pass computes
-        the same probabilities again, and `say` reports this. Raises InputError, on every rank, if
-        the kernels convert 16-bit types to float32 and there is no memory for the float32 copies.
+        If the memory is too small to keep the attention probabilities for the backward pass, the
+        backward pass computes them again, and `say` reports this. Raises InputError, on every rank,
+        if the kernels convert 16-bit types to float32 and there is no memory for the float32
+        copies.
         """
         if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
             return choice
@@ -149,7 +151,8 @@ class Memory:
             # add a note to the exception instead of raising another one, because the traceback
             # shows which tensor was allocated
             if _lacks_memory(error):
-                # another program may use a part of this rank's memory
+                # the prediction said that the memory suffices, but another program may use a part
+                # of it
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # leave out the hosts' memory, which was checked at the start; a new check would

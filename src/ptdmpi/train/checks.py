@@ -54,7 +54,8 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration whose [quantize] section has the format of its frozen base.
+    """Return a configuration whose section [quantize] has the quantized format of the frozen base
+    model.
 
     `tree` is returned unchanged if its [quantize] section has a format, if its base model is not
     quantized, or if the base model cannot be read. (Other checks report a base model that cannot be

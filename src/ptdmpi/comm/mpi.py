@@ -26,7 +26,7 @@ from ptdmpi.comm.communicator import (
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
 # The same limit for a group of two ranks. In such a group, both methods send the same number of
-# bytes, but the exchange needs half as many messages.
+# bytes, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
@@ -116,7 +116,7 @@ class MpiCommunicator(Communicator):
             peer = 1 - self.rank
             # send and receive in one call: two blocking sends may deadlock (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
-            # the sum and the maximum of two pieces do not depend on their order
+            # the sum and the maximum of two tensors do not depend on the order of the tensors
             combine((host, other), op, host)
         else:
             for bucket in host.split(BUCKET_BYTES // host.element_size()):

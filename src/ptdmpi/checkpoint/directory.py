@@ -10,9 +10,9 @@ may be removed.
     checkpoints/step-00000100.abandoned  not continued: the run began anew, or at an earlier step
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named at that time
 
-One rename gives a directory the name `step-NNNNNNNN` when all its files are on the disk, and one
-rename takes this name away again. A crash therefore never leaves an incomplete checkpoint with such
-a name.
+When all files of a checkpoint are on the disk, one rename gives its directory the name
+`step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename takes this name away. A
+crash therefore never leaves an incomplete checkpoint with such a name.
 """
 
 import os

@@ -47,9 +47,10 @@ class Resumption:
 
         "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
-        checkpoint is loaded. If an earlier start has resumed from that path, the run's own newest
-        checkpoint is loaded instead. `lost` is True if ranks were lost; in that case the remaining
-        replicas may begin from the mean of all replicas.
+        checkpoint is loaded. If an earlier start has resumed from that path and has saved a
+        checkpoint since then, the run's own newest checkpoint is loaded instead. `lost` is True if
+        ranks were lost; in that case the remaining replicas may begin from the mean of all
+        replicas.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all

@@ -1,5 +1,5 @@
-"""The changes that a save makes in the checkpoint directory of a run: older checkpoints are kept,
-renamed or removed. Only rank 0 uses this module."""
+"""The changes that a save makes to the older checkpoints of a run: they are kept, renamed or
+removed. Only rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial

@@ -104,7 +104,8 @@ class Checkpoints:
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # only one thread, so that rank 0 publishes the checkpoint after it has written its own file
+        # there is only one thread, so that rank 0 publishes a checkpoint after it has written its
+        # own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )

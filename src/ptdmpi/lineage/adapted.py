@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: the entries about them in a checkpoint, and the decision
-whether a run may resume from the checkpoint."""
+"""Adapters and their frozen base model: the entries about them in the manifest of a checkpoint, and
+the decision whether a run may resume from this checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters that the manifest of a checkpoint describes. If a task head was trained together
-    with the adapters, `task` is its task."""
+    """The adapters that the manifest of a checkpoint describes. If the head for a task was trained
+    together with the adapters, `task` is this task."""
 
     adapt: AdaptConfig
     base: Base

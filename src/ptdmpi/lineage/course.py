@@ -14,14 +14,14 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The course of one run from its present step on. `now` is the data of a run that would begin
-    with this configuration; `now` is used until `judge` continues with the data of a checkpoint."""
+    """The course of one run from its present step on. `now` describes the data of a run that would
+    begin with this configuration. It is used until the method `judge` continues with the data of a
+    checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        # the settings are stored at the start, because the files that the settings name may be
-        # edited later
+        # the settings are read now, because the files that they name may be edited later
         self.settings = settings(config)
         self.answer = Answer(now)
         self.base: Base | None = None  # the frozen base model of adapters
@@ -43,9 +43,8 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data of an `Answer` that the function `judge` returned earlier, perhaps
-        on another rank.
-        """
+        """Continue with the data that `answer` describes. The function `judge` returned `answer`
+        earlier, perhaps on another rank."""
         self.answer = answer
         self._order = None
 
@@ -74,7 +73,7 @@ class Course:
 
     @property
     def trained_on(self) -> TrainedOn:
-        """Return the data of the next steps and of all earlier steps."""
+        """Return a description of the data of the next steps and of all earlier steps."""
         return self.answer.trained_on
 
     @property

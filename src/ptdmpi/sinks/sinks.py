@@ -66,8 +66,8 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each enabled sink. The classes are imported here, because
-    they need optional packages."""
+    """Return the name and the class of each enabled sink. The classes are imported only in this
+    function, because they need optional packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

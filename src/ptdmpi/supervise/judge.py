@@ -16,10 +16,10 @@ CORRUPT = 3  # run.on_corruption = "stop"
 class Starts:
     """The facts that the supervisor stores about earlier starts.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of starts since
-    the last one that recorded a new step, including that one. `failed_at` is the step after which
-    the last start ended because of an exception or a hang of the program; None if the start ended
-    for another reason.
+    `furthest` is the last step that any start has recorded. `idle` is the number of starts from the
+    last start that recorded a new step up to now, including this last start. `failed_at` is the
+    step after which the last start ended because of an exception or a hang of the program; None if
+    the start ended for another reason.
     """
 
     furthest: int = 0

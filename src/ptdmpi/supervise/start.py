@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ptdmpi.supervise.output import LauncherOutput
 
-# Ranks need some time to end after their launcher has ended: GRACE_S seconds.
+# POLL_S is the number of seconds between two checks whether processes have ended. GRACE_S is the
+# number of seconds that ranks get to end after their launcher has ended.
 POLL_S = 0.05
 GRACE_S = 5.0
 

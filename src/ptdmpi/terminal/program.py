@@ -84,7 +84,7 @@ class CommandGroup(click.Group):
 
     command_class = Command
     group_class = type
-    in_parallel: frozenset[str] | None = None  # None means that the parent group decides
+    in_parallel: frozenset[str] | None = None  # None: the parent group decides
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": EXIT_CODES, **options})

@@ -12,10 +12,10 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 class Deputy:
     """The object with which rank 1 monitors rank 0. It stores the time of the last message from
-    rank 0, and reacts if rank 0 sends no messages.
+    rank 0. If rank 0 is silent for too long, it first prints a warning, and later ends the job.
 
     Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. The messages begin
-    when the heartbeat starts; before the first message the deputy never reacts. If `stall_s` is 0,
+    when the heartbeat starts; before the first message the deputy does nothing. If `stall_s` is 0,
     the deputy prints a warning, but never ends the job.
     """
 

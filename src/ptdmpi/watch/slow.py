@@ -23,7 +23,7 @@ class SlowRanks:
     judge.
 
     If `shares_cores` is True, no rank is reported as slow. In that case there are more threads than
-    cores, and the operating system slows down different ranks at different times.
+    cores, and at each moment the operating system slows down other ranks.
     """
 
     def __init__(

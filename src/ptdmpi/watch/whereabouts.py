@@ -12,7 +12,7 @@ from ptdmpi.plan.layout.grid import Grid
 
 # A rank reports once per BEAT_S seconds. If there are many ranks, they report less often, so that
 # rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
-# microseconds, so reading takes half a percent of the time of one core.
+# microseconds, so rank 0 needs at most half a percent of one core's time for reading.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats is called silent.
@@ -40,9 +40,9 @@ class Report(NamedTuple):
     kind: str  # kind of span: "forward", "receive", ...
     op: str
     peer: int | None  # the pipeline rank from which this rank waits for a message
-    axis: str  # axis or other group of the collective in which the rank is; "" outside a collective
+    axis: str  # the group (such as an axis) of the rank's present collective, or ""
     collective: str
-    age_s: float  # seconds since the activity (`kind` and `op`) began
+    age_s: float  # seconds since the rank began the activity (`kind`, `op`)
     compute_s: float = 0.0  # own work in a step: median of the last steps; 0: unknown
     # the signals that the rank has received: (number, age)
     signals: tuple[tuple[int, float], ...] = ()
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds since any rank has begun an activity."""
+    """Return the seconds since a rank last began an activity, over all ranks."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 

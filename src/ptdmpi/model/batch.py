@@ -25,11 +25,11 @@ class Microbatch:
     positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch from rows of a
     dataset.
 
-    `documents` is set if a sequence contains several documents. In a masked language model with k
-    masked positions in a sequence, labels and weights [k, b] belong to the `masked` positions [k,
-    b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in their original
-    order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs of answers
-    that a preference loss compares.
+    `documents` is None unless a sequence contains several documents. In a masked language model
+    with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
+    positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
+    their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
+    of answers that a preference loss compares.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when a batch is

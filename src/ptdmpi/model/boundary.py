@@ -14,9 +14,10 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 class Boundary:
     """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
-    With `scatter_gather` (Narayanan et al. 2021, section 4.1), each of the t ranks of a tensor
-    group, which have equal activations, sends 1/t of the activation, and the receivers gather the
-    parts. Under sequence parallelism the activation is already divided among the tensor ranks.
+    If `scatter_gather` is True, each of the t ranks of a tensor group sends 1/t of the activation,
+    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). This is possible
+    because all ranks of the tensor group have the same activation. Under sequence parallelism the
+    activation is already divided among the tensor ranks.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:

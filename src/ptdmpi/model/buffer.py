@@ -37,9 +37,9 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield rows of stored tensors, one row after the other, as tensors in memory that the
-        caller may read and change. When the caller requests the next row, the previous row may be
-        written back."""
+        """Each element of `rows` is a group of stored tensors. Yield these groups one after the
+        other, as tensors in memory that the caller may read and change. When the caller requests
+        the next group, the previous group may be written back."""
         yield from rows
 
     def let_go(self) -> None:

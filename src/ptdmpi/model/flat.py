@@ -24,9 +24,9 @@ ALL = "all"  # the name of the shard unit for all parameters that have no separa
 @dataclass(frozen=True)
 class Portion:
     """A rank's part of the model and its state: the rank's position on the tensor axis, the stage
-    of ZeRO (`zero`), and the shard group. The tensors that ZeRO shards are divided among the ranks
-    of the shard group. If the shard group has only one rank, this rank stores these tensors
-    completely."""
+    of ZeRO (`zero`), and the shard group. The tensors that are sharded at this stage of ZeRO are
+    divided among the ranks of the shard group. If the shard group has only one rank, this rank
+    stores these tensors completely."""
 
     tensor_rank: int = 0
     tensor_size: int = 1

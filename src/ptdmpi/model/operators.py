@@ -422,8 +422,8 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if one of `rows` reads the value `name`, and no earlier row in `rows` writes
-    it."""
+    """Return True if one of the operators `rows`, in their order, reads the value `name` before any
+    of them writes this value."""
     for row in rows:
         if name in row.inputs:
             return True

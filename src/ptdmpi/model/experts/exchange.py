@@ -41,20 +41,21 @@ class Dispatch(Protocol):
 
     def rows(self, rows: Tensor) -> Tensor:
         """Return the rows [R, hidden] that this rank's experts compute. The argument has the
-        activations of the rank's own tokens [T, hidden]."""
+        activations of this rank's tokens [T, hidden]."""
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values [R, j] of the rows that this rank's experts compute. The argument has
-        one value for each pair of an own token and one of its experts, [T, k]."""
+        """Return the values [R, j] of the rows that this rank's experts compute. The argument [T,
+        k] has one value for each pair of a token of this rank and one of the token's experts."""
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the sum of the experts' results for each of this rank's own tokens, [T, hidden].
-        The results are added in the order of the experts' numbers. The argument has the results [R,
+        """Return the sum of the experts' results for each of this rank's tokens, [T, hidden]. The
+        results are added in the order of the experts' numbers. The argument has the results [R,
         hidden] of this rank's experts."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values [T, k] for each pair of an own token and one of its experts. The
-        argument has the values [R, j] of the rows that this rank's experts compute."""
+        """Return the values [T, k], one for each pair of a token of this rank and one of the
+        token's experts. The argument has the values [R, j] of the rows that this rank's experts
+        compute."""
 
 
 class LocalDispatch:
@@ -108,13 +109,13 @@ class SentDispatch:
         return self._there(rows[self.order // self.each])
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Send the value of each pair (token, expert) to the expert's rank. Return the received
-        values."""
+        """Send the value of each pair (token, expert) to the rank that has the expert. Return the
+        received values."""
         return self._there(values.reshape(-1, 1)[self.order])
 
     def summed(self, results: Tensor) -> Tensor:
         """Send the results back to the ranks that have the tokens. Return the sum of the results
-        for each own token."""
+        for each of this rank's tokens."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
         # an expert has each token at most once, so each `index_add_` adds at most one value to a
@@ -125,8 +126,8 @@ class SentDispatch:
         return total
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send the values back to the ranks that have the tokens. Return the values of the own
-        tokens, [T, k], by token and expert."""
+        """Send the values back to the ranks that have the tokens. Return the values [T, k], one for
+        each token of this rank and each of the token's experts."""
         result = values.new_empty(self.tokens * self.each, 1)
         result[self.order] = self._back(values)
         return result.view(self.tokens, self.each)

@@ -5,9 +5,9 @@ No token is dropped. The output of a token is a sum over its experts, in ascendi
 experts' numbers. Therefore the output does not depend on other tokens, or on how the batch is
 divided. The tensor axis divides the width of each expert. Tensor ranks therefore have partial
 outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in the
-partial gradients, so the router needs no separate message in the layer: its contribution to the
-input's gradient is summed together with the contribution of the experts, and the gradient of its
-weight is summed together with other partial gradients at the end of a step.
+partial gradients, so the router needs no separate message in the layer. Its contribution to the
+input's gradient is summed over the tensor ranks together with the contribution of the experts. The
+gradient of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
 all of these ranks send. It computes the gradient of a weight separately for each source rank, and
@@ -125,8 +125,9 @@ class MixturePass:
         ups: Sequence[Tensor],
     ) -> "Gradients":
         """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
-        of the output, each [T, hidden]. Add to the gradients of the experts' parameters. Return the
-        gradients with respect to the input and to the tokens' `weights` [T, k]."""
+        of the output, each [T, hidden]. Add the gradients of the experts' parameters to
+        `main_grad`. Return the gradients with respect to the input and to the tokens' `weights` [T,
+        k]."""
         kernels = self.kernels
         total = torch.zeros_like(rows)
         flat = weights.flatten().unsqueeze(-1)
@@ -176,8 +177,8 @@ class MixturePass:
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
         """Compute the backward of the router, given the gradient `by_logits` of the router's
-        outputs [T, E]. Add to the gradient of the router's weight. Return the gradient of the
-        router's input [T, hidden]."""
+        outputs [T, E]. Add the gradient of the router's weight to `main_grad`. Return the gradient
+        of the router's input [T, hidden]."""
         self._accumulate(self.router.weight, by_logits, widened(rows))
         return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
 

@@ -52,7 +52,7 @@ class Kernels:
         self._narrow = dtype_of(precision.compute)
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
-        """Return kernels with the same precision and another choice."""
+        """Return kernels with the precision of this object and the choice `choice`."""
         return Kernels(choice, self.precision)
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:

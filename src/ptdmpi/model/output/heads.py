@@ -118,7 +118,8 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # without sequence parallelism, because each tensor rank has all of the few masked positions
+        # this axis is without sequence parallelism, because each tensor rank has all of the few
+        # masked positions
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:

@@ -228,9 +228,10 @@ class Engine:
         gradients on this rank.
 
         Return three values: the microbatches, which have their losses if this rank has the last
-        stage; the number of terms of each loss in the global batch, by name; and the factor by
-        which the gradients are larger than the gradients of the mean loss. The factor is the loss
-        scale (fp16), times, for the user's own loss, its number of terms / the number of tokens.
+        stage; the number of terms of each loss in the global batch, by name; and a factor: the
+        computed gradients are the gradients of the mean loss times this factor. The factor is the
+        loss scale of fp16. For the user's own loss, it is multiplied by (number of terms of this
+        loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
         # when it is computed, so sums over microbatches with unequal numbers of tokens need no
@@ -417,8 +418,8 @@ def _buffer(
     overlaps: bool,
 ) -> ParameterBuffer:
     """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
-    the stages the objects that gather and reduce during a pass. With `overlaps`, each module is a
-    separate shard unit. Raise OSError if the disk has no space for a file."""
+    the stages the objects that gather and reduce during a pass. If `overlaps` is True, each module
+    is a separate shard unit. Raise OSError if the disk has no space for a file."""
     # begin with the first stage: a tied table is used first in the embedding, then in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())

@@ -32,10 +32,10 @@ HOST = torch.device("cpu")
 
 
 class Alike(NamedTuple):
-    """Flat tensors whose elements are all updated by the same rule: the master weights, the weights
-    that are copied from the master weights (empty if both are the same tensors), the gradients, and
-    the optimizer's moments. `decay` is the weight decay, and `share` is the factor by which the
-    learning rate is multiplied."""
+    """Flat tensors whose elements are all updated by the same rule: the master weights, the
+    gradients, the optimizer's moments, and the weights that are copied from the master weights.
+    There are no weights if the master weights are the weights. `decay` is the weight decay, and
+    `share` is the factor by which the learning rate is multiplied."""
 
     masters: list[Tensor]
     weights: list[Tensor]

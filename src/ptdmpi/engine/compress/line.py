@@ -34,10 +34,10 @@ class Coder:
     length, then the blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
-    all tiles. With `rounds` > 1 the error of each round is encoded in the next round, `rounds`
-    times in total, and the receiver adds up the decoded values (fast compressed communication,
-    Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at most (1 -
-    delta)^rounds times the squared norm.
+    all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error of
+    the round before it, and the receiver adds up the decoded values of all rounds (fast compressed
+    communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at
+    most (1 - delta)^rounds times the squared norm.
     """
 
     compressor: Compressor

@@ -51,21 +51,21 @@ class Decentralized(DataParallel):
     """Decentralized SGD in the form "adapt, then combine" (diffusion): x_i <- sum_j w_ij (x_j -
     rate * update_j). The weights w_ij come from a `topology` over the replicas, which may change
     from step to step (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012,
-    60). Each replica keeps its own moments, or, with `average_moments`, the moments are averaged
-    like the weights. After a skipped step nothing is averaged.
+    60). Each replica keeps its own moments. If `average_moments` is True, the moments are averaged
+    in the same way as the weights. After a skipped step nothing is averaged.
 
-    With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
-    (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
-    even after a resume.
+    If `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA (Chen
+    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run, even
+    after a resume.
 
-    With `overlap` the exchange of step k continues during the forward of step k + 1. When the
-    forward reaches a module (embedding, layer or head), it waits for the values of this module and
-    adds them. The weights are bitwise equal to the weights without `overlap`. Code that reads the
-    state between steps calls `settle` first, which finishes the exchange.
+    If `overlap` is True, the exchange of step k continues during the forward of step k + 1. When
+    the forward reaches a module (embedding, layer or head), it waits for the values of this module
+    and adds them. The weights are bitwise equal to the weights without `overlap`. Code that reads
+    the state between steps calls `settle` first, which finishes the exchange.
 
     If the gradients are bitwise equal for every tensor-parallel size, pipeline-parallel size and
-    schedule, the weights are, too, because every operation of this method works element by element,
-    over replicas in ascending order.
+    schedule, so are the weights. The reason is that every operation of this method works element by
+    element, and adds replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -180,7 +180,7 @@ class Decentralized(DataParallel):
 
 class _Arriving(Walk):
     """A pass through the modules of a stage that waits, before the forward of each module, until
-    its averaged weights have arrived."""
+    the averaged weights of the module have arrived."""
 
     def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
         super().__init__(parameters, None, None, method.replica.buffer)

@@ -10,8 +10,8 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
     each replica does `local_steps` steps of the optimizer on its own samples. After these local
-    steps, all replicas continue from the mean of their parameters and, with `average_moments`, from
-    the mean of their moments.
+    steps, all replicas continue from the mean of their parameters and, if `average_moments` is
+    True, from the mean of their moments.
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
     the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
@@ -19,12 +19,13 @@ class Local(DataParallel):
 
     With a compressor, each replica encodes the change of its parameters in the round and sends the
     code. The mean of the decoded codes replaces the change of the mean. Averaging compressed
-    changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback`
-    = "mem_sgd" the method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
+    changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If `error_feedback`
+    is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. If the gradients are bitwise
-    equal for every tensor-parallel size and pipeline-parallel size, the weights are, too, because
-    every operation of this method works element by element, over replicas in ascending order.
+    equal for every tensor-parallel size and pipeline-parallel size, so are the weights. The reason
+    is that every operation of this method works element by element, and adds replicas in ascending
+    order.
     """
 
     differs = ("replicate",)

@@ -50,10 +50,9 @@ class DataParallel(OpHook):
     summed over its tensor ranks and, for a tied table, over the first and the last pipeline rank.
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
-    group `losses`, which may be larger than the group `data`. A method with `by_unit` sums each
-    shard unit separately, and leaves out the axes along which the parameters of the unit are
-    declared to be `apart`. A run that needs such sums is refused if `by_unit` of its method is
-    False.
+    group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
+    separately, and does not sum over the axes along which the parameters of the unit are declared
+    to be `apart`. A run that needs such sums is refused if `by_unit` of its method is False.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind declares

@@ -61,7 +61,8 @@ class EarlySums(DataParallel):
 
 class AllReduce(EarlySums):
     """A method that sums gradients over the data axis, in ascending order of ranks if the transport
-    is exact. Before the sum, each rank has added its microbatches in the order of the schedule."""
+    is exact. Before this sum, each rank has added the gradients of its own microbatches in the
+    order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)

@@ -200,9 +200,9 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Yield the checkpoints that may be removed. These checkpoints are complete, are not among the
-    newest `keep` complete ones, are not at a multiple of `keep_every` steps, and are not in
-    `spared`. With `keep = 0` no checkpoint may be removed."""
+    """Yield the checkpoints that may be removed. All other checkpoints are kept: damaged or
+    incomplete ones, the newest `keep` complete ones, the checkpoints at multiples of `keep_every`
+    steps, and the checkpoints in `spared`. With `keep = 0` no checkpoint may be removed."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:

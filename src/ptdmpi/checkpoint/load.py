@@ -132,8 +132,8 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # with `sound_manifest` all nodes see all files; with `read_manifest` a node may have only
-        # the files that its ranks read
+        # `sound_manifest` requires that all files exist, so all nodes see all files; if
+        # `read_manifest` is used, a node may have only the files that its ranks read
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)

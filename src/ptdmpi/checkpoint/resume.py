@@ -115,8 +115,8 @@ class Resumption:
         return wanted != "auto" and not self._is_own(wanted) and not self._went_on_from(wanted)
 
     def _newest_own(self, wanted: str) -> int:
-        """Return the step of the newest checkpoint that the run itself has saved; 0 if there is
-        none."""
+        """Return the step of the newest checkpoint that the run itself has saved. Return 0 if there
+        is none, or if this start does not continue from the run's own checkpoints."""
         if wanted == "never" or self._names_another(wanted):
             return 0
         own = files.checkpoints_in(self.directory)

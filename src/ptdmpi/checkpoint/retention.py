@@ -50,8 +50,9 @@ class Retention:
         return temporary
 
     def publish(self, temporary: Path) -> None:
-        """Give a completely written checkpoint its name, and update the file `latest` and, with
-        `checkpoint.keep_best`, the file `best`. Raise OSError if the file system fails."""
+        """Give a completely written checkpoint its name, and update the file `latest`. If
+        `checkpoint.keep_best` is set, also update the file `best`. Raise OSError if the file system
+        fails."""
         files.publish(temporary, self.damaged)
         if self.config.keep_best:
             best.point(self.directory, self.damaged)

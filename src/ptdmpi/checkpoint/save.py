@@ -160,10 +160,10 @@ class Checkpoints:
     def save(self, step: int) -> list[Saved]:
         """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied, and a thread writes the copy. In that
-        case this method first completes an earlier save that is still in progress and returns it;
-        later calls of `poll` complete the present save. Raise SaveFailed if a rank could not write;
-        the files of the failed save are then removed.
+        If `checkpoint.asynchronous` is True, the state is copied, and a thread writes the copy. In
+        that case this method first completes an earlier save that is still in progress and returns
+        it; later calls of `poll` complete the present save. Raise SaveFailed if a rank could not
+        write; the files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()

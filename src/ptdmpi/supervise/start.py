@@ -68,8 +68,8 @@ class LauncherStart:
         Return how the launcher ended.
 
         The launcher's notices are printed if no rank has reported why the job ended. The notices
-        are not printed with `quiet`, or if the exit code says that the run is complete, has an
-        input error, or stopped on request.
+        are not printed if `quiet` is True, or if the exit code says that the run is complete, has
+        an input error, or stopped on request.
         """
         code = self.process.wait()
         self._end_session()

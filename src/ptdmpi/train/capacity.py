@@ -1,4 +1,5 @@
-"""The memory that a rank may use for a model, and the error when it is not enough."""
+"""The memory that a rank may use for a model, and the error that is raised if this memory is not
+enough."""
 
 import contextlib
 import ctypes
@@ -228,8 +229,8 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return the bytes of its GPU's or host's memory that a rank may still use, if `sharing` ranks
-    share this memory.
+    """Return how many bytes of a GPU's or a host's memory one rank may still use, if `sharing`
+    ranks share this memory.
 
     The memory in use is subtracted from the total. On a GPU that reports its free memory, the
     memory of contexts, communicators and other processes is in use. On a host, the resident memory

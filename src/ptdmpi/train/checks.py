@@ -102,8 +102,8 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # with `data.change` samples are counted from the step of the checkpoint, which is not known
-    # here
+    # after a change of the data, samples are counted from the step of the checkpoint, and this step
+    # is not known here
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])

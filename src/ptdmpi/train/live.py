@@ -200,8 +200,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
     """Begin to send this rank's state to the ranks that need it; return the handles of the
     messages.
 
-    MPI carries the messages even if the run trains with another transport. The old communicators
-    were revoked, and the transport of the new world is not connected yet.
+    MPI carries the messages even if the run trains with another transport, because the old
+    communicators were revoked and the transport of the new world is not connected yet.
     """
     wire = MpiCommunicator(world.control)
     return [

@@ -94,9 +94,9 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Train, or wait as a spare rank. Return the bitwise AND of the numbers of all living
-        ranks. If the bit FINISHED is set, the run has ended, and the higher bits are the exit code.
-        """
+        """Train, or wait as a spare rank. Return the number on which all living ranks agree: the
+        bitwise AND of the numbers that they contribute. If the bit FINISHED is set, the run has
+        ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
         # the training ranks have raised this error together, but spare ranks have not, so it is no

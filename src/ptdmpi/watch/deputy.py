@@ -36,9 +36,8 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was stopped, and could not receive messages during that
-        time. The silence of rank 0 is measured from `now_s` on.
-        """
+        """Record that this process itself was suspended, and could not receive messages during that
+        time. The silence of rank 0 is measured from `now_s` on."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
@@ -57,8 +56,8 @@ class Deputy:
     def pronounce(self, now_s: float) -> None:
         """Print the reason for which rank 1 ends the job.
 
-        Rank 0 is silent, so either its process is stopped, or it is in a call that lets no thread
-        run.
+        Rank 0 is silent, so either its process is suspended, or it is in a call during which no
+        other thread of the process can run.
         """
         self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "

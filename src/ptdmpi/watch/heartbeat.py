@@ -321,8 +321,8 @@ class Judge:
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was stopped, perhaps together with all ranks, so all reports in the table
-            # are old
+            # this process was suspended, perhaps together with all other ranks, so all reports in
+            # the table are old
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s

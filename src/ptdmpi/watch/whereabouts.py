@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from ptdmpi.plan.layout.grid import Grid
 
-# A rank reports once per BEAT_S seconds. If there are many ranks, they report less often, so that
-# rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
+# A rank reports once per BEAT_S seconds. If there are many ranks, each rank reports less often, so
+# that rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
 # microseconds, so rank 0 needs at most half a percent of one core's time for reading.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats is called silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed this number of heartbeats is treated as stopped: its last
-# report is ignored, so it waits for no other rank. Rank 0 does not wait for the stacks of such a
-# rank.
+# In a stall, a rank that has missed this number of heartbeats is treated as stopped (suspended):
+# its last report is ignored, so it is not treated as waiting for another rank. Rank 0 does not wait
+# for the stacks of such a rank.
 MISSED_BEATS = 3
 # A busy machine may delay a thread by this number of seconds, so a shorter silence does not
 # indicate an error.

@@ -130,7 +130,7 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
     said = manifest.files[name]
     for piece, tensor in pieces:
         if piece.offset != offset:
-            yield f"{piece.key} stands at byte {piece.offset} instead of {offset}"
+            yield f"{piece.key} begins at byte {piece.offset} instead of {offset}"
         offset += tensor.nbytes(piece)
     if said != offset:
         yield f"the manifest says {said} bytes, its pieces take {offset}"

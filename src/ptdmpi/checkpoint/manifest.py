@@ -276,7 +276,7 @@ def read_manifest(directory: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
     if table.pop("crc32", None) != checksum(table):
-        raise InputError(f"{path} is damaged: its checksum does not hold")
+        raise InputError(f"{path} is damaged: its checksum does not match")
     try:
         _require_form(table)
     except ValueError as error:

@@ -53,7 +53,7 @@ class Fault:
             return f"{what} on {ranks} changed between an update and the next one"
         if self.others:
             return f"{what} on {ranks} differs from that on {', '.join(map(name, self.others))}"
-        return f"{what} differs on {ranks}, and nothing tells which is right"
+        return f"{what} differs on {ranks}, and it is unknown which is right"
 
 
 class CorruptState(RuntimeError):

@@ -67,8 +67,8 @@ class Course:
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
-                f"{self.now.tokenizer} (sha256 {self.now.tokenizer_sha256[:12]}): every id would "
-                "mean another text; legal: shards made with its tokenizer"
+                f"{self.now.tokenizer} (sha256 {self.now.tokenizer_sha256[:12]}), so every token "
+                "id would mean another text; legal: shards made with the tokenizer of the weights"
             )
 
     @property

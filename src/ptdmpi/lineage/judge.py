@@ -122,7 +122,7 @@ def judge(
     if config.data.change != FROM_HERE:
         raise InputError(
             f"{before.path}: {'; '.join(differences)}: samples would be skipped or seen twice; "
-            f'legal: what was before, or data.change = "{FROM_HERE}"'
+            f'legal: the previous settings, or data.change = "{FROM_HERE}"'
         )
     return Answer(changed_at(known, now, before.step), (*differences, *changed))
 
@@ -142,8 +142,8 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
         raise InputError(
             f"checkpoint {before.path}: it was trained with tokenizer {known.tokenizer} (sha256 "
             f"{known.tokenizer_sha256[:12]}), {now.last.sources[0].path} was made with "
-            f"{now.tokenizer} (sha256 {now.tokenizer_sha256[:12]}): every id would mean another "
-            "text; legal: shards made with the tokenizer of before"
+            f"{now.tokenizer} (sha256 {now.tokenizer_sha256[:12]}), so every token id would "
+            "mean another text; legal: shards made with the previous tokenizer"
         )
 
 
@@ -167,7 +167,7 @@ def _require_same_model(
         if stored != here[key]:
             raise InputError(
                 f"checkpoint {before.path}: it was trained with model.{key} = {stored}, this run "
-                f"has {here[key]}; legal: the value of before{'' if key in HEADS else otherwise}"
+                f"has {here[key]}; legal: the previous value{'' if key in HEADS else otherwise}"
             )
 
 
@@ -183,7 +183,7 @@ def _require_same_settings(before: Before, config: Config) -> None:
             if bound and full in before.settings and before.settings[full] != now[full]:
                 raise InputError(
                     f"checkpoint {before.path}: it was trained with {full} = "
-                    f"{before.settings[full]}, this run has {now[full]}; legal: the value of before"
+                    f"{before.settings[full]}, this run has {now[full]}; legal: the previous value"
                 )
 
 
@@ -199,7 +199,7 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
 def _unknown(before: Before) -> str:
     return (
         f"what {before.path} was trained on is not known: it is a converted model, or of an older "
-        "version, and does not say so"
+        "version, which did not record the data"
     )
 
 

@@ -100,9 +100,9 @@ class Skips:
             f"{where}; samples {samples}"
         )
         if finding is not None and finding.kind <= ValueKind.WEIGHT:
-            reason = "a weight is lost; the same command goes on from what is saved"
+            reason = "a weight is not finite; the same command continues from the last checkpoint"
             if finding.kind == ValueKind.FROZEN_WEIGHT:
-                reason = "adapt.base has a weight that is not a number; legal: one that is whole"
+                reason = "adapt.base has a weight that is not finite; legal: an undamaged model"
             self.say(f"stopped: {reason}")
             raise SystemExit(FAILED_EXIT_CODE)
         if self.in_a_row > self.max_skips:

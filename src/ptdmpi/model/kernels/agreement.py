@@ -158,7 +158,7 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
     settled = _as_before(fastest, read(known), able, dtype)
     report = ", ".join(settled.lines)
     if settled.keeps_slower:
-        report += '; run.kernels = "anew" takes what is quickest'
+        report += '; run.kernels = "anew" chooses the fastest'
     say(report)
     return Agreed(written(settled.choice), settled.choice)
 
@@ -190,7 +190,7 @@ def _as_before(
                 line += ": other bits than before"
         elif taken[kind] != fresh:
             changed = True
-            line += f" (as before; quickest here: {text_of(kind, fresh)})"
+            line += f" (as before; fastest here: {text_of(kind, fresh)})"
         lines.append(line)
     return Settled(HostChoice(**taken), lines, changed)
 
@@ -239,7 +239,7 @@ def _on_devices(
     anew = ", ".join(shared) or "what torch chooses"
     say(
         f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "
-        f'run.kernels = "anew" takes what is quickest here: {anew}'
+        f'run.kernels = "anew" chooses the fastest here: {anew}'
     )
     return Agreed({"attention": kept}, DeviceChoice(tuple(taken)))
 

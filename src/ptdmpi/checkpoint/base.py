@@ -48,7 +48,7 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
         legal = 'weights = "none", or a base that `ptdmpi quantize` has made'
         if manifest.form is not None:
             stored = f"in {_words(manifest.form)}"
-            legal = "both left out: the base says what it is"
+            legal = "neither key, so that the base determines both"
         raise InputError(
             f"quantize.weights and block ask for a frozen base in {_words(form)}, and {directory} "
             f"has its matrices {stored}; legal: {legal}"

@@ -327,7 +327,7 @@ def _require_exact(config: Config, axes: Axes) -> None:
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
-            f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+            f'comm.wire = "{config.comm.wire}" does not guarantee; legal: comm.wire = "mpi"'
         )
 
 
@@ -380,8 +380,8 @@ def _method(replica: Replica) -> DataParallel:
     more = axes[LOSSES].size > axes[DATA].size
     if any(axes.world.all_gather_object(apart or more)) and not policy.by_unit:
         raise SharedInputError(
-            "this data_parallel.method takes the gradients of all parameters as one, over the data "
-            'axis alone; legal here: "all_reduce"'
+            "this data_parallel.method sums the gradients of all parameters over the data axis "
+            'only, but this run needs sums over other ranks, too; legal here: "all_reduce"'
         )
     return policy
 

@@ -264,8 +264,8 @@ def require_groups(
     for glob, names_any in zip(globs, named_anywhere, strict=True):
         if not names_any:
             raise SharedInputError(
-                f'optimizer.groups: names = ["{glob}"] is no parameter that trains; legal: globs '
-                "of names such as layers.0.mlp.up.weight, of which * is any text"
+                f'optimizer.groups: names = ["{glob}"] matches no parameter that trains; '
+                "legal: patterns of names such as layers.0.mlp.up.weight; * matches any text"
             )
 
 

@@ -170,7 +170,7 @@ class Attempt:
         if checkpoints.mean_of:
             how += f", from the mean of its {checkpoints.mean_of} replicas"
         if checkpoints.followed:
-            how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
+            how += f"; an earlier start resumed from checkpoint.resume = {checkpoints.followed}"
         return how
 
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
@@ -316,7 +316,7 @@ class Attempt:
         if answer.trained_on.last.step == self.first > 0:
             sample = self.course.samples(self.first)
             yield (
-                f'data.change = "{FROM_HERE}": another order of samples holds '
+                f'data.change = "{FROM_HERE}": the samples have another order '
                 f"from step {self.first + 1} (sample {sample}) on"
             )
 

@@ -85,7 +85,7 @@ class Memory:
         if isinstance(attention, AttentionByProducts) and attention.keeps:
             keeping = self._step(self._wide, attention.block)
             if not self._fits(keeping):
-                say("no room for the probabilities of attention: they are computed again")
+                say("no memory for the attention probabilities: the backward computes them again")
                 choice = replace(choice, attention=replace(attention, keeps=False))
                 keeping = self._step(self._wide)
         if keeping != self.step:

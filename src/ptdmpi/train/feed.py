@@ -381,13 +381,13 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
         )
     if dataset.pairs and not compares:
         raise InputError(
-            f"{path} holds pairs of answers, of which one is not to be learned; legal: "
+            f"{path} holds pairs of answers, of which only one should be learned; legal: "
             'preference.method = "dpo"'
         )
     if not rows:
         return
     if config.model.masked:
-        raise InputError(f"{path} holds conversations, whose answers no masked model predicts")
+        raise InputError(f"{path} holds conversations, and a masked model does not predict answers")
     if rows != config.model.text_length:
         raise InputError(
             f"{path} holds conversations packed in rows of {rows} tokens, and model.seq_length = "

@@ -122,7 +122,7 @@ class Validation:
             # time until the system kills a process after a signal
             asked = self.vote()
             if asked.stop:
-                self.journal.say(f"{asked.stop}: validation after step {step} broken off")
+                self.journal.say(f"{asked.stop}: validation after step {step} interrupted")
                 return asked
         paths = self.config.data.valid_paths
         values, text = validation_record(paths, losses)

@@ -61,7 +61,7 @@ class Deputy:
         """
         self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
-            "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
+            "its process is stopped, or hangs in a call that blocks all its threads; stacks of "
             f"the others: {self.directory / 'stacks'}"
         )
 

@@ -60,8 +60,7 @@ class Exchanged:
     received: Sequence[int]
 
     def pieces(self, result: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (part of `flat` that is sent to a rank, part of `result` that is received from this
-        rank) for each rank. The parts are views."""
+        """Yield (part of `flat` to send, part of `result` to receive) for each rank, as views."""
         return zip(flat.split(list(self.sent)), result.split(list(self.received)), strict=True)
 
 
@@ -96,8 +95,7 @@ class Communicator(WireTraits, ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace `tensor` (any shape) by its sum ("sum") or maximum ("max") over the ranks, and
-        return it."""
+        """Replace `tensor` (any shape) by its "sum" or "max" over the ranks, and return it."""
         self.all_reduce_begin(tensor, op).wait()
         return tensor
 
@@ -259,8 +257,7 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call this method. If `lasting` is True, the graph is for many exchanges, and a
-        transport may synchronize all ranks now."""
+        All ranks call this method. If `lasting` is True, a transport may synchronize all ranks."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -326,8 +323,7 @@ class Communicator(WireTraits, ABC):
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- methods that a transport implements, on flat tensors and for size > 1 ---------------------
-    # A gather or a scatter has a small and a large tensor; the small one may be a view of this
-    # rank's part of the large one.
+    # In a gather or scatter, the small tensor may be a view of this rank's part of the large one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...

@@ -72,7 +72,7 @@ class _Flight:
     extras: dict[str, Any]
     since: float
     writing: Future[Written]
-    publishing: Future[tuple[float, str | None]] | None = None  # rank 0 only
+    publishing: Future[tuple[float, str | None]] | None = None  # only on rank 0
     written: bool = False
     bytes: int = 0
     stall_s: float = 0.0

@@ -272,7 +272,7 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        self.place = (model.layers, 0)  # in random numbers: the layer after the last one
+        self.place = (model.layers, 0)  # in the hash of random numbers, a layer after the last one
         self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None
         if "sentence.pooler" in parts:

@@ -9,7 +9,7 @@ from ptdmpi.supervise.start import Ended
 
 STOPPED = 75  # exit code of a run that saved and stopped on request (see watch/requests.py)
 BAD_INPUT = 2
-CORRUPT = 3  # run.on_corruption = "stop"
+CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # importing this module starts MPI
     from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -275,7 +275,7 @@ def forget_peak() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # some kernels forbid this, and the peak stays
+    with contextlib.suppress(OSError):  # some Linux kernels forbid this; then the peak stays
         (PROCESS / "clear_refs").write_text("5")
 
 
@@ -298,7 +298,7 @@ def _limits() -> Iterator[str]:
             continue
         base = CGROUPS
         name = "memory.max"
-        if controllers:  # version 1
+        if controllers:  # version 1 of control groups
             base = CGROUPS / "memory"
             name = "memory.limit_in_bytes"
         place = base / path.lstrip("/")

@@ -42,7 +42,7 @@ from ptdmpi.plan.layout.grid import CONTEXT
 from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
-if TYPE_CHECKING:  # its import starts MPI, and data is also opened without MPI
+if TYPE_CHECKING:  # importing this starts MPI, and data is also opened without MPI
     from ptdmpi.comm.world import Axes
 
 # The number of validation microbatches that are on the device at the same time; this limits the
@@ -362,9 +362,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                     f"{getattr(train[0], name)}; all datasets of a run need the same"
                 )
         _require_rows(config, path, dataset)
-        dataset.samples(config.model.text_length)  # raises if there is not one sample
+        dataset.samples(config.model.text_length)  # raises InputError if there is no sample
     if config.model.masked:
-        masked_samples(config, train[0])  # raises if the tokenizer does not separate words
+        masked_samples(config, train[0])  # raises InputError if the tokenizer does not separate words
     return train, valid
 
 

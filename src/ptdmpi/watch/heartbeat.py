@@ -300,7 +300,7 @@ class Judge:
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
-        self._called_silent: dict[int, float] = {}  # rank -> time of its last report
+        self._called_silent: dict[int, float] = {}  # silent rank -> time of its last report
         self._next_look_s = 0.0
         self._looked_s = math.inf
         self._awake_s = 0.0

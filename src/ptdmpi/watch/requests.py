@@ -69,7 +69,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first signal
+        self.received: signal.Signals | None = None  # the first signal that was received
         self.unread = False  # True if no process reads the output of this process
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)

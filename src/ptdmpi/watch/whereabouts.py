@@ -43,7 +43,7 @@ class Report(NamedTuple):
     axis: str  # the group (such as an axis) of the rank's present collective, or ""
     collective: str
     age_s: float  # seconds since the rank began the activity (`kind`, `op`)
-    compute_s: float = 0.0  # own work in a step: median of the last steps; 0: unknown
+    compute_s: float = 0.0  # seconds of own work: median over the last steps; 0: unknown
     # the signals that the rank has received: (number, age)
     signals: tuple[tuple[int, float], ...] = ()
     # the failure of the rank: (time of the wall clock, the error)

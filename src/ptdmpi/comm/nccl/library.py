@@ -232,7 +232,7 @@ def _name(state: int) -> str:
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
-    except ValueError:  # libnccl is newer than the package
+    except ValueError:  # libnccl is newer than the package nccl4py
         return f"error {int(state)}"
 
 

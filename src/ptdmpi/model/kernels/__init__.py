@@ -123,7 +123,7 @@ class Kernels:
         elif host.adds_wide(dy.device.type):
             # this kernel adds its float32 accumulator to `total` without rounding; other kernels
             # would round the product, store it, and read it again
-            if torch.compiler.is_compiling():  # the compiler lacks this addmm (pytorch #163880)
+            if torch.compiler.is_compiling():  # torch.compile lacks this addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)

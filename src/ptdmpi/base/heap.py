@@ -14,7 +14,7 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# names of mallopt(3) and their numbers in malloc.h
+# parameters of mallopt(3), with their numbers in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 # Blocks above this number of bytes, such as a rank's flat parameters, are returned to the kernel

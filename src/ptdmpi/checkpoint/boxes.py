@@ -42,7 +42,7 @@ from ptdmpi.plan.layer.low_bit import LowBit
 CHUNK_BYTES = 1 << 20
 # A rank may need runs of bytes with gaps between them. Gaps up to this size are read, too: the disk
 # reads complete blocks anyway, and skipping such a small gap by a separate read call would not be
-# faster. Larger gaps are skipped.
+# faster. Larger gaps are not read.
 GAP_BYTES = 4096
 
 

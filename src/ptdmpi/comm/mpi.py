@@ -25,8 +25,8 @@ from ptdmpi.comm.communicator import (
 # Up to this size an all-reduce by an exchange of full tensors is faster than one by a
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for a group of two ranks. In such a group, both methods send the same number of
-# bytes, but the exchange of full tensors needs half as many messages.
+# The corresponding limit for a group of two ranks. In such a group, both methods send the same
+# number of bytes, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024

@@ -151,8 +151,9 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
         # A data-parallel method that only sums may be the first step. A method that does more is
-        # the last step, because it needs the results of the other steps. The norm of this replica's
-        # own gradient also needs these results.
+        # the last step, because it needs the results of the other steps. If the norm of this
+        # replica's own gradient is measured, the method is also the last step, because this norm is
+        # computed just before the last step.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )

@@ -105,7 +105,7 @@ class Optimizer:
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
-        # the step count that Adam uses
+        # the step count in Adam's bias correction
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
         self._groups = _alike(config, state)
         apart = buffer.storage.apart

@@ -178,7 +178,7 @@ class Block(nn.Module):
         # torch's checkpoint adds its own hooks inside these hooks, for the tensors that the layer
         # would save
         return saved_tensors_hooks(
-            # a copy, because a view would keep all of x
+            # a copy, because a view would keep the memory of all of x
             lambda x: (self.axis.share(x).clone(), x.shape),
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )

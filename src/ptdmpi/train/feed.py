@@ -364,7 +364,7 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         _require_rows(config, path, dataset)
         dataset.samples(config.model.text_length)  # raises InputError if there is no sample
     if config.model.masked:
-        masked_samples(config, train[0])  # raises InputError if the tokenizer does not separate words
+        masked_samples(config, train[0])  # InputError if the tokenizer does not separate words
     return train, valid
 
 

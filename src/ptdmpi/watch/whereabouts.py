@@ -24,7 +24,8 @@ MISSED_BEATS = 3
 # A busy machine may delay a thread by this number of seconds, so a shorter silence does not
 # indicate an error.
 LEAST_SILENCE_S = 5.0
-# Rows of the table on the terminal; the file has all rows.
+# Maximum number of rows of the table that is printed on the terminal. The table in the file has all
+# rows.
 TERMINAL_ROWS = 40
 
 

@@ -132,7 +132,7 @@ class MemoryCopies:
     def _passed_on(self, path: Path, everyone: Sequence[tuple[Written | None, str]]) -> str:
         """Send this rank's file to the next node, and write the files that the previous node sends.
 
-        The ranks of a node share the files of the previous node.
+        The files of the previous node's ranks are divided among the ranks of this node.
         """
         if len(self.nodes) == 1:
             return ""

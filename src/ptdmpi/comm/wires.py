@@ -22,9 +22,9 @@ class Wire:
     grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
-    same order on every rank. `control` is an MPI communicator of the ranks of the group, which is
-    ready for use on all of them. A transport can therefore send messages through `control` while it
-    connects, such as a unique id or an error of rank 0.
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, and is
+    ready for use on all of these ranks. A transport can therefore send messages through `control`
+    while it connects, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]

@@ -72,8 +72,8 @@ class Routing:
         self, logits: Tensor, chosen: Tensor, sequences: int, balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the microbatch and multiplied by its
-        coefficient, given the router's outputs [T, E]; the T tokens are the positions [s,
-        sequences] in row-major order.
+        coefficient. They are computed from the router's outputs `logits` [T, E]; the T tokens are
+        the positions [s, sequences] in row-major order.
 
         No gradient is computed for the choice [T, k] and the numbers `balance` [E]. Each loss is a
         sum over sequences or over tokens, so its value is the same in every layout.

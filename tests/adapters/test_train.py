@@ -70,7 +70,7 @@ def test_adapters_are_saved_alone_resumed_and_asked(comm, tmp_path):
         assert [one["step"] for one in records(tmp_path / "run") if "loss" in one] == [1, 2, 3, 4]
     model, _ = open_inference(tmp_path / "base", World(comm), "t=2", None, adapter=tmp_path / "run")
     assert model.config.adapt.rank == 3
-    message = "holds adapters alone, over .*base"
+    message = "contains only adapters, for the model .*base"
     with pytest.raises(SharedInputError, match=message):
         open_inference(tmp_path / "run", World(comm), None, None)
     with pytest.raises(SharedInputError, match="belong to the weights of"):
@@ -85,8 +85,8 @@ def refused(comm, folder, given) -> None:
         ({"adapt.rank": 4}, "lora_q.a has shape|adapt.rank = 3"),
         ({"adapt.alpha": 3.0}, "adapt.alpha = 16.0, this run has 3.0"),
         ({"adapt.base": ""}, "adapt.base is missing; legal: a run directory"),
-        ({"adapt.base": str(folder / "run")}, "holds adapters alone"),
-        ({"checkpoint.resume": str(folder / "base")}, "is a whole model, and adapters"),
+        ({"adapt.base": str(folder / "run")}, "contains only adapters"),
+        ({"checkpoint.resume": str(folder / "base")}, "contains a full model, and not adapters"),
     ):
         with pytest.raises(SharedInputError, match=message), loop(comm, folder, given | wrong):
             pass

@@ -201,7 +201,7 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
     [
         ({"run.loss": "nowhere"}, "run.loss: nowhere: no installed package .*none is installed"),
         ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
-        ({"run.loss": "__main__:nothing"}, "belongs to a program, which has to continue"),
+        ({"run.loss": "__main__:nothing"}, "belongs to a program, and only this program"),
         ({"optimizer.kind": "own"}, 'optimizer.kind = "own" needs optimizer.own'),
         ({"optimizer.own": "json:dumps"}, 'own has no effect with optimizer.kind = "adamw"'),
         (

@@ -60,7 +60,7 @@ def test_a_method_that_knows_the_data_axis_alone_is_refused(comm):
     with patch(ROW, SEQUENCE):
         axes = World(comm).split(training_grid(halves=2))
         changes = {"run.reproducible": True}
-        with pytest.raises(SharedInputError, match='over the data axis alone; legal here: "all_r'):
+        with pytest.raises(SharedInputError, match='over other ranks, too; legal here: "all_r'):
             Engine(small(changes), axes, VOCAB_SIZE)
 
 

@@ -98,7 +98,7 @@ def test_all_ranks_agree_and_a_run_that_goes_on_keeps_to_it(comm, tmp_path):
     with on((9, 0), True):  # back where it was
         assert order({}) == ("cudnn", "flash")
         assert said.pop().endswith(
-            'run.kernels = "anew" takes what is quickest here: fa3, cudnn, flash'
+            'run.kernels = "anew" chooses the fastest here: fa3, cudnn, flash'
         )
         assert order(None) == ("fa3", "cudnn", "flash")
 
@@ -130,10 +130,10 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     )
     assert ways(LONG, "a", {}) == "products:256"
     assert said.pop() == (
-        "attention by products:256 (as before; quickest here: library:2048), "
-        "linear by onednn:64:inf (as before; quickest here: library), "
-        "gelu by sigmoid (as before; quickest here: library), half types native; "
-        'run.kernels = "anew" takes what is quickest'
+        "attention by products:256 (as before; fastest here: library:2048), "
+        "linear by onednn:64:inf (as before; fastest here: library), "
+        "gelu by sigmoid (as before; fastest here: library), half types native; "
+        'run.kernels = "anew" chooses the fastest'
     )
     assert ways(LONG, "b", written(ours)) == "products:256"  # of a checkpoint elsewhere
     assert ways(LONG, "b", {}) == "products:256"
@@ -196,7 +196,7 @@ def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
         return said.pop().partition("half types ")[2].partition("; run.kernels")[0]
 
     assert (half(False, "a", {}), told()) == ("widened", "widened")
-    as_before = "widened (as before; quickest here: native)"
+    as_before = "widened (as before; fastest here: native)"
     assert (half(True, "a", {}), told()) == ("widened", as_before)
     lost = "widened, for native is not here"
     assert (half(True, "b", {}), told()) == ("native", "native")
@@ -234,7 +234,7 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
     ):
         found = agreed(world, tmp_path, place, before, say=said.append)
         assert found == BY_LIBRARY
-        assert "linear by library (as before; quickest here: onednn:8:inf)" in said.pop()
+        assert "linear by library (as before; fastest here: onednn:8:inf)" in said.pop()
         assert agreed(world, tmp_path, place, {}, say=said.append) == found
         (tmp_path / agreement.FILE).write_text(json.dumps(before))
         assert agreed(world, tmp_path, place, {}, say=said.append) == found

@@ -71,7 +71,7 @@ def test_silence_slow_ranks_and_warnings(tmp_path):
     run = made(
         tmp_path / "r", 1000, record(20, 4.0, slow_ranks=[{"rank": 3, "host": "n7", "factor": 1.5}])
     )
-    slow = "slow in computing, against ranks with the same work: rank 3 (n7) 1.50 times\n"
+    slow = "slow compared with ranks that do the same work: rank 3 (n7) 1.50 times\n"
     (run / "log.txt").write_text(f"saved x\nwarning: disk is full\n{slow}")  # told by its record
     watched = Watched(run)
     status = watched.status()

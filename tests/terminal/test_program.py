@@ -65,8 +65,9 @@ def test_a_command_without_mpi_is_done_by_rank_0(monkeypatch, capsys):
     assert called(monkeypatch, capsys, *words, rank=1, size=2) == (0, "", "")
     code, out, error = called(monkeypatch, capsys, *words, size=2)
     assert code == 0 and out.startswith("{") and out.count("\n") == 1
-    assert (
-        error == "ptdmpi schedule works without MPI: rank 0 of 2 does it, the others have ended\n"
+    assert error == (
+        "ptdmpi schedule works without MPI: only rank 0 of 2 ranks runs it, and the others have "
+        "ended\n"
     )
     code, out, error = called(monkeypatch, capsys, "ptdmpi", "nonsense", size=2)
     assert code == 2 and error.startswith("ptdmpi: error: No such command 'nonsense'")

@@ -101,7 +101,7 @@ def test_what_changed_is_said_in_log_records_and_report(comm, tmp_path):
     text = log(tmp_path / "run")
     assert "resumed after step 4; changed since: data.train " in text
     assert "optimizer.learning_rate 0.003 -> 1e-05" in text and "run.steps 4 -> 8" in text
-    assert "another order of samples holds from step 5 (sample 16) on" in text
+    assert "the samples have another order from step 5 (sample 16) on" in text
     kept = records(tmp_path / "run")
     (changed,) = [record for record in kept if "changed" in record]
     assert changed["step"] == 5 and changed["changed"][0].startswith("data.train ")
@@ -128,7 +128,7 @@ def test_what_changed_is_said_in_log_records_and_report(comm, tmp_path):
     assert loaded.config["batch"]["micro_size"] == 2
     # once more, with the same configuration: nothing is reported, and the data are the same
     _run(comm, tmp_path, **{**changes, "run__steps": 9})
-    assert log(tmp_path / "run").rstrip().count("another order of samples") == 1
+    assert log(tmp_path / "run").rstrip().count("the samples have another order") == 1
     stored = open_model(tmp_path / "run")
     assert [record.step for record in stored.trained_on.stretches] == [0, 4]
 
@@ -157,7 +157,7 @@ def test_a_run_directory_is_resumed_elsewhere(comm, tmp_path):
     # the same command resumes the run, although its source was trained further
     _run(comm, tmp_path, run__steps=7)
     _run(comm, tmp_path, **named, batch__global_size=8, run__steps=8)
-    assert "was followed before" in log(tmp_path / "other")
+    assert "an earlier start resumed from checkpoint.resume" in log(tmp_path / "other")
     assert newest(tmp_path / "other").name == "step-00000008"
     own = _run(comm, tmp_path, checkpoint__resume=source, run__steps=8)
     assert own.first == 7

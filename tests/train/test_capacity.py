@@ -90,7 +90,7 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
     assert most - least == 3 * 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * 2
     assert settled(most, keeps) == keeps and not said
     assert settled(most - 1, keeps) == HostChoice(AttentionByProducts())
-    assert said == ["no room for the probabilities of attention: they are computed again"]
+    assert said == ["no memory for the attention probabilities: the backward computes them again"]
     assert settled(least, HostChoice()) == HostChoice()
     with pytest.raises(InputError, match="does not fit into memory"):
         settled(least, HostChoice(half="widened"))

@@ -66,7 +66,7 @@ def test_a_weight_is_named_on_the_rank_that_holds_it(comm):
     result = engine.step(1, batches)
     with pytest.raises(SystemExit) as stopped:
         Skips(engine, str, 3, said.append).after(1, result, batches)
-    assert stopped.value.code == 1 and "a weight is lost" in said[1]
+    assert stopped.value.code == 1 and "a weight is not finite" in said[1]
 
 
 @parallel(ranks=[2])

@@ -150,7 +150,7 @@ def test_a_stop_breaks_them_off_and_a_resumed_run_drops_and_asks_again(comm, tmp
     comm.Barrier()
     asked_after = [record["step"] for record in records(tmp_path / "run") if "tasks" in record]
     assert asked_after == [1, 2, 3, 4, 5, 6]
-    assert "asked to stop: tasks after step 4 broken off" in log(tmp_path / "run")
+    assert "asked to stop: tasks after step 4 interrupted" in log(tmp_path / "run")
 
 
 def test_mistakes_are_told_before_the_start_all_together(tmp_path):

@@ -126,7 +126,7 @@ def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
         stops(made)
     if comm.rank == 0:
         assert saved(tmp_path) == ["step-00000002"]
-        assert "validation after step 2 broken off" in log(tmp_path / "run")
+        assert "validation after step 2 interrupted" in log(tmp_path / "run")
         assert all("validation_loss" not in record for record in records(tmp_path / "run"))
     comm.Barrier()
     best = {**PIPELINE, **valid, "checkpoint.keep_best": 1}

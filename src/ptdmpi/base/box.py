@@ -14,8 +14,9 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
-    tensor, counted in row-major order. In every dim the slices are the end of a row, complete rows,
-    and the beginning of a row."""
+    tensor, counted in row-major order. For a matrix these slices are the end of a row, complete
+    rows, and the beginning of a row. For a tensor with more dims, the incomplete rows are divided
+    in the same way."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -64,8 +65,8 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Return the index (one Python slice for each dim) that selects these elements of a tensor
-        or an array."""
+        """Return the index, one Python slice for each dim, that selects the elements of this slice
+        in a tensor or an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> Self:

@@ -15,9 +15,9 @@ from typing import BinaryIO, Literal
 
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
-    at the same time as the program, and little is left for the sync at the end. Linux starts
-    writing when posix_fadvise declares that the written pages will not be needed. `posix_fadvise`
-    also removes pages from memory that are already on the disk."""
+    at the same time as the program, and the sync at the end has little left to write. The function
+    calls `posix_fadvise` to declare that these pages will not be needed: Linux then starts writing
+    them, and removes pages from memory that are already on the disk."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 

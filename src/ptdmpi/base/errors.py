@@ -8,6 +8,5 @@ class InputError(Exception):
 
 
 class SharedInputError(InputError):
-    """An error in the user's input that every rank of a job raises. Therefore only one rank needs
-    to print it.
-    """
+    """An error in the user's input that every rank of a job raises, so that only one rank needs to
+    print the message."""

@@ -2,10 +2,10 @@
 step frees and requests the same large tensors.
 
 By default glibc returns freed blocks of memory to the kernel if they are larger than a limit, which
-glibc adapts between 128 KiB and 32 MiB. When the block is requested again in the next step, every
-page of it causes a page fault, and the kernel fills the page with zeros. If glibc keeps the memory,
-these page faults happen only once. The process then always uses its peak memory, but every step
-would reach this peak anyway.
+glibc adapts between 128 KiB and 32 MiB. When a block of this size is requested again in the next
+step, every page of the new block causes a page fault, and the kernel fills the page with zeros. If
+glibc keeps the memory, these page faults happen only once. The process then always uses its peak
+memory, but every step would reach this peak anyway.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# names of mallopt(3) and their numbers in malloc.h
+# parameters of mallopt(3), with their numbers in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 # Blocks above this number of bytes, such as a rank's flat parameters, are returned to the kernel

@@ -4,8 +4,9 @@ which the launcher sets, and the folder for copies of the state."""
 import os
 from collections.abc import Mapping
 
-# The variables in which the launchers store the number of ranks of this job step. SLURM_NTASKS is
-# not used, because it is also set in a batch script that starts a program without srun.
+# The environment variables in which the launchers store the number of ranks that they have started.
+# SLURM_NTASKS is not used, because it is also set in a batch script that starts a program without
+# srun.
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"  # set by Open MPI's mpirun
 SIZE_VARIABLES = (
     OPEN_MPI,

@@ -12,8 +12,8 @@ def divisors(number: int) -> list[int]:
     """Return all divisors of `number` >= 1, in ascending order.
 
     Only prime factors up to MOST_TRIED are tried, and the remaining factor is assumed to be a
-    prime. The result is wrong only for numbers above MOST_TRIED**2 with two larger prime factors,
-    which are surely typing mistakes.
+    prime. The result is wrong only for numbers above MOST_TRIED**2 that have two prime factors
+    above MOST_TRIED; such a large number in a configuration is surely a typing mistake.
     """
     products = [1]
     rest = number

@@ -57,7 +57,7 @@ def _imported(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         hint = ""
         if module == "__main__":
-            hint = "; it belongs to a program, which has to continue the run itself"
+            hint = "; it belongs to a program, and only this program can continue the run"
         raise InputError(f"{name} cannot be imported: {error}{hint}") from None
     return value
 

@@ -1,10 +1,11 @@
 """The number of bytes that a rank sends, for each kind of message. The bytes are counted during a
 run, or computed by closed formulas.
 
-The counts and the formulas use one convention for bytes, which does not depend on the algorithm or
-the transport. For a collective on x bytes of tensors, the convention counts the bytes that each of
-n ranks must send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv
-1910.02054, section 7) count in the same way for large n: 2 x for an all-reduce.
+The counts and the formulas use the same convention for the bytes of a message. This convention does
+not depend on the algorithm or the transport. For a collective on x bytes of tensors, the convention
+counts the bytes that each of n ranks must send on average (Thakur et al. 2005, section 4).
+Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the same way for large n: 2 x for an
+all-reduce.
 
     all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
     all_gather        x (n - 1) / n     each rank has x bytes after the call
@@ -33,14 +34,16 @@ def _none() -> dict[str, int]:
 @dataclass
 class Tally:
     """The messages of one rank in a group of `ranks` ranks, by kind: the number of messages, and
-    the sum of their bytes x (see the module). All numbers are integers, so that sums are exact."""
+    the sum of their bytes x (see the module docstring). All numbers are integers, so that sums are
+    exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)
     whole_bytes: dict[str, int] = field(default_factory=_none)
 
     def add(self, kind: str, size: int, messages: int = 1) -> None:
-        """Count `messages` of `kind` about `size` bytes each. Raises KeyError for another kind."""
+        """Count `messages` messages of the kind `kind`, each for tensors of `size` bytes. Raises
+        KeyError for an unknown kind."""
         self.messages[kind] += messages
         self.whole_bytes[kind] += messages * size
 

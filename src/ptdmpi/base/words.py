@@ -1,5 +1,5 @@
-"""Formatting of text for people: numbers with nouns, large numbers, file sizes, and text from files
-without control characters."""
+"""Formatting of text for people: numbers with nouns, large numbers, file sizes, and text from
+files, in which control characters are escaped."""
 
 
 def printable(text: str) -> str:

@@ -26,7 +26,7 @@ def fingerprint(manifest: Manifest) -> str:
     """Return a SHA-256 hash of the manifest's entries about the weights: their names, shapes,
     types, slices and checksums. For quantized weights the hash covers the entries of codes and
     scales. The checksums identify the values of the weights, so the weights need not be read for
-    the hash. The same values cut into other slices have another hash."""
+    the hash. If the same values are cut into other slices, the hash is different."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -48,7 +48,7 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
         legal = 'weights = "none", or a base that `ptdmpi quantize` has made'
         if manifest.form is not None:
             stored = f"in {_words(manifest.form)}"
-            legal = "both left out: the base says what it is"
+            legal = "neither key, so that the base determines both"
         raise InputError(
             f"quantize.weights and block ask for a frozen base in {_words(form)}, and {directory} "
             f"has its matrices {stored}; legal: {legal}"
@@ -63,7 +63,7 @@ def form_at(path: Path) -> LowBit | None:
 
 
 def base_told(config: Config) -> Iterator[str]:
-    """Yield a log line about a frozen base that stays quantized, if the run has one."""
+    """If the frozen base model of a run stays quantized in memory, yield a log line about it."""
     form = LowBit.of(config.quantize)
     compute = config.precision.compute
     if form is None or not config.adapt.adapts:

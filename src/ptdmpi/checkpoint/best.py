@@ -26,7 +26,7 @@ def in_manifest(loss: float | None) -> Mapping[str, Any]:
 def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the `count` complete checkpoints of a run with the lowest validation losses, in
     ascending order of the loss. If losses are equal, the earlier step comes first. `damaged` has
-    the names of unreadable checkpoints, which are skipped."""
+    the names of checkpoints that could not be read; these are skipped."""
     if not count:
         return []
     validated = []

@@ -1,11 +1,11 @@
-"""The files of a checkpoint: logical tensors cut into slices (`Box`). A slice and its checksum are
-written, or read, in one pass.
+"""The files of a checkpoint: logical tensors cut into slices (`Box`). The checksum of a slice is
+computed while the slice is written or read.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
 any tool can open it. This module writes the safetensors format itself for two reasons: the
 checksums are computed while the data is written, not in a second pass over the file, and the data
 is written directly from the memory of the parameters. Reading uses the offsets in the manifest:
-only the bytes of the wanted slice are read, directly into the destination array.
+only the bytes of the wanted slice are read, directly into the array that receives them.
 """
 
 import json
@@ -40,9 +40,9 @@ from ptdmpi.plan.layer.low_bit import LowBit
 # Data is written in chunks of this size: a chunk stays in the processor's cache between the
 # computation of its checksum and its write.
 CHUNK_BYTES = 1 << 20
-# A rank may need runs of bytes with gaps between them. Gaps up to this size are read, too, because
-# the disk reads complete blocks, and a separate call for each run would take as long. Larger gaps
-# are skipped.
+# A rank may need runs of bytes with gaps between them. Gaps up to this size are read, too: the disk
+# reads complete blocks anyway, and skipping such a small gap by a separate read call would not be
+# faster. Larger gaps are not read.
 GAP_BYTES = 4096
 
 
@@ -72,8 +72,7 @@ class Outgoing:
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the header of a safetensors file with the tensors `parts` (key, dtype, shape), in this
-    order. The header has all bytes before the first byte of data, whose offset is a multiple of 64.
-    """
+    order. The header contains all bytes before the data. Its length is a multiple of 64."""
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
@@ -284,8 +283,8 @@ class Reader:
         bytes; small gaps between the runs are read, too."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # `cut` is the last dim that is not read completely; one run of consecutive bytes covers all
-        # dims after it
+        # `cut` is the last dim that is not read completely; for each index in the dims before it,
+        # the wanted bytes are consecutive
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row

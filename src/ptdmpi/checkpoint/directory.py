@@ -10,9 +10,9 @@ may be removed.
     checkpoints/step-00000100.abandoned  not continued: the run began anew, or at an earlier step
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named at that time
 
-One rename gives a directory the name `step-NNNNNNNN` when all its files are on the disk, and one
-rename takes this name away again. A crash therefore never leaves an incomplete checkpoint with such
-a name.
+When all files of a checkpoint are on the disk, one rename gives its directory the name
+`step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename takes this name away. A
+crash therefore never leaves an incomplete checkpoint with such a name.
 """
 
 import os
@@ -200,9 +200,9 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Yield the checkpoints that may be removed. These checkpoints are complete, are not among the
-    newest `keep` complete ones, are not at a multiple of `keep_every` steps, and are not in
-    `spared`. With `keep = 0` no checkpoint may be removed."""
+    """Yield the checkpoints that may be removed. All other checkpoints are kept: damaged or
+    incomplete ones, the newest `keep` complete ones, the checkpoints at multiples of `keep_every`
+    steps, and the checkpoints in `spared`. With `keep = 0` no checkpoint may be removed."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:

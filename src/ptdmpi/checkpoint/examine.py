@@ -1,5 +1,5 @@
-"""Checks of checkpoints without a model, MPI or a GPU: whether a checkpoint is undamaged, and
-whether two checkpoints are equal."""
+"""Checks of checkpoints, which need no model, no MPI and no GPU: whether a checkpoint is undamaged,
+and whether two checkpoints are equal."""
 
 import math
 from collections import Counter
@@ -98,8 +98,8 @@ def problems(directory: Path) -> list[str]:
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # sort the slices by their first row: a slice cannot overlap a slice that begins after its last
-    # row
+    # sort the slices by their first row, because two slices cannot overlap if one begins after the
+    # last row of the other
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -130,7 +130,7 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
     said = manifest.files[name]
     for piece, tensor in pieces:
         if piece.offset != offset:
-            yield f"{piece.key} stands at byte {piece.offset} instead of {offset}"
+            yield f"{piece.key} begins at byte {piece.offset} instead of {offset}"
         offset += tensor.nbytes(piece)
     if said != offset:
         yield f"the manifest says {said} bytes, its pieces take {offset}"
@@ -177,8 +177,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        # kinds of tensors that only one of the two checkpoints has, such as the optimizer state, if
-        # one checkpoint has only weights
+        # kinds of tensors that only one of the two checkpoints has; for example, the optimizer's
+        # moments if the other checkpoint has only weights
         alone = kinds[0].keys() ^ kinds[1].keys()
         for kind in sorted(alone):
             for path, numbers in zip((first, second), kinds, strict=True):

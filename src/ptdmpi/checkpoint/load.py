@@ -1,5 +1,5 @@
-"""Loading of a checkpoint into the ranks of a run with any layout. The checksums are checked at the
-same time."""
+"""Loading of a checkpoint into the ranks of a run with any layout. The checksums are verified
+during loading."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +52,10 @@ def load(
 
     If replicas differ, each replica continues from its own values. All replicas continue from the
     mean if the checkpoint contains only the mean, or if the number of replicas has changed and
-    `mean` is True. If `whole` is False, a node may have only the files that its ranks read. If the
-    checkpoint is damaged, the state is undefined afterwards, and another checkpoint must be loaded.
-    Raise SharedInputError if the checkpoint is undamaged but belongs to another model, or if
-    `judge` refuses the checkpoint.
+    `mean` is True. If `whole` is False, a node need not have all files of the checkpoint, but only
+    the files that its ranks read. If the checkpoint is damaged, the state is undefined afterwards,
+    and another checkpoint must be loaded. Raise SharedInputError if the checkpoint is undamaged but
+    belongs to another model, or if `judge` refuses the checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -113,9 +113,9 @@ def load_tensors(
     the checkpoint; then only the first positions are loaded.
 
     Each rank reads its slices. A rank that reads a whole piece compares the piece with its
-    checksum. If a run with another layout wrote the checkpoint, no rank may have read a certain
-    piece completely. Such pieces are divided among the ranks and read once more for the comparison.
-    Raise the same errors as `load`.
+    checksum. If a run with another layout wrote the checkpoint, it may happen that no rank reads a
+    certain piece completely. Such pieces are divided among the ranks and read once more for the
+    comparison. Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -132,8 +132,8 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # with `sound_manifest` all nodes see all files; with `read_manifest` a node may have only
-        # the files that its ranks read
+        # `sound_manifest` requires that all files exist, so all nodes see all files; if
+        # `read_manifest` is used, a node may have only the files that its ranks read
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)
@@ -202,7 +202,7 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
     if damage:
         return damage
-    # a piece that some rank has already compared with its checksum is not read again
+    # if some rank has already compared a piece with its checksum, the piece is not read again
     checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
     left = torch.nonzero(checked == 0).flatten().tolist()
     if wanted.shared:

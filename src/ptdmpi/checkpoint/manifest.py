@@ -44,8 +44,8 @@ EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run, apart from its tensors: `step` steps are done, and `samples` samples
-    are consumed. `updates`, `loss_scale` and `good_steps` are counters of the optimizer; `seed`
-    determines the order of samples."""
+    are consumed. `updates`, `loss_scale` and `good_steps` are the counters of the optimizer (see
+    `Counters`); `seed` determines the order of samples."""
 
     step: int
     samples: int
@@ -112,7 +112,7 @@ class Manifest:
     def means(self) -> dict[str, list[str]]:
         """Return the names of the tensors that are stored separately for each replica:
         `weights/NAME` -> [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas.
-        The name without the number of a replica means the mean of all replicas."""
+        The name without a replica's number stands for the mean of all replicas."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -276,7 +276,7 @@ def read_manifest(directory: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
     if table.pop("crc32", None) != checksum(table):
-        raise InputError(f"{path} is damaged: its checksum does not hold")
+        raise InputError(f"{path} is damaged: its checksum does not match")
     try:
         _require_form(table)
     except ValueError as error:

@@ -66,8 +66,9 @@ class MemoryCopies:
     def __init__(
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
-        """Prepare the copies in `folder`. Rank 0 calls `describe(step, files)`, which returns the
-        text of the manifest; `files` has the files that all ranks have written."""
+        """Prepare to make copies in `folder`. The function `describe(step, files)`, which only rank
+        0 calls, returns the text of a copy's manifest; `files` has the files that all ranks have
+        written."""
         self.folder = folder
         self.state = state
         self.describe = describe
@@ -83,8 +84,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # results of `find`: for each rank that leads a node, the copies on that node; and the name
-        # of the newest complete copy
+        # two results of `find`: the copies on each node, by the rank that leads the node; and the
+        # name of the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -131,7 +132,7 @@ class MemoryCopies:
     def _passed_on(self, path: Path, everyone: Sequence[tuple[Written | None, str]]) -> str:
         """Send this rank's file to the next node, and write the files that the previous node sends.
 
-        The ranks of a node share the files of the previous node.
+        The files of the previous node's ranks are divided among the ranks of this node.
         """
         if len(self.nodes) == 1:
             return ""

@@ -47,9 +47,10 @@ class Resumption:
 
         "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
-        checkpoint is loaded. If an earlier start has resumed from that path, the run's own newest
-        checkpoint is loaded instead. `lost` is True if ranks were lost; in that case the remaining
-        replicas may begin from the mean of all replicas.
+        checkpoint is loaded. If an earlier start has resumed from that path and has saved a
+        checkpoint since then, the run's own newest checkpoint is loaded instead. `lost` is True if
+        ranks were lost; in that case the remaining replicas may begin from the mean of all
+        replicas.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all
@@ -114,8 +115,8 @@ class Resumption:
         return wanted != "auto" and not self._is_own(wanted) and not self._went_on_from(wanted)
 
     def _newest_own(self, wanted: str) -> int:
-        """Return the step of the newest checkpoint that the run itself has saved; 0 if there is
-        none."""
+        """Return the step of the newest checkpoint that the run itself has saved. Return 0 if there
+        is none, or if this start does not continue from the run's own checkpoints."""
         if wanted == "never" or self._names_another(wanted):
             return 0
         own = files.checkpoints_in(self.directory)

@@ -1,5 +1,5 @@
-"""The changes that a save makes in the checkpoint directory of a run: older checkpoints are kept,
-renamed or removed. Only rank 0 uses this module."""
+"""The changes that a save makes to the older checkpoints of a run: they are kept, renamed or
+removed. Only rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -50,8 +50,9 @@ class Retention:
         return temporary
 
     def publish(self, temporary: Path) -> None:
-        """Give a completely written checkpoint its name, and update the file `latest` and, with
-        `checkpoint.keep_best`, the file `best`. Raise OSError if the file system fails."""
+        """Give a completely written checkpoint its name, and update the file `latest`. If
+        `checkpoint.keep_best` is set, also update the file `best`. Raise OSError if the file system
+        fails."""
         files.publish(temporary, self.damaged)
         if self.config.keep_best:
             best.point(self.directory, self.damaged)

@@ -72,7 +72,7 @@ class _Flight:
     extras: dict[str, Any]
     since: float
     writing: Future[Written]
-    publishing: Future[tuple[float, str | None]] | None = None  # rank 0 only
+    publishing: Future[tuple[float, str | None]] | None = None  # only on rank 0
     written: bool = False
     bytes: int = 0
     stall_s: float = 0.0
@@ -104,7 +104,8 @@ class Checkpoints:
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # only one thread, so that rank 0 publishes the checkpoint after it has written its own file
+        # there is only one thread, so that rank 0 publishes a checkpoint after it has written its
+        # own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
@@ -159,10 +160,10 @@ class Checkpoints:
     def save(self, step: int) -> list[Saved]:
         """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied, and a thread writes the copy. In that
-        case this method first completes an earlier save that is still in progress and returns it;
-        later calls of `poll` complete the present save. Raise SaveFailed if a rank could not write;
-        the files of the failed save are then removed.
+        If `checkpoint.asynchronous` is True, the state is copied, and a thread writes the copy. In
+        that case this method first completes an earlier save that is still in progress and returns
+        it; later calls of `poll` complete the present save. Raise SaveFailed if a rank could not
+        write; the files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()

@@ -14,11 +14,11 @@ WHOLE_BYTES = 1 << 16
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     """Yield the slices of the state that this rank writes. Each element of each tensor is written
-    by exactly one rank. If replicas differ, their mean is written with `mean`; otherwise each
-    replica is written under its own name."""
+    by exactly one rank. If replicas differ and `mean` is True, their mean is written; if they
+    differ and `mean` is False, each replica is written under its own name."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # begin with the slices that the fewest ranks have
+    # begin with the slices of which the fewest ranks have a copy
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]

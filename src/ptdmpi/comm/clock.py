@@ -3,8 +3,8 @@ events.
 
 A call that hands work to a device returns before the work has run, so the host's time before and
 after the call does not measure the work. Therefore a clock makes marks. A mark has a position in
-the order of the device's work, and its time is known when the work before it is done. A mark of the
-host is done as soon as it is made.
+the order of the device's work. The time of a mark is known when the work before the mark is done. A
+mark of the host is done as soon as it is made.
 """
 
 import time
@@ -50,7 +50,7 @@ class HostMark(float):
     __slots__ = ()
 
     def done(self) -> bool:
-        """Return True: when a mark of the host is made, the host's work before it is done."""
+        """Return True, because the host's work before a mark is done when the mark is made."""
         return True
 
     def at_s(self) -> float:
@@ -117,7 +117,8 @@ class DeviceClock:
         """Wait for the device, and store the present time on the clocks of device and host."""
         event = self._event()
         event.synchronize()
-        # read the host's clock immediately, because any delay is an error of this clock
+        # read the host's clock immediately, because any delay would make the times of this clock
+        # wrong
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
@@ -139,8 +140,8 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Total:
-    """A sum of the seconds between two marks, over pairs of marks. A pair is added to the sum once
-    its marks are done."""
+    """The sum, over pairs of marks, of the seconds between the two marks of a pair. A pair is added
+    to the sum once its marks are done."""
 
     def __init__(self) -> None:
         self._done_s = 0.0

@@ -60,12 +60,13 @@ class Exchanged:
     received: Sequence[int]
 
     def pieces(self, result: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (part sent to a rank, part received from it) for each rank, as views."""
+        """Yield (part of `flat` to send, part of `result` to receive) for each rank, as views."""
         return zip(flat.split(list(self.sent)), result.split(list(self.received)), strict=True)
 
 
 class Communicator(WireTraits, ABC):
-    """A group of the process grid, such as an axis, as its rank number `rank` of `size` sees it.
+    """A group of ranks of the process grid, such as an axis, from the view of one rank. `rank` is
+    the number of this rank in the group, and `size` is the number of ranks in the group.
 
     MPI carries the control messages of every transport. `busy` names the collective that this rank
     is in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
@@ -94,7 +95,7 @@ class Communicator(WireTraits, ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace `tensor` (any shape) by its sum or maximum ("max") over the ranks; return it."""
+        """Replace `tensor` (any shape) by its "sum" or "max" over the ranks, and return it."""
         self.all_reduce_begin(tensor, op).wait()
         return tensor
 
@@ -256,7 +257,7 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call this method. If `lasting`, a transport may synchronize all ranks now."""
+        All ranks call this method. If `lasting` is True, a transport may synchronize all ranks."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -291,7 +292,8 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)` as the collective `name`; if it fails, `busy` keeps the name."""
+        """Call `work(*arguments)`, and return its result. Meanwhile `busy` has the name `name` of
+        the collective; if the call fails, `busy` keeps the name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -321,7 +323,7 @@ class Communicator(WireTraits, ABC):
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- methods that a transport implements, on flat tensors and for size > 1 ---------------------
-    # The smaller tensor of a gather or scatter may be a view of its part of the larger one.
+    # In a gather or scatter, the small tensor may be a view of this rank's part of the large one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...
@@ -478,7 +480,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """Write the sum or max of two or more tensors [n], combined in ascending order, to `result`.
 
     Tensors in fp16 or bf16 are summed in float32 and rounded once. For two tensors, one addition in
-    their own type gives the same bits. `result` may be the first tensor.
+    the type of the tensors gives the same bits. `result` may be the first tensor.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

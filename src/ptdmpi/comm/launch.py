@@ -36,7 +36,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     try:
         os.getcwd()
-    # otherwise Open MPI and MKL would end the process with their own message
+    # raise InputError here, because otherwise Open MPI or MKL would end the process with a message
+    # of their own
     except OSError as error:
         raise InputError(
             f"the current directory is gone ({error.strerror}); cd to one that exists"

@@ -25,8 +25,8 @@ from ptdmpi.comm.communicator import (
 # Up to this size an all-reduce by an exchange of full tensors is faster than one by a
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for a group of two ranks. In such a group, both methods send the same number of
-# bytes, but the exchange needs half as many messages.
+# The corresponding limit for a group of two ranks. In such a group, both methods send the same
+# number of bytes, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
@@ -65,7 +65,7 @@ class _Request:
         self._request = request
         self._host = host
         self._target = target
-        self._sent = sent  # stored as long as MPI may read it
+        self._sent = sent  # the tensor is kept as long as MPI may read it
 
     def wait(self) -> None:
         """Wait for the message, and copy the received tensor to its target."""
@@ -116,7 +116,7 @@ class MpiCommunicator(Communicator):
             peer = 1 - self.rank
             # send and receive in one call: two blocking sends may deadlock (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
-            # the sum and the maximum of two pieces do not depend on their order
+            # the sum and the maximum of two tensors do not depend on the order of the tensors
             combine((host, other), op, host)
         else:
             for bucket in host.split(BUCKET_BYTES // host.element_size()):

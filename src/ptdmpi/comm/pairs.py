@@ -13,11 +13,11 @@ def pair_order(
     previous message of the same rank is complete (as NCCL does). The result has the messages of
     this rank from one total order of all messages in the group. The two ranks of the first
     remaining message in the total order are therefore always free. Messages are sorted by the
-    distance of the two ranks around the group. Messages of the same distance are sorted by whether
-    start // distance is even or odd, where start is the first of the two ranks, in the direction in
-    which they are that distance apart. With this order, a message in a ring, a grid or an
-    exponential graph waits for few other messages, and not for a chain of messages around the
-    group.
+    distance of the two ranks around the group. For messages of the same distance, let start be the
+    rank from which the other rank is reached by `distance` steps upwards around the group. Messages
+    for which start // distance is even come before messages for which it is odd. With this order, a
+    message in a ring, a grid or an exponential graph waits for few other messages, and not for a
+    chain of messages around the group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

@@ -82,7 +82,7 @@ class _DeviceCopies:
     def behind(self, place: Passed) -> Iterator[None]:
         """Make the copy stream the current stream, and let it wait for the mark `place`."""
         with self._module.stream(self._stream):
-            place.computing_waits()  # the copy stream is the current stream now
+            place.computing_waits()  # here the copy stream is the current stream
             yield
 
     def computed(self) -> Passed:

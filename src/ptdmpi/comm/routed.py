@@ -26,7 +26,8 @@ class Carrier(Protocol):
         """Return True if the tensor is on the device of this library."""
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
-        """Begin to replace `flat` by its sum or "max" over the ranks of the group."""
+        """Begin to replace `flat` by its sum (`op` is "sum") or maximum ("max") over the ranks of
+        the group."""
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         """Begin to fill `result` with the `flat` of every rank, in rank order."""

@@ -123,8 +123,8 @@ class _Server:
                 message = self.comm.improbe(tag=ASK, status=status)
                 self._release()
                 if message is None:
-                    # requests are rare after all groups are made, so the thread sleeps longer each
-                    # time
+                    # After all groups are made, requests are rare. The thread therefore sleeps
+                    # longer each time it finds no request.
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
                     continue
@@ -171,7 +171,8 @@ class _Server:
         return total
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        # like torch's own stores, set a missing key if `expected` is empty
+        # a missing key is treated as empty, as in torch's own stores, so it is set if `expected` is
+        # empty
         if self.values.get(key, b"") == expected:
             self.values[key] = value
         return self.values.get(key, expected)

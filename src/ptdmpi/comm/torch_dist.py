@@ -67,7 +67,8 @@ class Session:
         if known is not None and fits:
             same = (MPI.IDENT, MPI.CONGRUENT)
             fits = MPI.Comm.Compare(known.everyone, everyone) in same
-        # all ranks must decide the same, because some ranks may have had a session in another world
+        # all ranks must make the same decision, although only some of them may have a session of an
+        # earlier world
         if everyone.allreduce(fits, MPI.LAND):
             return
         if known is not None:
@@ -84,9 +85,9 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a group of the ranks `ranks` of the world, in ascending order. Only the ranks of
-        the new group call this method. `most` returns the maximum over these ranks of its argument.
-        """
+        """Return a group of the world ranks `ranks`, which are in ascending order. Only the ranks
+        of the new group call this method. `most` returns the maximum over these ranks of its
+        argument."""
         # torch names a group by its ranks and by the number of groups that the process has made.
         # The number of groups made must be the same on all ranks of the group.
         for _ in range(most(self.made) - self.made):
@@ -253,7 +254,7 @@ class TorchCarrier:
 
     def pending(self) -> str:
         """Return an empty text, because torch's own watchdog detects operations that hang."""
-        return ""  # the watchdog ends such an operation even if no rank waits for it
+        return ""  # the watchdog ends a hanging operation even if no rank waits for it
 
     failure = pending
 

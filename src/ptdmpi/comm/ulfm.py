@@ -33,9 +33,9 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
-            'run.on_failure = "shrink": this job ends when a rank is lost, for its launcher was '
-            "not asked to go on; legal: mpirun --with-ft ulfm ... (Open MPI 5 or newer), or "
-            'run.on_failure = "abort"'
+            'run.on_failure = "shrink": this job ends when a rank is lost, because its launcher '
+            "was started without fault tolerance; legal: mpirun --with-ft ulfm ... (Open MPI 5 or "
+            'newer), or run.on_failure = "abort"'
         )
 
 

@@ -18,12 +18,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Wire:
-    """A transport between ranks: it makes one communicator of tensors for each group of a grid.
+    """A transport of tensors between ranks. It makes one communicator for each group of a process
+    grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
-    same order on every rank. `control` is an MPI communicator of the ranks of the group, which is
-    ready for use on all of them. A transport can therefore send messages through `control` while it
-    connects, such as a unique id or an error of rank 0.
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, and is
+    ready for use on all of these ranks. A transport can therefore send messages through `control`
+    while it connects, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's position in the grid, and its communicators: `axes["tensor"]`,
+    """This rank's position in the process grid, and its communicators, such as `axes["tensor"]` and
     `axes["replicas"]`.
 
     `groups` has one communicator for each group of the grid to which this rank belongs, in the
@@ -50,8 +50,8 @@ class Axes:
     carried_by: str = ""  # a remark for the log about the transport
 
     def __getitem__(self, group: str) -> Communicator:
-        """Return the communicator of a group that this rank belongs to; raises KeyError for another
-        group."""
+        """Return the communicator of a group that this rank belongs to; raises KeyError for all
+        other groups."""
         return self.groups[group]
 
     @property
@@ -96,7 +96,7 @@ class Process:
     renumbered."""
 
     number: int  # the process's rank in the first world; logs and messages use this number
-    node: int  # the lowest launch rank on its node
+    node: int  # the lowest rank on its node, in the launcher's numbering
     local_rank: int
     host: str
 

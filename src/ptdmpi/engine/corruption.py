@@ -3,11 +3,11 @@ changes although no code writes to it.
 
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
 Before every N-th update, ranks that should have the same values compare hashes of these values. If
-only two replicas exist and differ, it is unknown which replica is right. Among three or more
-replicas, the values of the majority are assumed to be right. Each rank also compares its hashes
-with the hashes that it computed after its previous update. This second comparison needs no
-replicas, and shows which rank is wrong. Both comparisons take place after the step has used the
-values and before the update replaces them.
+there are only two replicas and they differ, it is unknown which replica is right. Among three or
+more replicas, the values of the majority are assumed to be right. Each rank also compares its
+hashes with the hashes that it computed after its previous update. This second comparison needs no
+replicas, and shows which rank is wrong. Both comparisons are made after the step has used the
+values, and before the update replaces the values.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ Members = tuple[int, ...]  # ranks that should have the same values, in ascendin
 class Fault:
     """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` whose values
     may be wrong. `others` are the ranks of the majority, whose values agree; `others` is empty if
-    there is no majority. `changed` is True if the values of a rank have changed since its last
-    update."""
+    there is no majority. `changed` is True if the values of a rank have changed between its last
+    update and this comparison."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class Fault:
             return f"{what} on {ranks} changed between an update and the next one"
         if self.others:
             return f"{what} on {ranks} differs from that on {', '.join(map(name, self.others))}"
-        return f"{what} differs on {ranks}, and nothing tells which is right"
+        return f"{what} differs on {ranks}, and it is unknown which is right"
 
 
 class CorruptState(RuntimeError):
@@ -97,8 +97,8 @@ class Verification:
             self.verify()
 
     def after_update(self, step: int) -> None:
-        """Compute and store the hashes after the update of step `step`, if the hashes are compared
-        in the next step."""
+        """Compute and store the hashes after the update of step `step`, if the next step compares
+        hashes."""
         self._known = None
         if self.every and (step + 2) % self.every == 0:
             self._known = hashes(self._residents())
@@ -146,8 +146,8 @@ class Verification:
         return list(self.state.residents())
 
     def _members(self, held: Resident) -> Members:
-        """Return the ranks, including this rank, that should have the same values of the tensor
-        `held`."""
+        """Return the ranks, including this rank, that should have the same values as this rank in
+        the tensor `held`."""
         grid = self.axes.grid
         alike = (axis for axis in grid.axes if axis not in held.cut_by)
         return grid.group(self.axes.world.rank, *alike)
@@ -177,7 +177,7 @@ def hash_of(values: Tensor) -> Tensor:
     sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     rest = data[whole:]
     sums[: rest.numel()] += rest
-    # each column has its own factor; the shifts let the high bits influence the low bits
+    # each column has its own factor; by the shifts, the high bits also change the low bits
     columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
     mixed = sums * columns
     mixed = (mixed ^ (mixed >> 29)) * MIX
@@ -197,8 +197,9 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the combined hashes `sums` of rank `rank` equal the hashes of all later ranks
-    that should have the same values. `every` has the combined hashes of each rank."""
+    """Return True if the combined hashes `sums` of rank `rank` are equal to the combined hashes of
+    all higher ranks that should have the same values. `every` has the combined hashes of each rank.
+    """
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

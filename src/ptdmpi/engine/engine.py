@@ -58,7 +58,8 @@ from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 
 class Engine:
-    """All objects that one rank needs for a training step, except data, logs and checkpoints."""
+    """All objects that one rank needs for a training step. Data, logs and checkpoints are not
+    included."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build the model of this rank. `place` records this rank's activity, which the heartbeat
-        reads. Raise SharedInputError, on all ranks, if the configuration is not supported."""
+        """Build this rank's part of the model. `place` records this rank's activity, which the
+        heartbeat reads. Raise SharedInputError, on all ranks, if the configuration is not
+        supported."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -83,7 +85,7 @@ class Engine:
         )
         self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        self.losses = kinds_of(config)  # by name
+        self.losses = kinds_of(config)  # the properties of each loss, by name
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes[SHARDS])
@@ -193,8 +195,9 @@ class Engine:
     def _update(
         self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
     ) -> float | None:
-        """Update the state by gradients of this `norm`, unless the step is `skipped`. Return the
-        distance between replicas that differ, if this step measures it."""
+        """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients. If
+        replicas differ and this step measures their distance, return the distance; otherwise return
+        None."""
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. Each rank
         # therefore updates completely or not at all, and after the loss of a rank the state of the
@@ -225,9 +228,10 @@ class Engine:
         gradients on this rank.
 
         Return three values: the microbatches, which have their losses if this rank has the last
-        stage; the number of terms of each loss in the global batch, by name; and the factor by
-        which the gradients are larger than the gradients of the mean loss. The factor is the loss
-        scale (fp16), times, for the user's own loss, its number of terms / the number of tokens.
+        stage; the number of terms of each loss in the global batch, by name; and a factor: the
+        computed gradients are the gradients of the mean loss times this factor. The factor is the
+        loss scale of fp16. For the user's own loss, it is multiplied by (number of terms of this
+        loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
         # when it is computed, so sums over microbatches with unequal numbers of tokens need no
@@ -323,7 +327,7 @@ def _require_exact(config: Config, axes: Axes) -> None:
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
-            f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+            f'comm.wire = "{config.comm.wire}" does not guarantee; legal: comm.wire = "mpi"'
         )
 
 
@@ -352,7 +356,8 @@ def _sums_early(config: Config, axes: Axes) -> bool:
     begin during the last backward. This is only done for the method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # a single rank may be the last survivor of several ranks, whose state it takes over unchanged
+    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it takes
+    # over their state unchanged, so it needs the same shard units
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
@@ -375,8 +380,8 @@ def _method(replica: Replica) -> DataParallel:
     more = axes[LOSSES].size > axes[DATA].size
     if any(axes.world.all_gather_object(apart or more)) and not policy.by_unit:
         raise SharedInputError(
-            "this data_parallel.method takes the gradients of all parameters as one, over the data "
-            'axis alone; legal here: "all_reduce"'
+            "this data_parallel.method sums the gradients of all parameters over the data axis "
+            'only, but this run needs sums over other ranks, too; legal here: "all_reduce"'
         )
     return policy
 
@@ -392,8 +397,9 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
 def _runner(
     stages: Mapping[int, Stage], config: Config, axes: Axes, device: torch.device
 ) -> Runner:
-    """Return the runner of these stages. It measures the time of messages inside ops: on the
-    context axis, the expert axis and, if gradients are sharded, in the shard group."""
+    """Return the runner of these stages. The runner also measures the time of the messages that ops
+    send on the context axis, on the expert axis and, if gradients are sharded, in the shard group.
+    """
     compute = data_types(config.precision.compute).compute
     runner = Runner(stages, axes["pipeline"], compute, device)
     runner.time_inside(CONTEXT, axes[CONTEXT])
@@ -412,8 +418,8 @@ def _buffer(
     overlaps: bool,
 ) -> ParameterBuffer:
     """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
-    the stages the objects that gather and reduce during a pass. With `overlaps`, each module is a
-    separate shard unit. Raise OSError if the disk has no space for a file."""
+    the stages the objects that gather and reduce during a pass. If `overlaps` is True, each module
+    is a separate shard unit. Raise OSError if the disk has no space for a file."""
     # begin with the first stage: a tied table is used first in the embedding, then in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())

@@ -1,10 +1,10 @@
 """The reduction of gradients: from the sums on each rank to the gradients that the update uses, and
 the norm of these gradients.
 
-The reduction is a list of steps, each over one group of ranks. The data-parallel method reduces
-over the data axis. If each tensor rank has only a part of the sum of a gradient, the parts are
-added over the tensor axis, or over some neighbours on the tensor axis. The gradients of the two
-uses of a tied table are added over the first and the last pipeline rank.
+The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
+data-parallel method reduces over the data axis. If each tensor rank has only a part of the sum of a
+gradient, the parts are added over the tensor axis, or over some neighbours on the tensor axis. The
+gradients of the two uses of a tied table are added over the first and the last pipeline rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,8 +25,8 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 
 class GradientStep(Protocol):
-    """A step between the last backward op and the optimizer. Every rank of the step's group runs
-    it."""
+    """One step of the reduction, which runs between the last backward op and the optimizer. Every
+    rank of the step's group runs it."""
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
@@ -70,10 +70,10 @@ class CopiedShares:
     def reduce(self) -> None:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
-        If c of the t tensor ranks have copies of the same slice, there are t / c different slices.
-        The message has room for all these slices, and each rank sends zeros for the slices that it
-        does not have. The message is t / c times as long as an all-reduce among c ranks would need,
-        but it is sent only once in a step and needs no further communicators.
+        If each slice is on c of the t tensor ranks, there are t / c different slices. The message
+        has room for all these slices, and each rank sends zeros for the slices that it does not
+        have. The message is t / c times as long as an all-reduce among c ranks would need, but it
+        is sent only once in a step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
@@ -151,8 +151,9 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
         # A data-parallel method that only sums may be the first step. A method that does more is
-        # the last step, because it needs the results of the other steps. The norm of this replica's
-        # own gradient also needs these results.
+        # the last step, because it needs the results of the other steps. If the norm of this
+        # replica's own gradient is measured, the method is also the last step, because this norm is
+        # computed just before the last step.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
@@ -167,10 +168,9 @@ class GradientReduction:
         self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
-        """Run all steps; afterwards the buffer has the gradients for the update. If this norm is
-        measured in training step `step` (from 0), return the norm of this data rank's own gradient;
-        otherwise return [].
-        """
+        """Run all steps of the reduction; afterwards the buffer has the gradients for the update.
+        If the norm of this data rank's own gradient is measured in training step `step` (from 0),
+        return a list with this norm; otherwise return an empty list."""
         *others, last = self.steps
         for gradient_step in others:
             gradient_step.reduce()

@@ -56,8 +56,8 @@ class ExpertLoads:
 
 class Balance:
     """The sum of expert loads over all ranks, and the update of the balance numbers, of which each
-    expert has one. With `balance` = "bias", the balance numbers are added to the scores by which
-    experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). With `balance` = "batch",
+    expert has one. If the key `balance` is "bias", the balance numbers are added to the scores by
+    which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If it is "batch",
     the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(

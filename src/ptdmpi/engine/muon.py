@@ -43,8 +43,8 @@ RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, secti
 class Matrix(NamedTuple):
     """A parameter that Muon updates. This rank has the elements `own` of the parameter; all tensors
     are flat and have only these elements. `moments` are the momentum and, if the run keeps one, the
-    moving average of the weights. `decay` is the weight decay, and `share` is the factor of the
-    learning rate."""
+    moving average of the weights. `decay` is the weight decay, and `share` is the factor by which
+    the learning rate is multiplied."""
 
     own: OwnPart
     master: Tensor
@@ -191,10 +191,10 @@ class Muon:
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
-    """Return the factor of the learning rate for an orthogonal update of a matrix [rows, columns].
-    By default the update is about as large as an update of AdamW, so that the learning rate and
-    weight decay of AdamW can be used (Liu et al. 2025, equation 4). With `muon_scale = "original"`
-    the result is the factor of Jordan et al. 2024."""
+    """Return the factor by which the learning rate is multiplied for the orthogonal update of a
+    matrix [rows, columns]. By default the update is about as large as an update of AdamW, so that
+    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, equation 4). With
+    `muon_scale = "original"` the result is the factor of Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))
@@ -234,7 +234,7 @@ def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = kernels.product(x, x.mT)  # a square matrix, as long as the shorter side of x
+        squares = kernels.product(x, x.mT)  # square; its size is the shorter side of x
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x

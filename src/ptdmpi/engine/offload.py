@@ -32,10 +32,10 @@ HOST = torch.device("cpu")
 
 
 class Alike(NamedTuple):
-    """Flat tensors whose elements are all updated by the same rule: the master weights, the weights
-    that are copied from the master weights (empty if both are the same tensors), the gradients, and
-    the optimizer's moments. `decay` is the weight decay, and `share` is the factor of the learning
-    rate."""
+    """Flat tensors whose elements are all updated by the same rule: the master weights, the
+    gradients, the optimizer's moments, and the weights that are copied from the master weights.
+    There are no weights if the master weights are the weights. `decay` is the weight decay, and
+    `share` is the factor by which the learning rate is multiplied."""
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -189,13 +189,14 @@ class FileStorage(Storage):
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Yield each row of tensors, read from the file into memory. When the caller requests the
-        next row, write the row to the file. The next row is read in advance. Raise OSError if the
-        disk fails; the contents of the file are undefined in that case."""
+        next row, the previous row is written to the file. Rows are read in advance. Raise OSError
+        if the disk fails; the contents of the file are undefined in that case."""
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # the thread begins this read after it has written the row that used the same memory
+            # the thread reads the next row now; before that, it has written the row that used the
+            # same memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()

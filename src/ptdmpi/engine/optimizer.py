@@ -89,8 +89,8 @@ class LossScale:
 
 class Optimizer:
     """The optimizer that the configuration names. It works on flat tensors, which contain this
-    rank's part of each shard unit. Elements with the same weight decay and the same factor of the
-    learning rate form a group, and are updated together.
+    rank's part of each shard unit. Elements form a group, and are updated together, if they have
+    the same weight decay and if their learning rate is multiplied by the same factor.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.
@@ -105,7 +105,7 @@ class Optimizer:
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
-        # the step count that Adam uses
+        # the step count in Adam's bias correction
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
         self._groups = _alike(config, state)
         apart = buffer.storage.apart
@@ -264,8 +264,8 @@ def require_groups(
     for glob, names_any in zip(globs, named_anywhere, strict=True):
         if not names_any:
             raise SharedInputError(
-                f'optimizer.groups: names = ["{glob}"] is no parameter that trains; legal: globs '
-                "of names such as layers.0.mlp.up.weight, of which * is any text"
+                f'optimizer.groups: names = ["{glob}"] matches no parameter that trains; '
+                "legal: patterns of names such as layers.0.mlp.up.weight; * matches any text"
             )
 
 

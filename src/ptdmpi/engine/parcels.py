@@ -20,8 +20,8 @@ class Parcels:
 
     `away` maps the name of a matrix that another rank owns to the position of this rank's part in
     the message to the owner. `coming` maps the name of a matrix that this rank owns to the
-    positions of the other ranks' parts in the messages from these ranks. In `away` and `coming`,
-    the field `unit` is the number of the other rank.
+    positions of the other ranks' parts in the messages from these ranks. In the positions in `away`
+    and `coming`, the field `unit` is the number of the other rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:

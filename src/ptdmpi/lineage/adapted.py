@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: the entries about them in a checkpoint, and the decision
-whether a run may resume from the checkpoint."""
+"""Adapters and their frozen base model: the entries about them in the manifest of a checkpoint, and
+the decision whether a run may resume from this checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters that the manifest of a checkpoint describes. If a task head was trained together
-    with the adapters, `task` is its task."""
+    """The adapters that the manifest of a checkpoint describes. If the head for a task was trained
+    together with the adapters, `task` is this task."""
 
     adapt: AdaptConfig
     base: Base
@@ -56,8 +56,8 @@ class Adapted:
         if base.sha256 != self.base.sha256:
             raise InputError(
                 f"checkpoint {path}: its adapters belong to the weights of {self.base.path} "
-                f"(sha256 {self.base.sha256[:12]}), {base.path} has others (sha256 "
-                f"{base.sha256[:12]}); legal: the model that they were trained over"
+                f"(sha256 {self.base.sha256[:12]}), but {base.path} has other weights (sha256 "
+                f"{base.sha256[:12]}); legal: the model on which they were trained"
             )
 
 
@@ -82,13 +82,13 @@ def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> Non
     adapted = adapted_of(path, said)
     if adapted is None and not whole:
         raise InputError(
-            f"checkpoint {path} is a whole model, and adapters are wanted; legal: its path as "
+            f"checkpoint {path} contains a full model, and not adapters; legal: its path as "
             "adapt.base"
         )
     if adapted is not None and whole:
         raise InputError(
-            f"checkpoint {path} holds adapters alone, over {adapted.base.path}; legal: that model "
-            "with --adapter, or what `ptdmpi adapter merge` makes of both"
+            f"checkpoint {path} contains only adapters, for the model {adapted.base.path}; legal: "
+            "that model with --adapter, or the merged model that `ptdmpi adapter merge` writes"
         )
 
 
@@ -104,6 +104,6 @@ def judge_adapted(path: Path, said: Mapping[str, Any], adapt: AdaptConfig, base:
         if now[key] != value:
             raise InputError(
                 f"checkpoint {path}: its adapters have adapt.{key} = {value}, this run has "
-                f"{now[key]}; legal: the value of before"
+                f"{now[key]}; legal: the value in the checkpoint"
             )
     adapted.require(path, base)

@@ -1,5 +1,5 @@
-"""The attempts of a run: the command and the settings that trained each step, and the reason for
-which each attempt ended.
+"""The attempts of a run: for each step the command and the settings with which it was trained, and
+for each attempt the reason why it ended.
 
 An attempt is one start of the training program. It appends one line to `history.jsonl` in the run
 directory when it begins to train, and one line when it ends. An attempt that was killed has no line
@@ -24,8 +24,8 @@ HISTORY = "history.jsonl"
 class PastAttempt:
     """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
     killed, its end is unknown and `last` is None. `config` is the complete configuration, and
-    `changed` has the differences from the previous attempt. `trained_on` is a TrainedOn as JSON,
-    which can be read without the shards and h5py."""
+    `changed` has the differences from the previous attempt. `trained_on` is a `TrainedOn` object as
+    JSON, so it can be read without the shards and without h5py."""
 
     number: int
     began: str
@@ -115,8 +115,8 @@ class AttemptedSteps(NamedTuple):
 
 
 def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
-    """Return the attempts that trained the recorded `steps`, in the order of the steps. A step is
-    attributed to the newest attempt that may have trained it."""
+    """Return which attempts trained the recorded `steps`, in the order of the steps. If several
+    attempts may have trained a step, the newest of them is returned."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [

@@ -14,14 +14,14 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The course of one run from its present step on. `now` is the data of a run that would begin
-    with this configuration; `now` is used until `judge` continues with the data of a checkpoint."""
+    """The course of one run from its present step on. `now` describes the data of a run that would
+    begin with this configuration. It is used until the method `judge` continues with the data of a
+    checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        # the settings are stored at the start, because the files that the settings name may be
-        # edited later
+        # the settings are read now, because the files that they name may be edited later
         self.settings = settings(config)
         self.answer = Answer(now)
         self.base: Base | None = None  # the frozen base model of adapters
@@ -43,9 +43,8 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data of an `Answer` that the function `judge` returned earlier, perhaps
-        on another rank.
-        """
+        """Continue with the data that `answer` describes. The function `judge` returned `answer`
+        earlier, perhaps on another rank."""
         self.answer = answer
         self._order = None
 
@@ -68,13 +67,13 @@ class Course:
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
-                f"{self.now.tokenizer} (sha256 {self.now.tokenizer_sha256[:12]}): every id would "
-                "mean another text; legal: shards made with its tokenizer"
+                f"{self.now.tokenizer} (sha256 {self.now.tokenizer_sha256[:12]}), so every token "
+                "id would mean another text; legal: shards made with the tokenizer of the weights"
             )
 
     @property
     def trained_on(self) -> TrainedOn:
-        """Return the data of the next steps and of all earlier steps."""
+        """Return a description of the data of the next steps and of all earlier steps."""
         return self.answer.trained_on
 
     @property

@@ -24,9 +24,9 @@ FREE_TO_CHANGE = {
 }
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size")
-# keys of [model] that may also differ between adapters and their base model: the kind (which only
-# sets the defaults of other keys), the size of the vocabulary (which is checked by the shapes of
-# the tensors), and the sequence length
+# Keys of [model] that may differ between the model with adapters and its base model. These are the
+# keys above, the kind (which only sets the defaults of other keys), the size of the vocabulary
+# (which is checked by the shapes of the tensors), and the sequence length.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because the head of a task replaces the head of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
@@ -39,9 +39,9 @@ RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 @dataclass(frozen=True)
 class Before:
-    """A checkpoint as its manifest describes it. `trained_on` is None if an older version of this
-    program wrote the checkpoint; in that case only `samples` and `seed` are known about its data.
-    """
+    """The description of a checkpoint, taken from its manifest. `trained_on` is None if an older
+    version of this program wrote the checkpoint; in that case only `samples` and `seed` are known
+    about its data."""
 
     path: Path
     step: int
@@ -66,9 +66,9 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """The data with which a run continues. `changed` has a text for each difference from the
-    checkpoint, beginning with the differences in the data. `note` is a text for the user if the
-    checkpoint does not record its data."""
+    """The data with which a run continues. `changed` has a text for each difference between this
+    start and the checkpoint; the differences in the data come first. `note` is a text for the user
+    if the checkpoint does not record its data."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def judge(
     if config.data.change != FROM_HERE:
         raise InputError(
             f"{before.path}: {'; '.join(differences)}: samples would be skipped or seen twice; "
-            f'legal: what was before, or data.change = "{FROM_HERE}"'
+            f'legal: the previous settings, or data.change = "{FROM_HERE}"'
         )
     return Answer(changed_at(known, now, before.step), (*differences, *changed))
 
@@ -142,8 +142,8 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
         raise InputError(
             f"checkpoint {before.path}: it was trained with tokenizer {known.tokenizer} (sha256 "
             f"{known.tokenizer_sha256[:12]}), {now.last.sources[0].path} was made with "
-            f"{now.tokenizer} (sha256 {now.tokenizer_sha256[:12]}): every id would mean another "
-            "text; legal: shards made with the tokenizer of before"
+            f"{now.tokenizer} (sha256 {now.tokenizer_sha256[:12]}), so every token id would "
+            "mean another text; legal: shards made with the previous tokenizer"
         )
 
 
@@ -160,14 +160,14 @@ def _require_same_model(
     model would compute another function. `otherwise` is added to the legal values in the message,
     except for keys in HEADS."""
     here = config.model.model_dump()
-    # a key that an older checkpoint does not record had its default value
+    # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
     for key in keys:
         stored = known.get(key, here[key])
         if stored != here[key]:
             raise InputError(
                 f"checkpoint {before.path}: it was trained with model.{key} = {stored}, this run "
-                f"has {here[key]}; legal: the value of before{'' if key in HEADS else otherwise}"
+                f"has {here[key]}; legal: the previous value{'' if key in HEADS else otherwise}"
             )
 
 
@@ -183,7 +183,7 @@ def _require_same_settings(before: Before, config: Config) -> None:
             if bound and full in before.settings and before.settings[full] != now[full]:
                 raise InputError(
                     f"checkpoint {before.path}: it was trained with {full} = "
-                    f"{before.settings[full]}, this run has {now[full]}; legal: the value of before"
+                    f"{before.settings[full]}, this run has {now[full]}; legal: the previous value"
                 )
 
 
@@ -199,13 +199,13 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
 def _unknown(before: Before) -> str:
     return (
         f"what {before.path} was trained on is not known: it is a converted model, or of an older "
-        "version, and does not say so"
+        "version, which did not record the data"
     )
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`,
-    which records nothing else about its data."""
+    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`.
+    This checkpoint records nothing else about its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 

@@ -1,8 +1,8 @@
 """The data on which a run was trained: a hash of its tokenizer, its datasets, and the order of its
 samples.
 
-The steps of a run are divided into stretches, and nearly all runs have only one stretch. One order
-of samples covers a whole stretch. A new stretch begins if the user changes the data, the mixture,
+The steps of a run are divided into stretches, and nearly all runs have only one stretch. Within a
+stretch, the samples have one order. A new stretch begins if the user changes the data, the mixture,
 the seed or the batch size. The counts of samples and tokens continue through all stretches.
 """
 
@@ -55,11 +55,10 @@ class Source:
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive steps whose samples have one order. Before the stretch, `step` steps, `sample`
-    samples and `tokens` tokens were trained. `gone` has the datasets that are no longer used, with
-    the numbers of their samples that were used. `ranks` is the number of data ranks among which the
-    samples are divided, so that each rank reads only its own samples; 1 means that all ranks read
-    from all sources.
-    """
+    samples and `tokens` tokens were trained. `gone` has the datasets that are no longer used, each
+    with the number of its samples that were used earlier. `ranks` is the number of data ranks among
+    which the samples are divided, so that each rank reads only its own samples; 1 means that all
+    ranks read samples of all datasets."""
 
     step: int
     sample: int
@@ -80,8 +79,9 @@ class Stretch:
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """Return the order of the samples of this stretch. `epochs` has the largest number of
-        epochs for each dataset, or None. Raises the same errors as `SampleOrder`."""
+        """Return the order of the samples of this stretch. `epochs` has the maximum number of
+        epochs for each dataset; None means that there is no maximum. Raises the same errors as
+        `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
             Part(
@@ -101,9 +101,9 @@ class Stretch:
         )
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
-        """Return every dataset that the run has seen, in the order of `key`. In each, `drawn` is
-        the number of samples that were used after `step` steps. `order` is the result of the method
-        `order`."""
+        """Return every dataset that the run has seen, in the order of `key`. In each returned
+        `Source`, `drawn` is the number of samples that were used after `step` steps. `order` is the
+        result of the method `order`."""
         counts = order.counts(self.samples_after(step))
         now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
         return sorted([*now, *self.gone], key=lambda source: source.key)

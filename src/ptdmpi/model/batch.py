@@ -12,7 +12,7 @@ from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.model.documents import Documents, Pairs
 from ptdmpi.model.sequence.positions import Positions
 
-ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in the common memory of a step
+ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Slot`)
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Microbatch:
     positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch from rows of a
     dataset.
 
-    `documents` is set if a sequence contains several documents. In a masked language model with k
-    masked positions in a sequence, labels and weights [k, b] belong to the `masked` positions [k,
-    b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in their original
-    order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs of answers
-    that a preference loss compares.
+    `documents` is None unless a sequence contains several documents. In a masked language model
+    with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
+    positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
+    their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
+    of answers that a preference loss compares.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when a batch is
@@ -117,14 +117,14 @@ class MicrobatchPass:
     """The state of one microbatch on its way through the pipeline stages of a rank: the inputs and
     the results of its ops.
 
-    `number` is the microbatch's number in the schedule. `step` is the training step, on which the
-    dropout masks depend; None means evaluation, without dropout. `scale` is the factor of the total
-    loss before its gradient is computed: 1 / (valid tokens of the global batch), times the loss
-    scale of fp16. `weights` has, by name, the weight of each loss except the first one in the total
-    loss.
+    `number` is the microbatch's number in the schedule. `step` is the number of the training step,
+    from which dropout masks are computed; None means evaluation, without dropout. `scale` is the
+    factor of the total loss before its gradient is computed: 1 / (valid tokens of the global
+    batch), times the loss scale of fp16. The total loss is a weighted sum of losses. `weights` has
+    the weight of each loss by name; the first loss is not included, because its weight is 1.
 
-    The last stage sets `losses`, by name, each summed over the microbatch, and their weighted sum
-    `total`.
+    The last stage sets `losses`, which has each loss by name, summed over the microbatch, and the
+    weighted sum `total` of these losses.
     """
 
     number: int
@@ -136,14 +136,15 @@ class MicrobatchPass:
     total: Tensor | None = None
 
     def factors(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the factors by which the gradients of some losses are multiplied, by name."""
+        """Return the factor of the gradient of each loss in `names`, by name. Losses without a
+        weight are not included."""
         return {name: self.scale * self.weights[name] for name in names if name in self.weights}
 
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Store the values of some losses. Return their weighted sum, with its autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            if name in losses:  # a router adds the gradients of its own losses
+            if name in losses:  # absent for routers, which add the gradients of their losses
                 total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}
         self.total = total.detach()
@@ -162,10 +163,10 @@ class _Slot:
 
 
 class Placing:
-    """Copies of microbatches to a device, in a ring of two slots. All microbatches of a step are
-    sent in one copy. While the device computes with one slot, the host fills the other slot, and
-    neither host nor device waits. The returned tensors may be used only by kernels that are started
-    before the next call. If the device is the host, nothing is copied."""
+    """Copies of microbatches to a device. Two slots are used in turn. All microbatches of a step
+    are sent in one copy. While the device computes with one slot, the host fills the other slot,
+    and neither host nor device waits. The returned tensors may be used only by kernels that are
+    started before the next call. If the device is the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -177,14 +178,13 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the slot of the last batch is free after all computations that were issued so far
+        # the slot of the last call is free after all computations that were issued so far
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
-            """Append a tensor to `tensors`. The order is the order in which `each` visits
-            tensors."""
+            """Append a tensor to `tensors`, and return it."""
             tensors.append(tensor)
             return tensor
 
@@ -212,12 +212,12 @@ class Placing:
         """Return the next slot of the ring, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
-            # this copy began two steps ago, so the host does not really wait
+            # the copy from this slot began two calls ago, so in practice the host does not wait
             slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # the mark `now` is necessary, because the device may still compute with a freed tensor
-            # that was in the new memory
+            # The copy into the new memory waits for the mark `now`, because the device may still
+            # compute with a freed tensor that was in this memory.
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)
@@ -225,6 +225,6 @@ class Placing:
 
 
 def _room(memory: Tensor, like: Tensor, stop: int) -> Tensor:
-    """Return the last `like.nbytes` bytes of `memory` before `stop` as a tensor of the shape and
-    type of `like`."""
+    """Return the `like.nbytes` bytes of `memory` that end at byte `stop`, as a tensor with the
+    shape and type of `like`."""
     return memory[stop - like.nbytes : stop].view(like.dtype).view(like.shape)

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages: the form in which an activation is sent, and the two
-ends of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages: the form in which an activation is sent, and the input
+and the output of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 class Boundary:
     """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
-    With `scatter_gather` (Narayanan et al. 2021, section 4.1), each of the t ranks of a tensor
-    group, which have equal activations, sends 1/t of the activation, and the receivers gather the
-    parts. Under sequence parallelism the activation is already divided among the tensor ranks.
+    If `scatter_gather` is True, each of the t ranks of a tensor group sends 1/t of the activation,
+    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). This is possible
+    because all ranks of the tensor group have the same activation. Under sequence parallelism the
+    activation is already divided among the tensor ranks.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
@@ -26,8 +27,8 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # an activation is sent whole if the number of tensor ranks does not divide its number of
-        # elements, because all parts must have the same length
+        # each rank sends the whole activation if the number of tensor ranks does not divide the
+        # number of its elements, because all parts must have the same length
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 

@@ -1,10 +1,10 @@
 """The flat buffers that contain a rank's parameters, gradients and master weights, sharded or
 unsharded.
 
-Weights have the compute type; master weights, gradients and moments are float32 (float64 with the
-precision fp64). All parameters that train are in one flat buffer, in a fixed order. ZeRO stage 1
-(`zero` = 1) shards the master weights and the moments, stage 2 also shards the gradients, and stage
-3 also shards the weights, including frozen weights.
+Weights have the compute type of the run's precision; master weights, gradients and moments are
+float32 (float64 if the precision is fp64). All parameters that train are in one flat buffer, in a
+fixed order. ZeRO stage 1 (`zero` = 1) shards the master weights and the moments, stage 2 also
+shards the gradients, and stage 3 also shards the weights, including frozen weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,24 +21,25 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """The memory of the optimizer's state: the moments, and the master weights if they are not the
-    weights themselves. The base class uses the memory of `device`. `apart` is True if this memory
-    is not on the training device. In that case the host computes the update (see `offload`)."""
+    """The memory of the optimizer's state: the moments, and the master weights unless the weights
+    themselves are the master weights. The base class uses the memory of `device`. `apart` is True
+    if this memory is not on the training device. In that case the host computes the update (see
+    `offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors of zeros with the given `lengths`, which are consecutive in memory. Raise
-        OSError if the disk has no space for the tensors."""
+        """Return tensors of zeros with the given `lengths`. The tensors follow each other in
+        memory. Raise OSError if the disk has no space for the tensors."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield rows of stored tensors, one row after the other, as tensors in memory that the
-        caller may read and change. When the caller requests the next row, the previous row may be
-        written back."""
+        """Each element of `rows` is a group of stored tensors. Yield these groups one after the
+        other, as tensors in memory that the caller may read and change. When the caller requests
+        the next group, the previous group may be written back."""
         yield from rows
 
     def let_go(self) -> None:
@@ -48,15 +49,16 @@ class Storage:
 
 class ParameterBuffer(FlatOrder):
     """The parameters of one rank: their order in flat buffers, and the buffers themselves, which
-    are initially zero. If `trains` is False, there are no gradients. `storage` is the memory of the
-    master weights if they are not the weights themselves.
+    are initially zero. If `trains` is False, there are no gradients. `storage` allocates the master
+    weights, unless the weights themselves are the master weights.
 
-    `masters` and `reduced` have one tensor for each shard unit: the master weights and the
-    gradients of the part that this rank updates. If the master type equals the compute type, the
-    master weights are the weights. `gradients` is the flat tensor in which gradients accumulate.
-    `weights` is the flat tensor of the weights of all shard units; with ZeRO stage 3 it is empty.
-    Frozen weights have separate shard units: `idle_weights` is the flat tensor of all frozen
-    weights, and `idle_parts` has this rank's part of each of these shard units.
+    `masters` and `reduced` have one tensor for each shard unit. The tensor has the master weights
+    (`masters`) or the gradients (`reduced`) of the part of the shard unit that this rank updates.
+    If the master type equals the compute type, the master weights are the weights. `gradients` is
+    the flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of
+    all shard units; with ZeRO stage 3 it is empty. Frozen weights have separate shard units:
+    `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this rank's part
+    of each of these shard units.
     """
 
     def __init__(
@@ -200,8 +202,9 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder for a weight that is not gathered. The placeholder has the weight's
-    shape and uses no memory. All its elements are NaN, so that a use by mistake is noticed."""
+    """Return a placeholder for a weight that is not gathered at present. The placeholder has the
+    weight's shape and uses no memory. All its elements are NaN, so that a use by mistake is
+    noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 

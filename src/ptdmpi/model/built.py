@@ -1,5 +1,6 @@
 """Functions that build modules from the descriptions of their parameters in
-`plan.shape.parameters`. The planner counts parameters with the same descriptions."""
+`plan.shape.parameters`. The planner counts parameters with the same descriptions. A function that
+builds a module raises TypeError if it gets the description of another kind of module."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,8 @@ from ptdmpi.plan.shape import parameters
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
-    """Return a linear whose outputs are divided over the tensor axis, with its adapters. All
-    functions of this module raise TypeError if the description is for another kind of module."""
+    """Return a linear whose outputs are divided over the tensor axis, with its adapters. Raise
+    TypeError if `parts[name]` does not describe a linear that is divided in this way."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,
@@ -59,9 +60,9 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach to a linear the adapters that `parts` describes for the name `name`. `columns` has,
-    for each part of the linear (such as query, key and value), its slice of the outputs on this
-    rank."""
+    """Attach adapters to a linear: the adapters that `parts` describes under the linear's name
+    `name`. `columns` has one slice for each part of the linear (such as query, key and value): the
+    outputs of this part on this rank."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -114,9 +115,9 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Copy two properties from the descriptions to the declarations of a stage's parameters:
-    whether a parameter trains, and its quantized form (only the weights of the layers' linears may
-    be quantized)."""
+    """Set two properties in the declarations of a stage's parameters, as `plan.shape.parameters`
+    describes them: whether a parameter trains, and its quantized form. Only the weights of the
+    layers' linears may be quantized."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:
@@ -134,8 +135,8 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield (prefix of names, descriptions of parameters) for each module of a pipeline stage with
-    these layers."""
+    """Yield (prefix of names, descriptions of parameters) for each layer in `layers`, and for the
+    embedding and the head if the pipeline stage with these layers has them."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, number)
     if layers.start == 0:

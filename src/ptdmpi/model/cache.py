@@ -12,8 +12,8 @@ class KeyValueCache:
     """The keys and values of b sequences for each of the `layers`: [b, capacity, kv heads / t, head
     size], where t is the tensor-parallel size.
 
-    Sequences may have different lengths, because each token has a position in its own sequence
-    (`at`). If padding was stored at a position, the real token overwrites the padding before any
+    Sequences may have different lengths, because each token has its own position (see the method
+    `at`). If padding was stored at a position, the real token overwrites the padding before any
     query sees it, because no query sees positions after its own.
     """
 
@@ -32,15 +32,16 @@ class KeyValueCache:
         self._places = torch.empty(0)
 
     def at(self, positions: Tensor) -> None:
-        """Set the positions [s, b] of the next tokens in their sequences."""
+        """Set the positions [s, b] of the tokens that come next: the position of each token in its
+        sequence."""
         self.positions = positions
-        # the positions up to the last token; later positions of the cache are never read
+        # the positions up to the last of these tokens; later positions of the cache are not read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:
-        """Return a bool mask [b, 1, s, cached positions]. It is True for the cached positions that
-        each of the s next tokens sees. If `window` is not 0, a token sees only the last `window`
-        positions up to its own."""
+        """Return a bool mask [b, 1, s, cached positions]. An element is True if the next token sees
+        the cached position. If `window` is not 0, a token sees only the last `window` positions up
+        to its own."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         if window:

@@ -21,10 +21,10 @@ class Documents:
 
     `numbers` [b, s] has the number of each token's document within its sequence. `positions` [s, b]
     has the position of each token in its document, from 0 on. `pieces` has (sequence, begin, end)
-    of all documents, sequence by sequence; it is on the host, because it decides which kernels are
-    used. If all sequences are concatenated, `offsets` int32 [documents + 1] has the position of
-    each document's first token, and the end of the last document. `longest` is the length of the
-    longest document.
+    of all documents, sequence by sequence; it is on the host, because the host divides the
+    computation by these documents. If all sequences are concatenated, `offsets` int32 [documents +
+    1] has the position of each document's first token, and the end of the last document. `longest`
+    is the length of the longest document.
     """
 
     numbers: Tensor
@@ -41,7 +41,7 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the start of a token's document is the last document start up to this token, which the
+        # a token's document starts at the last document start up to this token, which the
         # cumulative maximum finds
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
@@ -81,8 +81,8 @@ class Pairs:
     `answers` [s, b] has the number of each label's answer: 2 n for the preferred answer of pair n,
     2 n + 1 for the other answer, and -1 for a label with weight 0. `references` [s, b] are the
     log-probabilities of the labels in the reference model. `size` is the number of pairs. `counted`
-    is the number of pairs in whose count this rank of the context axis is included: all pairs on
-    the rank with the first position, and 0 on all other ranks.
+    is the number of pairs that this rank contributes to the count of pairs over the context axis:
+    all pairs on the rank with the first position, and 0 on all other ranks.
     """
 
     answers: Tensor

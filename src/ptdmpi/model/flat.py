@@ -24,9 +24,9 @@ ALL = "all"  # the name of the shard unit for all parameters that have no separa
 @dataclass(frozen=True)
 class Portion:
     """A rank's part of the model and its state: the rank's position on the tensor axis, the stage
-    of ZeRO (`zero`), and the shard group. The tensors that ZeRO shards are divided among the ranks
-    of the shard group. If the shard group has only one rank, this rank stores these tensors
-    completely."""
+    of ZeRO (`zero`), and the shard group. The tensors that are sharded at this stage of ZeRO are
+    divided among the ranks of the shard group. If the shard group has only one rank, this rank
+    stores these tensors completely."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -88,8 +88,8 @@ class LogicalPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnPart:
     """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
-    row-major order. These elements begin at `offset` of this rank's part of shard unit number
-    `unit`. Shard units of frozen weights have separate numbers."""
+    row-major order. These elements begin at index `offset` of this rank's part of the shard unit
+    with the number `unit`. Shard units of frozen weights have separate numbers."""
 
     entry: Entry
     begin: int
@@ -201,8 +201,9 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # place parameters with weight decay before parameters without, so that the optimizer
-            # has at most one slice of each shard unit for each group
+            # place parameters with weight decay before parameters without, so that, if all
+            # parameters have the same learning rate, the optimizer updates at most two slices of
+            # each shard unit
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -252,8 +253,8 @@ class FlatOrder:
         )
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slices into which the shards of its shard unit cut an entry, with the number
-        of each shard. The entry must belong to a parameter that trains."""
+        """Return the slices of an entry that are in different shards of its shard unit, each with
+        the number of its shard. The entry must belong to a parameter that trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)

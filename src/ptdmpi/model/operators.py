@@ -1,11 +1,11 @@
-"""The operators of a layer. In `plan.layer`, a row describes one operator. This module has a module
-class for each kind of row, and the functions that compute the rows.
+"""The operators of a layer. In `plan.layer`, a row is the description of one operator. This module
+has a class of torch modules for each kind of row, and the functions that compute the operators.
 
-`install` makes the modules of some rows and registers them under the names of the rows. `run` calls
-the modules in order. The planner uses the same rows of `plan.layer.describe`, so the planner and
-the model cannot disagree. All modules use a tensor axis; with an axis of size 1 the model is
-serial. Activations are [s, b, h], for b sequences of s positions and the hidden size h. Under
-sequence parallelism, activations between blocks have only this rank's positions.
+`install` makes the torch modules of some rows and registers them under the names of the rows. `run`
+computes the operators in order. The planner uses the same rows of `plan.layer.describe`, so the
+planner and the model cannot disagree. All modules use a tensor axis; with an axis of size 1 the
+model is serial. Activations are [s, b, h], for b sequences of s positions and the hidden size h.
+Under sequence parallelism, activations between blocks have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +122,7 @@ class Heads:
     """The function that divides the output [s, b, (a + 2 kv) / t * head size] of the linear into
     queries, keys and values by head, for a query heads, kv key heads and t tensor ranks. Queries
     are [b, a / t, s, head size], keys and values are [b, kv / t, s, head size]. Queries and keys
-    are normalized and rotated if the row says so."""
+    are normalized and rotated if the row (the description of the operator) requires it."""
 
     def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
         model, axis = build.model, build.axis
@@ -169,8 +169,9 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of this rank's part of the heads; `deals` is True if, for attention,
-        # this rank has all positions of its part (Ulysses)
+        # `part` is the number of the part of the heads for which this rank computes attention.
+        # `deals` is True with the method "ulysses", which divides the heads also among context
+        # ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -271,8 +272,9 @@ def drop_hidden(
 
 
 class RowStep(NamedTuple):
-    """A row and the function that computes the row. `compute(*inputs, context)` returns the row's
-    output, or a tuple of outputs. `last` has the names of the inputs that no later row reads."""
+    """A row (the description of an operator) and the function that computes the operator.
+    `compute(*inputs, context)` returns the output of the operator, or a tuple of outputs. `last`
+    has the names of the inputs that no later row reads."""
 
     row: Operator
     compute: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -410,7 +412,8 @@ def add(owner: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
-    """Make the modules of `rows`, and register them in `owner`. Return the steps for `run`."""
+    """Make the torch modules of `rows` (descriptions of operators), and register them in `owner`.
+    Return the steps for `run`."""
     steps = []
     for number, row in enumerate(rows):
         last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
@@ -419,8 +422,8 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if one of `rows` reads the value `name`, and no earlier row in `rows` writes
-    it."""
+    """Return True if one of the operators `rows`, in their order, reads the value `name` before any
+    of them writes this value."""
     for row in rows:
         if name in row.inputs:
             return True
@@ -430,10 +433,10 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    """Compute rows in their order, beginning with the named `values`. Return the values that are
-    left at the end, by name.
+    """Compute the operators of `steps` in this order. The inputs of the first operators are in
+    `values`, by name. Return the values that are left at the end, by name.
 
-    A value is freed after the last row that reads it.
+    A value is freed after the last operator that reads it.
     """
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]

@@ -28,9 +28,10 @@ class Split:
     into shares.
 
     If the number of shares does not divide the size of a part, the part is padded at its end; the
-    padding is not part of the logical tensor. `most` is the maximum number of shares of each part,
-    because a key head, for example, is never cut. If t is larger than this number, neighbouring
-    ranks have copies of the same share. If `most` is None, each part has t shares.
+    padding is not part of the logical tensor. `most` is the maximum number of shares of each part.
+    For keys, for example, it is the number of key heads, because a head is never cut. If t is
+    larger than this number, neighbouring ranks have copies of the same share. If `most` is None,
+    each part has t shares.
     """
 
     dim: int
@@ -80,12 +81,13 @@ class Declaration:
     every tensor rank has the full parameter. `init` is the standard deviation of a normal
     distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
     axes of the grid along which ranks have different parameters with this declaration, such as
-    different experts; gradients are not summed over these axes. If `shared_gradient` is True, each
-    tensor rank sees only its positions under sequence parallelism, and its gradient must then be
-    summed over the tensor axis. If `partial_gradient` is True, each tensor rank sees only its
-    heads, and its gradient must always be summed over the tensor axis. If `trains` is False, the
-    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized form that
-    matrix multiplications use; a parameter that does not train is also stored in this form.
+    different experts; gradients are not summed over these axes. If `shared_gradient` is True, then
+    under sequence parallelism each tensor rank applies the parameter only to its own positions, and
+    the parameter's gradient must be summed over the tensor axis. If `partial_gradient` is True,
+    each tensor rank applies the parameter only to its own heads, and the gradient must always be
+    summed over the tensor axis. If `trains` is False, the parameter has no gradient, no master
+    weight and no moments. `low_bit` is the quantized form that matrix multiplications use; a
+    parameter that does not train is also stored in this form.
     """
 
     shape: tuple[int, ...]

@@ -1,9 +1,10 @@
 """Random numbers that do not depend on the layout of a run.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
-number of the dropout in the layer, sample, position, channel); for attention, head and key position
-replace the channel. The mask of each element is a hash of these coordinates. Every layout and every
-recomputation therefore computes the same mask, and no state of a random generator is needed.
+number of the dropout in the layer, sample, position, channel); for attention weights, the head and
+the position of the key replace the channel. The mask of each element is a hash of these
+coordinates. Every layout and every recomputation therefore computes the same mask, and no state of
+a random generator is needed.
 """
 
 import hashlib

@@ -52,7 +52,8 @@ class Pool:
 
 class GatheredWeights:
     """The unsharded weights of the shard units that are gathered at present, for all pipeline
-    stages of a rank. In the numbers of shard units, units that train come before frozen units."""
+    stages of a rank. Shard units are numbered, and units that train have lower numbers than frozen
+    units."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
@@ -267,8 +268,9 @@ class Walk:
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # if weights are unsharded, only the shard units that train, because an exchange of their
-        # weights (`Decentralized`) may be incomplete
+        # The numbers of the shard units that each module uses. If weights are unsharded, only units
+        # that train are listed: in decentralized training, their weights may still be arriving
+        # (`Decentralized`).
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None

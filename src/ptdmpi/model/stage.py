@@ -241,7 +241,7 @@ class Stage(nn.Module):
         input; None on the first stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of its input is a tensor of zeros, which is sent nevertheless, because the
+        the gradient of its input is a tensor of zeros. This tensor is sent, too, because the
         schedule is the same for all models. If no parameter of the stage trains either, nothing is
         computed.
         """
@@ -285,8 +285,8 @@ class Stage(nn.Module):
             self._put_off[microbatch.number] = later
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
-        """Run the second part of a split backward (op W): add the gradients that `input_microbatch`
-        has deferred to `main_grad`, in the same order as `backward_microbatch`."""
+        """Run the second part of a split backward (op W): add to `main_grad` the contributions that
+        `input_microbatch` has deferred, in the same order as `backward_microbatch`."""
         later = self._put_off.pop(microbatch.number)
         # reverse the list, because pop() takes elements from the end, and the oldest element must
         # come first

@@ -8,8 +8,8 @@ that stores or compares state, such as checkpoints, iterates over `State.pieces`
 tensors with their values. Each slice has the list of axes along which ranks have different slices;
 from this list follows which ranks have the same values. Only this module uses the form in which a
 rank stores its part, which may differ between parameters and between kinds. There is one exception:
-after the loss of a rank, the surviving ranks send `State.flats` unchanged, because the receivers
-store the same part.
+after the loss of a rank, the surviving ranks send `State.flats` unchanged, because each receiver
+stores the same part of the state as its sender.
 """
 
 import contextlib
@@ -189,9 +189,9 @@ class State:
     def averaged(self, kind: str) -> Iterator[None]:
         """Return a context in which the values of `kind` are the mean over replicas, if replicas
         differ in this kind. All replicas must call this method, and the mean is bitwise equal on
-        all of them. The own values are stored in the memory of the gradients, which are
-        overwritten. The caller must update the weights from the master weights (`changed`), inside
-        and after the context."""
+        all of them. Meanwhile this replica's own values are stored in the memory of the gradients,
+        which are overwritten. The caller must update the weights from the master weights
+        (`changed`), inside and after the context."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])

@@ -109,7 +109,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` is the number of first layers of the model, not of each pipeline stage,
+        # `recompute.layers` counts the first layers of the whole model, not of each pipeline stage,
         # so that recomputation does not depend on the number of pipeline ranks or model chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
@@ -178,7 +178,7 @@ class Block(nn.Module):
         # torch's checkpoint adds its own hooks inside these hooks, for the tensors that the layer
         # would save
         return saved_tensors_hooks(
-            # a copy, because a view would keep all of x
+            # a copy, because a view would keep the memory of all of x
             lambda x: (self.axis.share(x).clone(), x.shape),
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )
@@ -272,7 +272,7 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        self.place = (model.layers, 0)  # in random numbers: the layer after the last one
+        self.place = (model.layers, 0)  # in the hash of random numbers, a layer after the last one
         self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None
         if "sentence.pooler" in parts:

@@ -22,10 +22,10 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-# keys that sinks do not show: the step is the horizontal axis of all curves, and the messages are
-# the same in each step
+# keys that sinks do not show: the step is the horizontal axis of all curves, and the numbers of
+# messages and bytes are the same in each step
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
-# numbers of a task file that do not depend on the model
+# numbers in the scores of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 

@@ -46,7 +46,7 @@ class Sinks:
         for name, sink in list(self._open.items()):
             try:
                 sink.record(values)
-            except Exception as error:  # as above
+            except Exception as error:  # the other package may raise any exception
                 del self._open[name]
                 self._failed(name, error)
 
@@ -57,7 +57,7 @@ class Sinks:
             name, sink = self._open.popitem()
             try:
                 sink.close()
-            except Exception as error:  # as above
+            except Exception as error:  # the other package may raise any exception
                 self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
@@ -66,8 +66,8 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each enabled sink. The classes are imported here, because
-    they need optional packages."""
+    """Return the name and the class of each enabled sink. The classes are imported only in this
+    function, because they need optional packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

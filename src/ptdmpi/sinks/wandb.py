@@ -19,7 +19,7 @@ from ptdmpi.config import Config
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
 
-STATE = "run.json"  # the id of the run
+STATE = "run.json"  # the file that has the id of the wandb run
 
 
 class WeightsAndBiases:

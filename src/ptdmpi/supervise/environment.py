@@ -1,5 +1,5 @@
-"""The environment variables of MPI programs. The script `jobs/mpi-env.sh` sets them; no other code
-contains their values."""
+"""The environment variables that MPI programs need. The script `jobs/mpi-env.sh` sets them; no
+other file contains their values."""
 
 import json
 import os

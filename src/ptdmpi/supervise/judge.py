@@ -9,17 +9,17 @@ from ptdmpi.supervise.start import Ended
 
 STOPPED = 75  # exit code of a run that saved and stopped on request (see watch/requests.py)
 BAD_INPUT = 2
-CORRUPT = 3  # run.on_corruption = "stop"
+CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)
 class Starts:
     """The facts that the supervisor stores about earlier starts.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of starts since
-    the last one that recorded a new step, including that one. `failed_at` is the step after which
-    the last start ended because of an exception or a hang of the program; None if the start ended
-    for another reason.
+    `furthest` is the last step that any start has recorded. `idle` is the number of starts from the
+    last start that recorded a new step up to now, including this last start. `failed_at` is the
+    step after which the last start ended because of an exception or a hang of the program; None if
+    the start ended for another reason.
     """
 
     furthest: int = 0

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-# A launcher prints a line of dashes before and after its notices; a line of dashes from a rank
-# belongs to a table.
+# A launcher prints a line of dashes before and after its notices; a line of dashes that a rank
+# prints belongs to a table.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"

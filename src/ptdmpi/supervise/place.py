@@ -229,7 +229,7 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        options.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 srun does not inherit this
+        options.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 srun ignores sbatch's value
     share = math.ceil(ranks / max(1, len(names)))
     return LaunchPlace(
         "srun", tuple(LaunchHost(name, share) for name in names), tuple(options), ranks

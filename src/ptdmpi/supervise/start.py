@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ptdmpi.supervise.output import LauncherOutput
 
-# Ranks need some time to end after their launcher has ended: GRACE_S seconds.
+# POLL_S is the number of seconds between two checks whether processes have ended. GRACE_S is the
+# number of seconds that ranks get to end after their launcher has ended.
 POLL_S = 0.05
 GRACE_S = 5.0
 
@@ -67,8 +68,8 @@ class LauncherStart:
         Return how the launcher ended.
 
         The launcher's notices are printed if no rank has reported why the job ended. The notices
-        are not printed with `quiet`, or if the exit code says that the run is complete, has an
-        input error, or stopped on request.
+        are not printed if `quiet` is True, or if the exit code says that the run is complete, has
+        an input error, or stopped on request.
         """
         code = self.process.wait()
         self._end_session()

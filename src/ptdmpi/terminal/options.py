@@ -1,4 +1,5 @@
-"""Types for the values of command-line options, and options that are shared by several commands."""
+"""Types for the values of command-line options, and options that several commands have in
+common."""
 
 import math
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Number(click.types.FloatParamType):
     """The type of an option whose value is a finite number above 0. If `least` is given, the value
     is a whole number from `least` to `most`.
 
-    Raises a one-line InputError for any other value. If `most` is 0, there is no upper limit.
+    If `most` is 0, there is no upper limit. Raises a one-line InputError for any other value.
     """
 
     name = "number"

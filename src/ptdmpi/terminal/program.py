@@ -84,7 +84,7 @@ class CommandGroup(click.Group):
 
     command_class = Command
     group_class = type
-    in_parallel: frozenset[str] | None = None  # None means that the parent group decides
+    in_parallel: frozenset[str] | None = None  # None: the parent group decides
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": EXIT_CODES, **options})
@@ -100,8 +100,8 @@ class CommandGroup(click.Group):
                 ctx.exit()
             if launched_size() > 1 and args[0] in self.list_commands(ctx):
                 note(
-                    f"{ctx.command_path} {args[0]} works without MPI: rank 0 of "
-                    f"{launched_size()} does it, the others have ended"
+                    f"{ctx.command_path} {args[0]} works without MPI: only rank 0 of "
+                    f"{launched_size()} ranks runs it, and the others have ended"
                 )
         return super().resolve_command(ctx, args)
 

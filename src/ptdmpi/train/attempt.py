@@ -1,4 +1,5 @@
-"""One start of a run: the state from which it begins, its first log lines, and its history."""
+"""One start of a run (an attempt): the state from which the attempt begins, its first log lines,
+and its entries in the history file."""
 
 import contextlib
 import os
@@ -37,7 +38,7 @@ def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
     Return {} if the file has no such measurements."""
     if not cluster:
         return {}
-    # import this module only here, because a run without a cluster file does not need it
+    # the import is here, because a run without a cluster file does not need this module
     from ptdmpi.plan.machine.cluster import load_cluster
 
     return load_cluster(cluster).kernels.entries()
@@ -46,13 +47,13 @@ def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
 class Attempt:
     """One start of a run, made by all ranks together. Rank 0 writes the history file.
 
-    `first` is the number of steps that were done before this start. If `idle` is True, nothing is
-    left to train, and nothing is written. `over` is the reason why the run has ended before its
+    `first` is the number of steps that were trained before this start. If `idle` is True, nothing
+    is left to train, and nothing is written. `over` is the reason why the run has ended before its
     last step; otherwise it is empty. `how` describes the state from which the run begins. `why`
-    describes why the run ended, and is empty until then. `live` is True if the state came from
-    other ranks, so perhaps no checkpoint contains it. `skipped` has the checkpoints that could not
-    be read, with reasons. `choice` has the kernels with which the run computes; None means that no
-    kernels are chosen yet.
+    describes why the run ended, and is empty until then. `live` is True if the state came from the
+    memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` has the
+    checkpoints that could not be read, with reasons. `choice` has the kernels with which the run
+    computes; None means that no kernels are chosen yet.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class Attempt:
                 engine.compute_by(self.choice)
 
     def take_owed(self, owed: bool) -> None:
-        """Set `pending` if `owed` is True and the run is not marked as done. `owed` is True if a
-        stop has interrupted the validation or the tasks after the last step. Every rank calls this
-        method."""
+        """Set `pending` to True if `owed` is True and the run is not marked as done. `owed` is True
+        if a stop has interrupted the validation, or the evaluation of tasks, after the last step.
+        Every rank calls this method."""
         if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
             self.pending = True
 
@@ -133,9 +134,9 @@ class Attempt:
         """Load the state that `checkpoint.resume` and `checkpoint.initial` name. Return the number
         of steps for which the state was trained.
 
-        `fresh` has the names of the head's parameters that the base model `adapt.base` lacks. These
-        parameters keep their random initial values, unless a checkpoint has them. Raises
-        InputError, on every rank, if the state cannot be loaded.
+        `fresh` has the names of the parameters of the task head that the base model `adapt.base`
+        lacks. These parameters keep their random initial values, unless a checkpoint has them.
+        Raises InputError, on every rank, if the state cannot be loaded.
         """
         if self.copies is not None:
             copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
@@ -169,7 +170,7 @@ class Attempt:
         if checkpoints.mean_of:
             how += f", from the mean of its {checkpoints.mean_of} replicas"
         if checkpoints.followed:
-            how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
+            how += f"; an earlier start resumed from checkpoint.resume = {checkpoints.followed}"
         return how
 
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
@@ -315,7 +316,7 @@ class Attempt:
         if answer.trained_on.last.step == self.first > 0:
             sample = self.course.samples(self.first)
             yield (
-                f'data.change = "{FROM_HERE}": another order of samples holds '
+                f'data.change = "{FROM_HERE}": the samples have another order '
                 f"from step {self.first + 1} (sample {sample}) on"
             )
 

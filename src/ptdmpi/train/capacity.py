@@ -1,4 +1,5 @@
-"""The memory that a rank may use for a model, and the error when it is not enough."""
+"""The memory that a rank may use for a model, and the error that is raised if this memory is not
+enough."""
 
 import contextlib
 import ctypes
@@ -22,7 +23,7 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # importing this module starts MPI
     from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -43,13 +44,14 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        """Compare the capacity with the need before the model is allocated. Every rank calls this
-        method.
+        """Compare the available memory with the needed memory before the model is allocated. Every
+        rank calls this method.
 
         Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
         """
         self._config = config
-        # without a supervisor no copies in memory are made, because no later start would load them
+        # without a supervisor, no copies of the state are made in memory, because no later start
+        # would load them
         if not is_supervised():
             self._config = config.replace("checkpoint", memory_every_steps=0)
         self._vocab_size = vocab_size
@@ -70,9 +72,10 @@ class Memory:
         """Return the chosen kernels, limited to kernels whose memory fits. All ranks call this
         method.
 
-        If the memory is too small to keep the attention probabilities, the backward pass computes
-        the same probabilities again, and `say` reports this. Raises InputError, on every rank, if
-        the kernels convert 16-bit types to float32 and there is no memory for the float32 copies.
+        If the memory is too small to keep the attention probabilities for the backward pass, the
+        backward pass computes them again, and `say` reports this. Raises InputError, on every rank,
+        if the kernels convert 16-bit types to float32 and there is no memory for the float32
+        copies.
         """
         if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
             return choice
@@ -82,7 +85,7 @@ class Memory:
         if isinstance(attention, AttentionByProducts) and attention.keeps:
             keeping = self._step(self._wide, attention.block)
             if not self._fits(keeping):
-                say("no room for the probabilities of attention: they are computed again")
+                say("no memory for the attention probabilities: the backward computes them again")
                 choice = replace(choice, attention=replace(attention, keeps=False))
                 keeping = self._step(self._wide)
         if keeping != self.step:
@@ -149,7 +152,8 @@ class Memory:
             # add a note to the exception instead of raising another one, because the traceback
             # shows which tensor was allocated
             if _lacks_memory(error):
-                # another program may use a part of this rank's memory
+                # the prediction said that the memory suffices, but another program may use a part
+                # of it
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # leave out the hosts' memory, which was checked at the start; a new check would
@@ -225,8 +229,8 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return the bytes of its GPU's or host's memory that a rank may still use, if `sharing` ranks
-    share this memory.
+    """Return how many bytes of a GPU's or a host's memory one rank may still use, if `sharing`
+    ranks share this memory.
 
     The memory in use is subtracted from the total. On a GPU that reports its free memory, the
     memory of contexts, communicators and other processes is in use. On a host, the resident memory
@@ -271,7 +275,7 @@ def forget_peak() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # some kernels forbid this, and the peak stays
+    with contextlib.suppress(OSError):  # some Linux kernels forbid this; then the peak stays
         (PROCESS / "clear_refs").write_text("5")
 
 
@@ -294,7 +298,7 @@ def _limits() -> Iterator[str]:
             continue
         base = CGROUPS
         name = "memory.max"
-        if controllers:  # version 1
+        if controllers:  # version 1 of control groups
             base = CGROUPS / "memory"
             name = "memory.limit_in_bytes"
         place = base / path.lstrip("/")

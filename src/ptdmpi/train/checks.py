@@ -54,7 +54,8 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration whose [quantize] section has the format of its frozen base.
+    """Return a configuration whose section [quantize] has the quantized format of the frozen base
+    model.
 
     `tree` is returned unchanged if its [quantize] section has a format, if its base model is not
     quantized, or if the base model cannot be read. (Other checks report a base model that cannot be
@@ -101,8 +102,8 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # with `data.change` samples are counted from the step of the checkpoint, which is not known
-    # here
+    # after a change of the data, samples are counted from the step of the checkpoint, and this step
+    # is not known here
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])

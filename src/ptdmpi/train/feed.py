@@ -42,7 +42,7 @@ from ptdmpi.plan.layout.grid import CONTEXT
 from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
-if TYPE_CHECKING:  # its import starts MPI, and data is also opened without MPI
+if TYPE_CHECKING:  # importing this starts MPI, and data is also opened without MPI
     from ptdmpi.comm.world import Axes
 
 # The number of validation microbatches that are on the device at the same time; this limits the
@@ -51,8 +51,8 @@ VALIDATION_GROUP = 16
 
 
 class SampleSource(Protocol):
-    """The interface of the samples of a run: windows of tokens in shards, or the lines of a task's
-    files."""
+    """The interface of a source of samples for a run. Samples are windows of tokens in shards, or
+    lines in the files of a task."""
 
     train: Sequence[Samples]
     valid: Sequence[Samples]
@@ -120,7 +120,7 @@ class ShardSource:
     def _form(
         self, datasets: list[Dataset], locate: Locate
     ) -> Callable[[MicrobatchRows], MicrobatchRows]:
-        """Return the function that makes training samples out of windows of tokens.
+        """Return the function that makes training samples from windows of tokens.
 
         `locate` maps the number of a sample to its dataset and its position in the dataset.
         """
@@ -171,7 +171,7 @@ class ShardSource:
 
     def bigram_loss(self) -> float:
         """Return the validation loss of a bigram model of the training shards, in nats per token.
-        The bigram model is made in this call."""
+        This call also makes the bigram model."""
         bigram = Bigram(self._train)
         pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]
         tokens = len(pairs) * self.config.model.seq_length
@@ -214,9 +214,8 @@ class TaskSource:
 
     @property
     def _micro(self) -> int:
-        """Return the number of samples in a microbatch. A sample may consist of several sequences,
-        and the configured microbatch size is a number of sequences.
-        """
+        """Return the number of samples in a microbatch. The configured microbatch size is a number
+        of sequences, and a sample may consist of several sequences."""
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
@@ -249,8 +248,8 @@ class TaskSource:
         return file.rows[sample * file.sequences].ids.tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line about each file: the number of its samples, and the number of sequences that
-        were cut."""
+        """Yield a log line about each file: the number of its samples, and the number of sequences
+        that were cut because they were too long."""
         for file in (*self._train, *self._valid):
             cut = f"{file.cut} of {counted(len(file.rows), 'sequence')} cut"
             if file.cut:
@@ -363,9 +362,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                     f"{getattr(train[0], name)}; all datasets of a run need the same"
                 )
         _require_rows(config, path, dataset)
-        dataset.samples(config.model.text_length)  # raises if there is not one sample
+        dataset.samples(config.model.text_length)  # raises InputError if there is no sample
     if config.model.masked:
-        masked_samples(config, train[0])  # raises if the tokenizer does not separate words
+        masked_samples(config, train[0])  # InputError if the tokenizer does not separate words
     return train, valid
 
 
@@ -382,13 +381,13 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
         )
     if dataset.pairs and not compares:
         raise InputError(
-            f"{path} holds pairs of answers, of which one is not to be learned; legal: "
+            f"{path} holds pairs of answers, of which only one should be learned; legal: "
             'preference.method = "dpo"'
         )
     if not rows:
         return
     if config.model.masked:
-        raise InputError(f"{path} holds conversations, whose answers no masked model predicts")
+        raise InputError(f"{path} holds conversations, and a masked model does not predict answers")
     if rows != config.model.text_length:
         raise InputError(
             f"{path} holds conversations packed in rows of {rows} tokens, and model.seq_length = "

@@ -20,9 +20,8 @@ class Hook:
     name = ""
 
     def step_ended(self, step: Completed) -> None:
-        """React to the end of a step. The run calls this before the validation and the save after
-        the step.
-        """
+        """React to the end of a step. If a validation or a save follows the step, the run calls
+        this method before them."""
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
         """React to a validation; `values` are the values of the validation's record."""

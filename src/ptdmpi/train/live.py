@@ -41,7 +41,7 @@ class Handover:
     `load` copies the live state into the engine and returns the number of steps that the state was
     trained for. If `load` is None, a checkpoint is read. `unfinished` is the last step of the live
     state, if a rank was lost before that step was recorded, validated and saved. `answer` describes
-    the data of the state's past and next steps. `lost` is True if ranks were lost.
+    the data of the steps before and after this state. `lost` is True if ranks were lost.
     """
 
     resume: str
@@ -55,10 +55,10 @@ class Handover:
 class Account:
     """The report of a rank to the other surviving ranks.
 
-    `place` has the rank's coordinates in the last process grid. `step` is the number of steps that
-    the rank's state was trained for; None means that the rank has no state. `saved` has the step
-    and the path of the newest checkpoint. `asked` is the signal that asked the run to stop.
-    `answer` describes the data on which the state was trained.
+    `place` has the coordinates that the rank had in the last process grid. `step` is the number of
+    steps that the rank's state was trained for; None means that the rank has no state. `saved` has
+    the step and the path of the newest checkpoint. `asked` is the signal that asked the run to
+    stop. `answer` describes the data on which the state was trained.
     """
 
     place: Coordinates | None = None
@@ -200,8 +200,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
     """Begin to send this rank's state to the ranks that need it; return the handles of the
     messages.
 
-    MPI carries the messages even if the run trains with another transport. The old communicators
-    were revoked, and the transport of the new world is not connected yet.
+    MPI carries the messages even if the run trains with another transport, because the old
+    communicators were revoked and the transport of the new world is not connected yet.
     """
     wire = MpiCommunicator(world.control)
     return [

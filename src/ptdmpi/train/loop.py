@@ -23,10 +23,10 @@ from ptdmpi.watch.requests import Asked, Save, StopRequest
 class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
-    The loop determines only the order of events: a step, its record, validation, checkpoint and
-    stop. The module `parts` makes the other objects of the run, and these objects make all other
-    decisions. `Saving` decides when to save, `Validation` decides when to validate, and `Journal`
-    decides what a record contains.
+    This class determines only the order of events: a step, the record of the step, a validation, a
+    checkpoint, and a stop. The module `parts` makes the other objects of the run, and these objects
+    make all other decisions. `Saving` decides when to save, `Validation` decides when to validate,
+    and `Journal` decides what a record contains.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Loop:
                 self._stop_if_asked(asked)
             elif self.validation.owed(self.first):
                 self._make_up(self.first)
-            asked = self._vote()  # a request may have come while the run was starting
+            asked = self._vote()  # a stop may have been requested while the run was starting
             if asked.stop and self.attempt.live:
                 asked = self._save(self.first, asked)
             if self._goes_on(self.first):
@@ -156,8 +156,8 @@ class Loop:
         the requests of the ranks (stop or save) after this work.
         """
         step = done.step
-        # vote before the record is written, because the record has the peak memory of all ranks,
-        # which the vote computes
+        # vote before the record is written: the record contains the greatest peak memory of all
+        # ranks, which the vote computes
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:

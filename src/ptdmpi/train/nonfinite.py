@@ -2,10 +2,10 @@
 steps.
 
 Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
-norm is not finite, nothing is updated. At that point the sums over ranks have already spread the
-value to all ranks. To find the origin of the value, the step is computed a second time, and every
-output is tested. Dropout masks depend only on the samples, so the second computation gives the same
-values as the first one.
+norm is not finite, nothing is updated. By then, the sums over ranks have spread the value that is
+not finite to all ranks. To find the origin of the value, the step is computed a second time, and
+every output is tested. Dropout masks depend only on the samples, so the second computation gives
+the same values as the first one.
 """
 
 import contextlib
@@ -100,9 +100,9 @@ class Skips:
             f"{where}; samples {samples}"
         )
         if finding is not None and finding.kind <= ValueKind.WEIGHT:
-            reason = "a weight is lost; the same command goes on from what is saved"
+            reason = "a weight is not finite; the same command continues from the last checkpoint"
             if finding.kind == ValueKind.FROZEN_WEIGHT:
-                reason = "adapt.base has a weight that is not a number; legal: one that is whole"
+                reason = "adapt.base has a weight that is not finite; legal: an undamaged model"
             self.say(f"stopped: {reason}")
             raise SystemExit(FAILED_EXIT_CODE)
         if self.in_a_row > self.max_skips:
@@ -121,7 +121,8 @@ class Skips:
             if finding.samples:
                 where += f", microbatch {finding.microbatch} of the batch"
                 return where, ", ".join(map(str, finding.samples))
-        # rank 0 prints the line, and its first microbatch has the first samples of the step
+        # only rank 0 prints this text, and the first microbatch of rank 0 has the first samples of
+        # the step
         first = int(batches[0].samples[0])
         return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
 
@@ -170,8 +171,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # if only values from another rank's shard are not finite, this rank is not the
-                # cause, so the finding is later in the order
+                # if only values in another rank's shard are not finite (`own` is True), the other
+                # rank is the cause, and this rank's finding comes later in the order
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,
@@ -261,8 +262,8 @@ class _Watcher(OpHook):
         # with ZeRO stages 2 and 3, `see` has tested each gradient when it was computed, and the
         # unreduced gradient is already freed
         still_here = not self.engine.buffer.portion.shards_gradients
-        # from the last layer to the first, because each layer's gradient is computed from the
-        # gradient of the layer after it
+        # begin with the last layer, because each layer's gradient is computed from the gradient of
+        # the layer after it
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 what = f"gradient of {name}"

@@ -173,9 +173,9 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the object that copies the state into the nodes' memory. Return None if the run asks
-    for no copies, or if `ptdmpi run`, which would start the ranks again, has not set the folder of
-    the copies in `environ`."""
+    """Return the object that copies the state into the nodes' memory. Return None if the
+    configuration asks for no copies, or if `environ` does not name a folder for them. `ptdmpi run`
+    sets this folder; only `ptdmpi run` would start the ranks again and use the copies."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):

@@ -1,11 +1,12 @@
 """A training run that survives the loss of ranks.
 
 A run is a sequence of attempts. In each attempt, some living ranks get positions in the process
-grid and train; the remaining ranks are spare and wait. All living ranks end an attempt together, at
-the end of the run or when a rank is lost: all of them call MPI's agreement function. After a loss
-the world shrinks to the surviving ranks, which begin the next attempt. The survivors continue from
-the state in their memory if this state has every part of the model, and otherwise from the newest
-checkpoint. If another rank is lost during the recovery, the recovery begins again.
+grid and train; the remaining ranks are spare and wait. At the end of the run, or when a rank is
+lost, all living ranks end the attempt together: all of them call MPI's agreement function
+(`ulfm.agree`). After a loss the world shrinks to the surviving ranks, which begin the next attempt.
+The survivors continue from the state in their memory if this state has every part of the model, and
+otherwise from the newest checkpoint. If another rank is lost during the recovery, the recovery
+begins again.
 """
 
 import gc
@@ -41,8 +42,8 @@ class Survivors:
     """One rank of a run that continues after the loss of other ranks.
 
     `world` has all living ranks, including spare ranks. `lost` has all ranks that were lost so far,
-    and `news` has the ranks that were lost since the last attempt began to train. `failed_at` is
-    the time at which the recovery in progress began, or None.
+    and `news` has only the ranks that were lost since the last attempt began to train. `failed_at`
+    is the time at which the recovery in progress began, or None.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class Survivors:
 
         Yield the steps that this rank trains. Raises SystemExit if the exit code is not 0.
         """
-        # exclude the objects of imported modules from garbage collection, so that old engines are
-        # collected quickly
+        # exclude the objects of imported modules from garbage collection, so that the collection of
+        # old engines is fast
         gc.freeze()
         while True:
             with fail_together(self.world):
@@ -93,13 +94,13 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Train, or wait as a spare rank. Return the bitwise AND of the numbers of all living
-        ranks. If the bit FINISHED is set, the run has ended, and the higher bits are the exit code.
-        """
+        """Train, or wait as a spare rank. Return the number on which all living ranks agree: the
+        bitwise AND of the numbers that they contribute. If the bit FINISHED is set, the run has
+        ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # all training ranks have raised this error, but the spare ranks have not, so it is not a
-        # shared error
+        # the training ranks have raised this error together, but spare ranks have not, so it is no
+        # longer an error of all ranks
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:

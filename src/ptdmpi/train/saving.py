@@ -83,7 +83,7 @@ class Saving:
             self.verify()
         why = copies.keep(step)
         if why:
-            self.say(f"warning: no copy in memory after step {step}: {why}; the one before stays")
+            self.say(f"warning: no copy in memory after step {step}: {why}; the last copy stays")
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
         """Call `work`, and report the saves that it returns. Raises SaveFailed if `work` fails and

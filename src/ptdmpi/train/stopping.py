@@ -71,7 +71,7 @@ class Stopping:
             self.journal.say(f"corrupt state: {counted(more, 'more tensor')}")
         self.attempt.why = "stopped: corrupt state"
         self.journal.say(
-            "stopped: the state in memory is corrupt; the same command goes on from what is saved"
+            "stopped: the state in memory is corrupt; the same command continues from a checkpoint"
         )
         raise SystemExit(CORRUPT_EXIT_CODES[self.config.run.on_corruption])
 

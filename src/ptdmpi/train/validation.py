@@ -17,7 +17,8 @@ from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
-    """The validations of one run. Every rank calls `after_step` after every step that has one.
+    """The validations of one run. Every rank calls `after_step` after every step after which a
+    validation is due.
 
     `standing` has the results so far, which are the same on all ranks.
     """
@@ -121,7 +122,7 @@ class Validation:
             # time until the system kills a process after a signal
             asked = self.vote()
             if asked.stop:
-                self.journal.say(f"{asked.stop}: validation after step {step} broken off")
+                self.journal.say(f"{asked.stop}: validation after step {step} interrupted")
                 return asked
         paths = self.config.data.valid_paths
         values, text = validation_record(paths, losses)
@@ -165,7 +166,7 @@ def validation_record(
         text += f"  accuracy {accuracy:.2%}"
     elif (
         COUNT not in whole and MARGIN not in whole
-    ):  # only for the loss of text the exponential is a perplexity
+    ):  # the exponential of the loss is a perplexity only for text
         perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 exceeds float64
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"

@@ -12,10 +12,10 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 class Deputy:
     """The object with which rank 1 monitors rank 0. It stores the time of the last message from
-    rank 0, and reacts if rank 0 sends no messages.
+    rank 0. If rank 0 is silent for too long, it first prints a warning, and later ends the job.
 
     Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. The messages begin
-    when the heartbeat starts; before the first message the deputy never reacts. If `stall_s` is 0,
+    when the heartbeat starts; before the first message the deputy does nothing. If `stall_s` is 0,
     the deputy prints a warning, but never ends the job.
     """
 
@@ -36,9 +36,8 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was stopped, and could not receive messages during that
-        time. The silence of rank 0 is measured from `now_s` on.
-        """
+        """Record that this process itself was suspended, and could not receive messages during that
+        time. The silence of rank 0 is measured from `now_s` on."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
@@ -57,12 +56,12 @@ class Deputy:
     def pronounce(self, now_s: float) -> None:
         """Print the reason for which rank 1 ends the job.
 
-        Rank 0 is silent, so either its process is stopped, or it is in a call that lets no thread
-        run.
+        Rank 0 is silent, so either its process is suspended, or it is in a call during which no
+        other thread of the process can run.
         """
         self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
-            "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
+            "its process is stopped, or hangs in a call that blocks all its threads; stacks of "
             f"the others: {self.directory / 'stacks'}"
         )
 

@@ -43,8 +43,9 @@ from ptdmpi.watch.whereabouts import (
 )
 from ptdmpi.watch.wires import Wires
 
-# Waiting is a stall only if it takes longer than STALL_STEPS steps. During a save, a validation or
-# the start-up one operation may take long without an error, so the limit is PATIENCE times longer.
+# Waiting is treated as a stall only if it takes more than STALL_STEPS times as long as the longest
+# of the last training steps. During a save, a validation or the start-up one operation may take
+# long without an error, so the limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
 # Launchers deliver a signal twice. A signal that arrives later than this many seconds after the
@@ -57,9 +58,8 @@ ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that ran
 
 
 class Heartbeat:
-    """The heartbeat thread of one rank, and the thread's data. All ranks create their `Heartbeat`
-    together; each rank then calls `start`.
-    """
+    """The heartbeat thread of one rank, and the data that the thread uses. All ranks create their
+    `Heartbeat` together; each rank then calls `start`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Heartbeat:
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        # the failure because of which this rank's transports were aborted; it may have caused
+        # if this rank's transports were aborted because of a failure, this failure may have caused
         # `error`
         wires = self.wires.failed
         cause = f"; {wires}" if wires not in first else ""
@@ -125,8 +125,8 @@ class Heartbeat:
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # the thread may have received the last reports of some ranks while this rank was still
-        # training
+        # while this rank was still training, the thread may already have received the last reports
+        # of other ranks
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
@@ -300,7 +300,7 @@ class Judge:
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
-        self._called_silent: dict[int, float] = {}  # rank -> time of its last report
+        self._called_silent: dict[int, float] = {}  # silent rank -> time of its last report
         self._next_look_s = 0.0
         self._looked_s = math.inf
         self._awake_s = 0.0
@@ -321,8 +321,8 @@ class Judge:
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was stopped, perhaps together with all ranks, so all reports in the table
-            # are old
+            # this process was suspended, perhaps together with all other ranks, so all reports in
+            # the table are old
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s

@@ -1,6 +1,5 @@
-"""The monitoring of one rank in a run: the rank's progress, its heartbeat, requests to stop or
-save, the lock of the run directory, and the search for slow ranks.
-"""
+"""The monitoring of a run on one rank: the rank's progress, its heartbeat, requests to stop or
+save, the lock of the run directory, and the search for slow ranks."""
 
 import os
 import statistics
@@ -112,7 +111,8 @@ class Lookout:
         return Asked(self.requests.reason(stop), Save(save), memory)
 
     def obeyed(self, name: str) -> None:
-        """Remove the file "STOP" or "SAVE", on rank 0, after the request was carried out."""
+        """Remove the file `name` ("STOP" or "SAVE"), on rank 0, after its request was carried
+        out."""
         if self.axes.world.rank == 0:
             self.requests.obeyed(name)
 

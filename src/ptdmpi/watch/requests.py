@@ -69,7 +69,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first signal
+        self.received: signal.Signals | None = None  # the first signal that was received
         self.unread = False  # True if no process reads the output of this process
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
@@ -112,8 +112,8 @@ class StopRequest:
             send_nowhere(sys.stdout)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
-        """Return the signals that were received since the last call. If there are none, wait for a
-        signal up to `limit_s` seconds, or until `wake` is called.
+        """Return the signals that were received since the last call. If there are none, wait until
+        a signal arrives, until `wake` is called, or until `limit_s` seconds have passed.
 
         Only one thread may call this method. It must not be the main thread.
         """
@@ -158,8 +158,8 @@ class Requests:
     looks for the files STOP and SAVE.
 
     `directory` is the run directory. `max_minutes` (0: no limit) is the time limit from the start
-    of the process; the run stops so early that one more step and a save fit into the limit. A save
-    is due every `save_minutes` (0: never).
+    of the process; the run stops when another step and a save would no longer fit into the limit. A
+    save is due every `save_minutes` (0: never).
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Requests:
         self._place: tuple[int, int] | None = None  # device and inode of the directory
 
     def mine(self, rank: int) -> Ballot:
-        """Return this rank's numbers for a vote."""
+        """Return this rank's ballot for a vote."""
         save = Save.NO
         reasons = [0]
         if self.signals.received is not None:

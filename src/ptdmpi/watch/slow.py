@@ -23,7 +23,7 @@ class SlowRanks:
     judge.
 
     If `shares_cores` is True, no rank is reported as slow. In that case there are more threads than
-    cores, and the operating system slows down different ranks at different times.
+    cores, and at each moment the operating system slows down other ranks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SlowRanks:
                 f"{self.ranks.name(rank)} {factor:.2f} times"
                 for rank, factor in slow[:MOST_PRINTED]
             )
-            self.say(f"slow in computing, against ranks with the same work: {text}")
+            self.say(f"slow compared with ranks that do the same work: {text}")
         return [
             {"rank": rank, "host": self.ranks.hosts[rank], "factor": round(factor, 2)}
             for rank, factor in slow

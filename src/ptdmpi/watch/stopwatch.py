@@ -52,8 +52,8 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Store the marks of a span that the host has completed, until the device has finished its
-        work, too."""
+        """Store the marks of a span whose work the host has given to the device, until the device
+        has finished this work."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
@@ -83,8 +83,8 @@ class Place:
 
 
 class Spanned:
-    """The context of a span. It is a class, because a rank has thousands of spans per second and a
-    generator would be slower."""
+    """The context of a span. This is a class and not a generator, because a generator would be
+    slower, and a rank has thousands of spans per second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 
@@ -104,7 +104,8 @@ class Spanned:
 
 
 class _Marked(NamedTuple):
-    """A span whose times may not be known yet, because the device has not finished it."""
+    """A span whose times may not be known yet, because the device has not finished the span's
+    work."""
 
     kind: str
     op: str
@@ -127,7 +128,7 @@ class Stopwatch:
         return Spanned(self, kind, op, peer)
 
     def ended(self, doing: Doing, begin: Mark) -> None:
-        """End a span. The device may not have finished its work yet."""
+        """End a span. The device may not have finished the work of the span yet."""
         end = self.clock.mark()
         self._marked.append(_Marked(doing.kind, doing.op, begin, end))
         self.place.handed_over(doing, begin, end)

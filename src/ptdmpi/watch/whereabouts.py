@@ -10,21 +10,22 @@ from typing import NamedTuple
 
 from ptdmpi.plan.layout.grid import Grid
 
-# A rank reports once per BEAT_S seconds. If there are many ranks, they report less often, so that
-# rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
-# microseconds, so reading takes half a percent of the time of one core.
+# A rank reports once per BEAT_S seconds. If there are many ranks, each rank reports less often, so
+# that rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
+# microseconds, so rank 0 needs at most half a percent of one core's time for reading.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats is called silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed this number of heartbeats is treated as stopped: its last
-# report is ignored, so it waits for no other rank. Rank 0 does not wait for the stacks of such a
-# rank.
+# In a stall, a rank that has missed this number of heartbeats is treated as stopped (suspended):
+# its last report is ignored, so it is not treated as waiting for another rank. Rank 0 does not wait
+# for the stacks of such a rank.
 MISSED_BEATS = 3
 # A busy machine may delay a thread by this number of seconds, so a shorter silence does not
 # indicate an error.
 LEAST_SILENCE_S = 5.0
-# Rows of the table on the terminal; the file has all rows.
+# Maximum number of rows of the table that is printed on the terminal. The table in the file has all
+# rows.
 TERMINAL_ROWS = 40
 
 
@@ -40,10 +41,10 @@ class Report(NamedTuple):
     kind: str  # kind of span: "forward", "receive", ...
     op: str
     peer: int | None  # the pipeline rank from which this rank waits for a message
-    axis: str  # axis or other group of the collective in which the rank is; "" outside a collective
+    axis: str  # the group (such as an axis) of the rank's present collective, or ""
     collective: str
-    age_s: float  # seconds since the activity (`kind` and `op`) began
-    compute_s: float = 0.0  # own work in a step: median of the last steps; 0: unknown
+    age_s: float  # seconds since the rank began the activity (`kind`, `op`)
+    compute_s: float = 0.0  # seconds of own work: median over the last steps; 0: unknown
     # the signals that the rank has received: (number, age)
     signals: tuple[tuple[int, float], ...] = ()
     # the failure of the rank: (time of the wall clock, the error)
@@ -97,7 +98,7 @@ class Ranks:
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds since any rank has begun an activity."""
+    """Return the seconds since a rank last began an activity, over all ranks."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 

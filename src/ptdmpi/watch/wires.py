@@ -9,11 +9,11 @@ PATIENCE_S = 5.0
 
 
 class Wires:
-    """The process groups of one rank, which the heartbeat's thread queries. No method of this class
+    """The communicators of one rank, which the heartbeat's thread queries. No method of this class
     waits.
 
-    The main thread cannot query the process groups while it waits for its device, and it waits once
-    in a step.
+    The main thread cannot query the communicators itself while it waits for its device, which it
+    does once in each step.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -25,8 +25,8 @@ class Wires:
     def inside(self) -> tuple[str, str]:
         """Return the axis and the name of the collective that this rank is in.
 
-        The current collective of a rank is the one in which its host waits, or else the one that
-        its device has not finished. Both returned texts are empty outside a collective.
+        If the host of the rank waits in a collective, this collective is returned; otherwise the
+        collective that its device executes. Both returned texts are empty outside a collective.
         """
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read `busy` only once, because the main thread may change it

@@ -184,5 +184,5 @@ def test_findings_in_words():
     )
     both = Fault("weights", "a", (0, 1))
     assert both.text(name).endswith(
-        "differs on rank 0 (host), rank 1 (host), and nothing tells which is right"
+        "differs on rank 0 (host), rank 1 (host), and it is unknown which is right"
     )

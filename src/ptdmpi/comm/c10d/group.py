@@ -45,8 +45,8 @@ class TransportGroup(ProcessGroup):
     """A process group whose messages are sent by one of ptdmpi's communicators.
 
     On the host every operation is complete when the call returns. On a device later work in the
-    current stream sees the operation's result. The group does not support messages from any source,
-    tags other than 0, and sparse tensors.
+    current stream sees the operation's result. The group does not support receives from an
+    arbitrary source, tags other than 0, or sparse tensors.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:

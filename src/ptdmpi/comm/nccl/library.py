@@ -48,7 +48,8 @@ class Connection(Protocol):
     into `stream`. All ranks put the same operations into their streams, in the same order."""
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
-        """Replace `flat` by its sum or "max" over the ranks of the communicator."""
+        """Replace `flat` by its sum (`op` is "sum") or maximum ("max") over the ranks of the
+        communicator."""
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
         """Fill `result` with the `flat` of every rank, in rank order."""
@@ -231,7 +232,7 @@ def _name(state: int) -> str:
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
-    except ValueError:  # libnccl is newer than the package
+    except ValueError:  # libnccl is newer than the package nccl4py
         return f"error {int(state)}"
 
 

@@ -96,8 +96,8 @@ class Line:
         # copy the queue in one operation of the interpreter, because another thread changes it
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may be far ahead of the device: while the device still computes, it is
-                # not in the next operation
+                # the host may be far ahead of the device: while the device still computes, the
+                # device has not begun the next operation
                 return what if computed.query() else ""
         return ""
 
@@ -185,8 +185,8 @@ class NcclCarrier:
     def pending(self) -> str:
         """Return the name of the operation that the stream of the group's connection executes, or
         ""."""
-        # connections of pairs are not asked, because a rank that waits for a pipeline message
-        # reports the op of the schedule
+        # The connections of pairs are not queried. They carry pipeline messages, and a rank that
+        # waits for such a message reports the op of the schedule for which it waits.
         return self.whole.pending()
 
     def failure(self) -> str:
@@ -251,7 +251,7 @@ def agreed_ids(
     the pair's sender. If a rank could not make an id, all ranks raise InputError with the reason.
     """
     rank = control.Get_rank()
-    # in case of an error, send the error in place of an id, because the receiver would otherwise
+    # if no id can be made, send the error in place of the id, because the receivers would otherwise
     # wait for ever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
     mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}

@@ -11,10 +11,10 @@ def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
     Without error feedback, the unbiased form of a compressor is used if there is one. With error
-    feedback, the values of such a compressor are divided by 1 + omega (see `Compressor`), so that
-    the compressor contracts. Without this division the stored errors would grow. The decentralized
-    method also needs a contraction, because the differences that it sends to neighbours contain the
-    errors of earlier messages.
+    feedback, the decoded values of this compressor are divided by 1 + omega (see `Compressor`), so
+    that the compressor contracts. Without this division the stored errors would grow. The
+    decentralized method also needs a contraction, because the differences that it sends to
+    neighbours contain the errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

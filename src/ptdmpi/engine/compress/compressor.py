@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# In the hash of random numbers that are the same on all data ranks, this value replaces the number
-# of the data rank.
+# Some random numbers are the same on all data ranks. In the hash of these numbers, this value
+# replaces the number of the data rank.
 EVERYBODY = -1
 
 
@@ -90,8 +90,8 @@ class Compressor(ABC):
 
     @abstractmethod
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length in bytes of the code of the blocks of `draws`, each of which has
-        `length` numbers."""
+        """Return the length, in bytes, of the code of all compression blocks in `draws`. Each block
+        has `length` numbers."""
 
     @abstractmethod
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
@@ -100,14 +100,14 @@ class Compressor(ABC):
     @abstractmethod
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         """Return the decoded values, [n, length], of a code [code_bytes] uint8 that `encode` has
-        returned. `draws` must be the random numbers of the rank that has encoded."""
+        returned. `draws` must be the random numbers with which the code was encoded."""
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the relative variance for blocks of this length (see the
-        class). Only unbiased compressors have an omega."""
+        """Return omega, the bound of the relative variance for blocks of `length` numbers (see the
+        class docstring). Only unbiased compressors have an omega."""
         raise NotImplementedError(f"{type(self).__name__} is not unbiased")
 
     @abstractmethod
     def delta(self, length: int) -> float:
-        """Return delta, a lower bound of the expected contraction of blocks of this length (see the
-        class). Return 0 for an unbiased compressor that does not contract."""
+        """Return delta, a lower bound of the expected contraction of blocks of `length` numbers
+        (see the class docstring). Return 0 for an unbiased compressor that does not contract."""

@@ -13,8 +13,8 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# The value of `source` for the random numbers of a server, which is the rank that averages a tile.
-# The value is not the number of a data rank, so the random numbers do not depend on which rank is
+# A server is the data rank that averages a tile. For the random numbers of a server, `source` has
+# this value instead of a rank's number, so that the random numbers do not depend on which rank is
 # the server.
 SERVER = -2
 
@@ -34,10 +34,10 @@ class Coder:
     length, then the blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
-    all tiles. With `rounds` > 1 the error of each round is encoded in the next round, `rounds`
-    times in total, and the receiver adds up the decoded values (fast compressed communication,
-    Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at most (1 -
-    delta)^rounds times the squared norm.
+    all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error of
+    the round before it, and the receiver adds up the decoded values of all rounds (fast compressed
+    communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at
+    most (1 - delta)^rounds times the squared norm.
     """
 
     compressor: Compressor
@@ -47,7 +47,8 @@ class Coder:
     tiles: Numbers | None = None
 
     def of(self, tiles: Numbers) -> "Coder":
-        """Return a coder of the same batch for some tiles, given by their numbers in the batch."""
+        """Return a coder of the same batch for some tiles. `tiles` has their indices in the
+        batch."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
@@ -61,7 +62,7 @@ class Coder:
 
     @property
     def at(self) -> Tensor:
-        """Return the numbers, in the batch, of the tiles that this coder selects."""
+        """Return the indices in the batch of the tiles that this coder selects."""
         assert self.tiles is not None
         return self.tiles.here
 
@@ -145,14 +146,14 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C(y), which is bitwise equal on all ranks. Here y is the mean
-    over all ranks of C(x), plus the server's `error` [tiles, width]. After the exchange, `error`
-    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
+    """Return C(x) of this rank, and C(y), which is bitwise equal on all ranks. Here y is the sum of
+    two terms: the mean of C(x) over all ranks, and the server's `error` [tiles, width]. After the
+    exchange, `error` becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
-    Each data rank is the server of some of the tiles, which are chosen by their numbers. Each rank
-    sends the codes of its tiles to the servers, and each server sends the code of its means to all
-    ranks. A rank therefore sends the bytes of two codes, for any number of ranks. A rank uses and
-    changes `error` only for the tiles of which it is the server.
+    Each data rank is the server of some tiles; the number of a tile determines its server. Each
+    rank sends the codes of the tiles to their servers, and each server sends the code of its means
+    to all ranks. A rank therefore sends the bytes of two codes, for any number of ranks. A rank
+    uses and changes `error` only for the tiles of which it is the server.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)
@@ -179,8 +180,8 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Send each server its code. Return the mean of the decoded codes that arrive at this server,
-    added up in ascending order of ranks."""
+    """Send to each server the code of the server's tiles. Return the mean of the decoded codes that
+    arrive at this rank as a server; they are added in ascending order of ranks."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

@@ -21,10 +21,10 @@ class LowRank:
     """A compressor of tiles [n, lines, length] to rank at most `rank`: C(x) = P P^T x, where P has
     orthonormal columns, so that ||C(x) - x|| <= ||x||.
 
-    The contraction delta (see `Compressor`) depends on x, and on the distance of P from the first
-    singular vectors of x. If P consists of the first singular vectors, delta is at least rank /
-    min(lines, length). If the matrices change slowly from step to step, P approaches their first
-    singular vectors. In the first step delta may be 0.
+    The contraction delta (see `Compressor`) depends on x, and on how far the columns of P are from
+    the first singular vectors of x. If P consists of the first singular vectors, delta is at least
+    rank / min(lines, length). If the matrices change slowly from step to step, P approaches their
+    first singular vectors. In the first step delta may be 0.
     """
 
     rank: int
@@ -36,9 +36,9 @@ class LowRank:
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] with which the iteration starts. This is the factor
-        from the last step, `kept` [n, rank, length], transposed. Rows of `kept` that are zero, as
-        in the first step, are replaced by random numbers that are the same on all ranks."""
+        """Return the factor [n, length, rank] with which the iteration starts. It is the transpose
+        of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that are zero,
+        as in the first step, are replaced by random numbers that are the same on all ranks."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0

@@ -32,7 +32,8 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values [n, length], in the type of the scales, of codes [n, length] int64."""
+        """Decode `codes` [n, length] int64. Return the values [n, length], in the data type of the
+        scales."""
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
         """Return the length in bytes of the code of the blocks of `draws`, each of which has

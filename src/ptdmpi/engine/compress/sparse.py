@@ -1,9 +1,10 @@
 """Sparse compressors: they send some elements of each compression block, and all other elements
 become zero.
 
-`ratio` times the block's length d is in general not an integer. Therefore floor(ratio d + u)
-elements are sent, where u is a uniform random number in [0, 1) that is the same on all data ranks.
-With this rule, ratio d elements are sent on average for blocks of any length.
+The `ratio` of sent elements times the block's length d is in general not an integer. Therefore
+floor(ratio d + u) elements of the block are sent, where u is a uniform random number in [0, 1) that
+is the same on all data ranks. With this rule, ratio d elements are sent on average for blocks of
+any length.
 """
 
 import math
@@ -51,7 +52,7 @@ class Sparse(Compressor):
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # the maximum of `counts`
+        most = min(length, math.floor(self.ratio * length) + 1)  # no count is greater
         # use only the values of topk, because its choice among equal elements is not specified
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])

@@ -2,10 +2,11 @@
 
 A *line* of a parameter consists of the elements at one index of the dim that the tensor axis
 divides: a row of a column-parallel weight, or a column of a row-parallel weight. No legal size of
-the tensor axis cuts a line. `grains` returns how many neighbouring lines are on one rank for every
-legal size of the tensor axis. This number of neighbouring lines forms a *tile*; its elements are in
-logical order, line after line. A tile is cut into consecutive compression blocks, or *units*, which
-are as long as the compressor allows. A parameter that the tensor axis does not divide is one tile.
+the tensor axis cuts a line. `grains` returns the number of neighbouring lines that are on the same
+rank for every legal size of the tensor axis. This number of neighbouring lines forms a *tile*; its
+elements are in logical order, line after line. A tile is cut into consecutive compression blocks,
+or *units*, which are as long as the compressor allows. A parameter that the tensor axis does not
+divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,14 +82,14 @@ class Slab:
     def numbers(self) -> Iterator[int]:
         """Yield the number of each tile. The number is the same in every layout, and decides which
         data rank is the tile's server."""
-        # halved, so that adding the tile's number cannot overflow
+        # the hash is halved, so that adding the index of a tile cannot overflow
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
 
     def names(self, runs: Sequence[int]) -> Iterator[int]:
-        """Yield the number of each compression block, tile by tile. `runs` are the numbers of the
-        blocks within a tile."""
+        """Yield the number of each compression block (see `unit_number`), tile by tile. `runs` are
+        the indices of the blocks within their tile."""
         for tile in range(self.tiles):
             for run in runs:
                 yield unit_number(self.entry.name, self.first + tile * self.lines, run)
@@ -134,8 +135,8 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the integers that belong to the selected `tiles`. `every` is the number of all
-        tiles; each tile has the same number of integers."""
+        """Return only the integers of the selected `tiles`. The integers are stored tile by tile,
+        and each of the `every` tiles has the same number of integers."""
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),

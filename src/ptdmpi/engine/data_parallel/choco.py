@@ -43,7 +43,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the compressed difference of this replica to its neighbours. Then move the weights
         of this replica towards the public weights of its neighbours."""
-        # if there are no parts, no parameter of this rank trains
+        # if the public weights have no parts, no parameter of this rank trains
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

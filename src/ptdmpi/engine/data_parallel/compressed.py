@@ -2,7 +2,8 @@
 and all replicas update their weights with the same mean of the decoded gradients.
 
 The gradient of the global batch is the sum of the contributions of the n replicas. Each replica
-compresses n times its own contribution, and the update uses the mean over the replicas.
+multiplies its own contribution by n and compresses the product, and the update uses the mean over
+the replicas.
 """
 
 import math
@@ -48,7 +49,8 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Record that the weights and the error-feedback state belong to the same step again."""
+        """Record that the update is done: the weights and the error-feedback state belong to the
+        same step again."""
         self._midway = False
 
     @property

@@ -19,8 +19,9 @@ from ptdmpi.plan.schedule.ops import Op
 @dataclass(frozen=True)
 class _Exchange:
     """An incomplete exchange of values with the neighbours. The values `own` are a slice of the
-    state of this rank, inside shard unit `number`. `terms` has, for this rank and for each source,
-    the row in `arrived` (None for this rank) and the weight."""
+    state of this rank, inside shard unit `number`. `terms` has a pair for this rank and for each
+    source rank: the index of the rank's values in `arrived` (None for this rank), and the rank's
+    weight."""
 
     number: int
     own: Tensor
@@ -32,9 +33,9 @@ class _Exchange:
         """Wait for the neighbours' values x_j, and replace `own` by the weighted sum sum_j w_ij x_j
         over this rank and its sources, added in ascending order."""
         self.handle.wait()
-        # Multiply and add separately. A kernel that fuses multiplication and addition for only some
-        # elements would make the bits depend on how the state is cut. The send is complete, so
-        # `own` may change now.
+        # Multiply and add separately. A kernel may fuse multiplication and addition for only some
+        # elements of a tensor; then the bits of the result would depend on how the state is cut
+        # into tensors. The send is complete, so `own` may change now.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms
@@ -50,21 +51,21 @@ class Decentralized(DataParallel):
     """Decentralized SGD in the form "adapt, then combine" (diffusion): x_i <- sum_j w_ij (x_j -
     rate * update_j). The weights w_ij come from a `topology` over the replicas, which may change
     from step to step (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012,
-    60). Each replica keeps its own moments, or, with `average_moments`, the moments are averaged
-    like the weights. After a skipped step nothing is averaged.
+    60). Each replica keeps its own moments. If `average_moments` is True, the moments are averaged
+    in the same way as the weights. After a skipped step nothing is averaged.
 
-    With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
-    (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
-    even after a resume.
+    If `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA (Chen
+    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run, even
+    after a resume.
 
-    With `overlap` the exchange of step k continues during the forward of step k + 1: the values for
-    each module (embedding, layer, head) are waited for and added when the forward reaches the
-    module. The weights are bitwise equal to the weights without `overlap`. Code that reads the
-    state between steps calls `settle` first, which finishes the exchange.
+    If `overlap` is True, the exchange of step k continues during the forward of step k + 1. When
+    the forward reaches a module (embedding, layer or head), it waits for the values of this module
+    and adds them. The weights are bitwise equal to the weights without `overlap`. Code that reads
+    the state between steps calls `settle` first, which finishes the exchange.
 
     If the gradients are bitwise equal for every tensor-parallel size, pipeline-parallel size and
-    schedule, the weights are, too, because every operation of this method works element by element,
-    over replicas in ascending order.
+    schedule, so are the weights. The reason is that every operation of this method works element by
+    element, and adds replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -92,8 +93,8 @@ class Decentralized(DataParallel):
         )
 
     def reduce(self) -> None:
-        """Multiply the gradients by the number of replicas. The mean over replicas of the result is
-        the gradient of the global batch, with the same weight for each token."""
+        """Multiply the gradients by the number of replicas. The mean of the results over the
+        replicas is the gradient of the global batch, in which each token has the same weight."""
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
@@ -103,13 +104,13 @@ class Decentralized(DataParallel):
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Test whether exchanges are complete, because MPI makes progress only during such
-        calls."""
+        """Test whether exchanges are complete. The result is not used: the test is a call of MPI,
+        and MPI makes progress only during its calls."""
         for exchange in self._under_way:
             exchange.handle.done()
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Test again, after the op, whether exchanges are complete."""
+        """Let MPI make progress again, after the op (see `begin`)."""
         super().end(op, microbatch)
         self.begin(op)
 
@@ -179,7 +180,7 @@ class Decentralized(DataParallel):
 
 class _Arriving(Walk):
     """A pass through the modules of a stage that waits, before the forward of each module, until
-    its averaged weights have arrived."""
+    the averaged weights of the module have arrived."""
 
     def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
         super().__init__(parameters, None, None, method.replica.buffer)

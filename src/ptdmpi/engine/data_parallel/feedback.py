@@ -25,8 +25,8 @@ PURPOSE = 1_000_003
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step, with the objects that are needed to send these tiles, and with their
-    error-feedback state."""
+    """Some tiles in one step, the objects that are needed to send these tiles, and the
+    error-feedback state of the tiles."""
 
     batch: TileBatch
     state: State
@@ -101,10 +101,10 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of x. The replicas compress x, and the servers compress the mean again;
-    replicas and servers store their own compression errors (Tang et al. 2019, arXiv 1905.05957,
-    algorithm 1). With codes of several rounds the method is NEOLITHIC (Huang et al. 2022, arXiv
-    2206.03665, algorithm 2)."""
+    """Return the compressed mean of x over all replicas. The replicas compress x, and the servers
+    compress the mean again; replicas and servers store their own compression errors (Tang et al.
+    2019, arXiv 1905.05957, algorithm 1). With codes of several rounds the method is NEOLITHIC
+    (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)

@@ -10,21 +10,22 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
     each replica does `local_steps` steps of the optimizer on its own samples. After these local
-    steps, all replicas continue from the mean of their parameters and, with `average_moments`, from
-    the mean of their moments.
+    steps, all replicas continue from the mean of their parameters and, if `average_moments` is
+    True, from the mean of their moments.
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
     the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
     and Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
 
-    With a compressor each replica sends a code of its change in the round, and the mean of the
-    decoded codes replaces the change of the mean. Averaging compressed changes is FedPAQ
-    (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" the
-    method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
+    With a compressor, each replica encodes the change of its parameters in the round and sends the
+    code. The mean of the decoded codes replaces the change of the mean. Averaging compressed
+    changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If `error_feedback`
+    is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. If the gradients are bitwise
-    equal for every tensor-parallel size and pipeline-parallel size, the weights are, too, because
-    every operation of this method works element by element, over replicas in ascending order.
+    equal for every tensor-parallel size and pipeline-parallel size, so are the weights. The reason
+    is that every operation of this method works element by element, and adds replicas in ascending
+    order.
     """
 
     differs = ("replicate",)
@@ -38,8 +39,8 @@ class Local(DataParallel):
             self.compression = Compression(replica)
 
     def reduce(self) -> None:
-        """Multiply the gradients by the number of replicas. The mean over replicas of the result is
-        the gradient of the global batch, with the same weight for each token."""
+        """Multiply the gradients by the number of replicas. The mean of the results over the
+        replicas is the gradient of the global batch, in which each token has the same weight."""
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
@@ -62,8 +63,8 @@ class Local(DataParallel):
 
     def _outer_step(self) -> None:
         """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
-        (the parameters at the beginning of the round) - (the mean of the parameters at its end).
-        The buffer of gradients is overwritten."""
+        (the parameters at the beginning of the round) - (the mean of the parameters over replicas
+        at the end of the round). The buffer of gradients is overwritten."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds

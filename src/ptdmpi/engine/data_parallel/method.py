@@ -40,20 +40,19 @@ class Replica:
 class DataParallel(OpHook):
     """A data-parallel method. In this base class each replica trains alone on its own samples.
 
-    `differs`: the axes of the grid along which ranks may have different weights (and moments) for
-    the same parameters. `differs` is ("replicate",), or () if all replicas are equal, bit by bit,
-    after every step.
+    `differs`: the axes of the process grid along which ranks may have different weights (and
+    moments) for the same parameters. `differs` is ("replicate",), or () if all replicas are equal,
+    bit by bit, after every step.
 
     `linear`: True if `reduce` may run before the gradients are summed over the tensor axis and over
     the two uses of a tied table. A method that does more than add, for example one that compresses,
     sets `linear` to False. In that case the input of `reduce` is this replica's gradients, already
-    summed over its tensor ranks and, for a tied table, over both ends of the pipeline.
+    summed over its tensor ranks and, for a tied table, over the first and the last pipeline rank.
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
-    group `losses`, which may be larger than the group `data`. A method with `by_unit` sums each
-    shard unit separately, and leaves out the axes along which the parameters of the unit are
-    declared to be `apart`. If a run needs such sums and its method has `by_unit` False, the run is
-    refused.
+    group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
+    separately, and does not sum over the axes along which the parameters of the unit are declared
+    to be `apart`. A run that needs such sums is refused if `by_unit` of its method is False.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind declares
@@ -91,14 +90,14 @@ class DataParallel(OpHook):
 
     def leaf(self, stage: int, microbatch: int) -> None:
         """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
-        `leaf` is called when this gradient has been added to the buffer; later microbatches are
-        added to the same elements."""
+        `leaf` is called when this gradient has been added to the buffer. The gradients of later
+        microbatches will be added to the same elements."""
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
-        gradients with which this replica updates. The inputs are already weighted by 1 / valid
-        tokens of the global batch, so the gradient of the global batch is their plain sum over data
-        ranks."""
+        gradients with which this replica updates its weights. The inputs are already weighted by 1
+        / valid tokens of the global batch, so the gradient of the global batch is their plain sum
+        over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Act after step `step` (from 0), when the master weights of this replica are updated, or

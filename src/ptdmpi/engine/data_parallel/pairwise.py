@@ -1,6 +1,5 @@
 """Sums of all gradients by messages between pairs of ranks. The result is bitwise equal to the
-result of the method `all_reduce`. The number of sent bytes is similar to the number in the textbook
-algorithms."""
+result of the method `all_reduce`. About as many bytes are sent as in the textbook algorithms."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Methods that sum the gradients of all replicas before each update, so that replicas stay bitwise
-equal."""
+"""Data-parallel methods that sum the gradients of all replicas before each update, so that the
+replicas stay bitwise equal."""
 
 import itertools
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class EarlySums(DataParallel):
     def __init__(self, replica: Replica, begin: Begin | None) -> None:
         super().__init__(replica)
         self.sums: BegunSums | None = None
-        # if the norm of this rank's own gradient is measured, no sum may begin before the whole
-        # gradient is complete
+        # if the norm of this rank's own gradient is measured, no sum over ranks may begin before
+        # the rank's gradient is complete
         whole = replica.config.log.gradient_noise_every_steps > 0
         everybody = replica.axes[LOSSES]
         if begin is not None and everybody.overlaps and everybody.size > 1 and not whole:
@@ -61,7 +61,8 @@ class EarlySums(DataParallel):
 
 class AllReduce(EarlySums):
     """A method that sums gradients over the data axis, in ascending order of ranks if the transport
-    is exact. Before the sum, each rank has added its microbatches in the order of the schedule."""
+    is exact. Before this sum, each rank has added the gradients of its own microbatches in the
+    order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
@@ -123,8 +124,8 @@ class TreeSum(DataParallel):
 
     The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j
     2^k, (j+1) 2^k). It is the sum of its two children, or equal to its left child if there is no
-    right child. The tree, and so every bit of the sum, is independent of the assignment of
-    microbatches to ranks. Each pipeline stage stores at most log2(m) + 1 partial sums for its m
+    right child. The tree does not depend on the assignment of microbatches to ranks, and therefore
+    no bit of the sum does. Each pipeline stage stores at most log2(m) + 1 partial sums for its m
     microbatches. Every data rank sends its part of the tree to all other data ranks.
     """
 

@@ -1,5 +1,6 @@
-"""LoRA adapters for a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685). The
-adapter has the trained matrices A and B, and the linear has the weight W and the bias b:
+"""LoRA adapters for a linear whose weight is divided over the tensor axis (Hu et al. 2021, arXiv
+2106.09685). The adapter has the trained matrices A and B, and the linear has the weight W and the
+bias b:
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
@@ -21,12 +22,13 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """The product B A, which is added to the outputs `columns` of a linear on this tensor rank. The
-    forward and the backward of the linear call the adapter's methods; the adapter itself has no
-    forward method."""
+    """A pair of adapter matrices A and B. Their product with the input is added to the outputs
+    `columns` of a linear on this tensor rank. The forward and the backward of the linear call the
+    adapter's methods; the adapter itself has no forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
-        """Declare A and B. `tensor` is (rank, size) of the tensor axis."""
+        """Declare A and B. `tensor` is (this rank's number on the tensor axis, size of the tensor
+        axis)."""
         super().__init__()
         rank, size = tensor
         self.part = part
@@ -65,12 +67,13 @@ class LowRankAdapter(Computing):
 
     def up(self, dy: Tensor) -> Tensor:
         """Return scale dy B [s, b, rank of the adapter], the gradient of drop(x) A^T. In a
-        column-parallel linear, the result is only this rank's part of the sum."""
+        column-parallel linear, the result is only this rank's term of a sum over the tensor axis.
+        """
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
-        """Add the adapter's gradient with respect to x to `dx`, in place. `up` is the result of the
-        method `up`."""
+        """Add the adapter's contribution to the gradient of the input x to `dx`, in place. `up` is
+        the result of the method `up`."""
         dx.add_(self.drop(self.kernels.input_gradient(up, self.a), stream))
 
     def accumulate(
@@ -81,7 +84,9 @@ class LowRankAdapter(Computing):
         stream: RandomStream | None,
     ) -> None:
         """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
-        part of a split backward. The two functions `operands` return x and dy at that time."""
+        part of a split backward. When the gradients are computed, the two functions `operands`
+        return x and dy. `down` is the result of `add_to`, and `up` is the result of the method
+        `up`."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

@@ -12,7 +12,7 @@ from ptdmpi.plan.layer.parts import Scale
 
 
 class ScaleAdapter(nn.Module):
-    """Trained factors for the channels `columns` of the output or the input of a linear, on this
+    """Trained factors, one for each of the channels `columns` of a linear's output or input on this
     tensor rank."""
 
     def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
@@ -32,7 +32,7 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 class _Rescale(Function):
     """The multiplication of some channels by their factors. For the backward, the function saves
-    the input of these channels."""
+    the input values in these channels."""
 
     @staticmethod
     def forward(

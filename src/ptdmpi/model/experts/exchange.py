@@ -3,8 +3,8 @@ have their experts, and the results are sent back.
 
 The experts of a layer are divided among the e ranks of a group. Rank r has the r-th block of
 experts, in the order of their numbers. All ranks of the group compute the same layer for the same
-microbatch number at the same time, each rank with its own tokens. The activation of a token (a row)
-is sent once for each expert of the token.
+microbatch number at the same time, each rank with its own tokens. The activation of a token is
+called a row, and is sent once for each expert of the token.
 
 An expert computes the rows of each source rank separately, rank after rank, in the order that the
 rows have on the source rank. Each matrix product therefore has the same rows as without expert
@@ -32,29 +32,30 @@ class RowCounts(NamedTuple):
 
 class Dispatch(Protocol):
     """The interface of the exchange of a microbatch's rows between ranks. The rank has T tokens
-    with k experts each. The experts of this rank compute R rows, each with j weights. `held` has
-    the rows of each of the rank's experts, which are numbered from 0. `counts` has the numbers of
-    rows that ranks send to each other; None if nothing is sent."""
+    with k experts each. The experts of this rank compute R rows, each with j weights. `held` tells
+    which of these rows belong to which expert of this rank; here the experts are numbered from 0.
+    `counts` has the numbers of rows that ranks send to each other; None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
 
     def rows(self, rows: Tensor) -> Tensor:
         """Return the rows [R, hidden] that this rank's experts compute. The argument has the
-        activations of the rank's own tokens [T, hidden]."""
+        activations of this rank's tokens [T, hidden]."""
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values [R, j] of the rows that this rank's experts compute. The argument has
-        one value for each pair of an own token and one of its experts, [T, k]."""
+        """Return the values [R, j] of the rows that this rank's experts compute. The argument [T,
+        k] has one value for each pair of a token of this rank and one of the token's experts."""
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the sum of the experts' results for each of this rank's own tokens, [T, hidden].
-        The results are added in the order of the experts' numbers. The argument has the results [R,
+        """Return the sum of the experts' results for each of this rank's tokens, [T, hidden]. The
+        results are added in the order of the experts' numbers. The argument has the results [R,
         hidden] of this rank's experts."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values [T, k] for each pair of an own token and one of its experts. The
-        argument has the values [R, j] of the rows that this rank's experts compute."""
+        """Return the values [T, k], one for each pair of a token of this rank and one of the
+        token's experts. The argument has the values [R, j] of the rows that this rank's experts
+        compute."""
 
 
 class LocalDispatch:
@@ -108,13 +109,13 @@ class SentDispatch:
         return self._there(rows[self.order // self.each])
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Send the value of each pair (token, expert) to the expert's rank. Return the received
-        values."""
+        """Send the value of each pair (token, expert) to the rank that has the expert. Return the
+        received values."""
         return self._there(values.reshape(-1, 1)[self.order])
 
     def summed(self, results: Tensor) -> Tensor:
         """Send the results back to the ranks that have the tokens. Return the sum of the results
-        for each own token."""
+        for each of this rank's tokens."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
         # an expert has each token at most once, so each `index_add_` adds at most one value to a
@@ -125,8 +126,8 @@ class SentDispatch:
         return total
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send the values back to the ranks that have the tokens. Return the values of the own
-        tokens, [T, k], by token and expert."""
+        """Send the values back to the ranks that have the tokens. Return the values [T, k], one for
+        each token of this rank and each of the token's experts."""
         result = values.new_empty(self.tokens * self.each, 1)
         result[self.order] = self._back(values)
         return result.view(self.tokens, self.each)
@@ -154,8 +155,8 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The group of ranks, `comm`, that have different experts of the same layers and have different
-    tokens."""
+    """The group of ranks, `comm`, among which the experts of the same layers are divided. The ranks
+    also have different tokens."""
 
     comm: Communicator = field(default_factory=OneRank)
 

@@ -1,13 +1,13 @@
 """The experts of a layer: the computation of each expert for its tokens, and the weighted sum of
 the experts' outputs.
 
-No token is dropped, and a token's output is a sum in ascending order of its experts. Therefore the
-output does not depend on other tokens, or on the division of the batch. The tensor axis divides the
-width of each expert. Tensor ranks therefore have partial outputs, as in a row-parallel linear, and
-partial gradients. The router's gradient is linear in the partial gradients, so the router needs no
-separate message in the layer: its contribution to the input's gradient is summed together with the
-contribution of the experts, and the gradient of its weight is summed together with other partial
-gradients at the end of a step.
+No token is dropped. The output of a token is a sum over its experts, in ascending order of the
+experts' numbers. Therefore the output does not depend on other tokens, or on how the batch is
+divided. The tensor axis divides the width of each expert. Tensor ranks therefore have partial
+outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in the
+partial gradients, so the router needs no separate message in the layer. Its contribution to the
+input's gradient is summed over the tensor ranks together with the contribution of the experts. The
+gradient of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
 all of these ranks send. It computes the gradient of a weight separately for each source rank, and
@@ -73,9 +73,9 @@ class ExpertWeights(NamedTuple):
 class MixturePass:
     """One forward pass of a mixture, with the objects that the backward needs. `experts` has the
     weights of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
-    `factors` has, by name, the factor of each router loss in the gradient; it is empty if no
-    gradient is computed. In the shapes below, T is the number of tokens, k is the number of experts
-    of a token, and E is the number of experts of the layer."""
+    `factors` has the factor by which the gradient of each router loss is multiplied, by name of the
+    loss; it is empty if no gradient is computed. In the shapes below, T is the number of tokens, k
+    is the number of experts of a token, and E is the number of experts of the layer."""
 
     router: Router
     experts: Sequence[ExpertWeights]
@@ -125,8 +125,9 @@ class MixturePass:
         ups: Sequence[Tensor],
     ) -> "Gradients":
         """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
-        of the output, each [T, hidden]. Add to the gradients of the experts' parameters. Return the
-        gradients with respect to the input and to the tokens' `weights` [T, k]."""
+        of the output, each [T, hidden]. Add the gradients of the experts' parameters to
+        `main_grad`. Return the gradients with respect to the input and to the tokens' `weights` [T,
+        k]."""
         kernels = self.kernels
         total = torch.zeros_like(rows)
         flat = weights.flatten().unsqueeze(-1)
@@ -166,9 +167,9 @@ class MixturePass:
         return self.routing.losses(logits, chosen, sequences, self.router.balance)
 
     def trained(self, logits: Tensor, chosen: Tensor, sequences: int) -> list[Tensor]:
-        """Return the router's losses, multiplied by their factors, for this rank's partial
-        gradient. All tensor ranks have the same losses, so only the first tensor rank returns them;
-        other tensor ranks return an empty list."""
+        """Return the router's losses, multiplied by their factors. Their gradient is a part of this
+        rank's partial gradient. All tensor ranks have the same losses, so only the first tensor
+        rank returns them, and all other tensor ranks return an empty list."""
         if not self.factors or self.axis.rank > 0:
             return []
         losses = self.losses(logits, chosen, sequences)
@@ -176,8 +177,8 @@ class MixturePass:
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
         """Compute the backward of the router, given the gradient `by_logits` of the router's
-        outputs [T, E]. Add to the gradient of the router's weight. Return the gradient of the
-        router's input [T, hidden]."""
+        outputs [T, E]. Add the gradient of the router's weight to `main_grad`. Return the gradient
+        of the router's input [T, hidden]."""
         self._accumulate(self.router.weight, by_logits, widened(rows))
         return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
 
@@ -288,7 +289,8 @@ class Mixture(Computing):
         """Return the weighted sum of the experts' outputs; under sequence parallelism, only at this
         rank's positions. If `chosen` already contains a choice of experts, this choice is used
         again; otherwise the new choice is stored in `chosen`. Pass None if the choice is not needed
-        again. `factors` has the factor of each router loss in the gradient, by name."""
+        again. `factors` has the factor by which the gradient of each router loss is multiplied, by
+        name of the loss."""
         layer = MixturePass(
             router=router,
             experts=self.weights,

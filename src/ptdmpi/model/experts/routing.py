@@ -2,8 +2,8 @@
 outputs of the router. In the shapes below, T is the number of tokens, E is the number of experts,
 and k is the number of experts of a token.
 
-All computation is in float32 or wider. The choice of a token's experts uses no sum over tokens, so
-it depends only on the token's own activation.
+All computation is in float32 or a wider type. The choice of a token's experts uses no sum over
+tokens, so it depends only on the token's own activation.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Routing:
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
         """Return the numbers [T, k] of each token's experts, in descending order of their scores
-        [T, E]. With the balance "bias", the numbers `balance` [E] are added to the scores before
-        the choice.
+        [T, E]. If the router's `balance` is "bias", the numbers `balance` [E] are added to the
+        scores before the choice.
 
         If scores are equal, the expert with the lower number comes first. `torch.topk` is not used,
         because it does not specify the order of equal scores. With `router_groups` > 1, only
@@ -72,8 +72,8 @@ class Routing:
         self, logits: Tensor, chosen: Tensor, sequences: int, balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the microbatch and multiplied by its
-        coefficient, given the router's outputs [T, E]; the T tokens are the positions [s,
-        sequences] in row-major order.
+        coefficient. They are computed from the router's outputs `logits` [T, E]; the T tokens are
+        the positions [s, sequences] in row-major order.
 
         No gradient is computed for the choice [T, k] and the numbers `balance` [E]. Each loss is a
         sum over sequences or over tokens, so its value is the same in every layout.

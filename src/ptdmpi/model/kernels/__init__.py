@@ -52,7 +52,7 @@ class Kernels:
         self._narrow = dtype_of(precision.compute)
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
-        """Return kernels with the same precision and another choice."""
+        """Return kernels with the precision of this object and the choice `choice`."""
         return Kernels(choice, self.precision)
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
@@ -82,7 +82,8 @@ class Kernels:
         """Return x W^T + b for x [..., inputs], weight W [outputs, inputs] and bias b [outputs]:
         [..., outputs]."""
         weight = operand(weight)
-        # without a bias, PyTorch itself uses oneDNN for products of half types
+        # without a bias, PyTorch itself uses oneDNN for products of 16-bit types, so the fused call
+        # would not be faster
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)
@@ -101,8 +102,8 @@ class Kernels:
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
-        matrix. `which` is the name of the field of `OneDnnLinears` that has the least size of such
-        a product."""
+        matrix. `which` is a field of `OneDnnLinears`: the size from which on the fused call is used
+        for such a product."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)
@@ -122,7 +123,7 @@ class Kernels:
         elif host.adds_wide(dy.device.type):
             # this kernel adds its float32 accumulator to `total` without rounding; other kernels
             # would round the product, store it, and read it again
-            if torch.compiler.is_compiling():  # the compiler lacks this addmm (pytorch #163880)
+            if torch.compiler.is_compiling():  # torch.compile lacks this addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
@@ -161,8 +162,9 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the tensor with which a weight takes part in a product. For a quantized weight, return
-    its dequantized values, which are computed for this product only."""
+    """Return the tensor that a matrix product uses as the weight: for a quantized weight its
+    dequantized values, which are computed for this product only, and otherwise the weight itself.
+    """
     if isinstance(weight, Parameter):
         return weight.operand
     return weight

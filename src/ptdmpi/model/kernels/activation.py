@@ -23,7 +23,7 @@ from torch.autograd import Function
 from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.kernels.host import HALF_TYPES
 
-CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
+CUBE = 0.044715  # the factor of x^3: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 # number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
 CHUNK_ELEMENTS = 1 << 17
@@ -122,8 +122,9 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x in the type of computation, z, and S(z) (see the module). The results use three of
-    the four tensors `room`; the third tensor of `room` is free for other values."""
+    """Return three tensors: x in the type of the computation, z, and S(z) (see the module
+    docstring). The results use three of the four tensors `room`; the third tensor of `room` is free
+    for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x

@@ -82,9 +82,9 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the attention backends that are available on a device, the fastest first. They come
-    from the table's first entry for the device. For a device that is not in the table, such as the
-    host, the result is empty."""
+    """Return the attention backends that are available on a device, the fastest first. The backends
+    are taken from the first entry for this device in the table of measurements. For a device that
+    is not in the table, such as the host, the result is empty."""
     vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -158,7 +158,7 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
     settled = _as_before(fastest, read(known), able, dtype)
     report = ", ".join(settled.lines)
     if settled.keeps_slower:
-        report += '; run.kernels = "anew" takes what is quickest'
+        report += '; run.kernels = "anew" chooses the fastest'
     say(report)
     return Agreed(written(settled.choice), settled.choice)
 
@@ -190,7 +190,7 @@ def _as_before(
                 line += ": other bits than before"
         elif taken[kind] != fresh:
             changed = True
-            line += f" (as before; quickest here: {text_of(kind, fresh)})"
+            line += f" (as before; fastest here: {text_of(kind, fresh)})"
         lines.append(line)
     return Settled(HostChoice(**taken), lines, changed)
 
@@ -202,9 +202,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run that was begun by a version without a choice of this kind keeps PyTorch's kernel, so
-    # that its results stay bitwise equal. Such a run has multiplied 16-bit types as the processor
-    # requires, and `fresh` does the same.
+    # A run may have begun with an older version of ptdmpi that had no choice of this kind. Such a
+    # run keeps PyTorch's kernel, so that its results stay bitwise equal. It has multiplied 16-bit
+    # types as the processor requires, and `fresh` does the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -239,7 +239,7 @@ def _on_devices(
     anew = ", ".join(shared) or "what torch chooses"
     say(
         f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "
-        f'run.kernels = "anew" takes what is quickest here: {anew}'
+        f'run.kernels = "anew" chooses the fastest here: {anew}'
     )
     return Agreed({"attention": kept}, DeviceChoice(tuple(taken)))
 

@@ -187,7 +187,8 @@ class PackedKernel:
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        # otherwise each run of positions would need a copy of the keys
+        # if this rank has only some positions, each run of consecutive positions would need a copy
+        # of the keys
         if not given.positions.are_all:
             return False
         # a direct call of the kernel does not pad heads (flash_api.cpp), so the head size must be
@@ -330,8 +331,8 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Return keys or values [b, key heads, s, head size] as [b, heads, s, head size]. Key heads
-    that several query heads share are copied."""
+    """Return each of the tensors `parts` (keys or values) [b, key heads, s, head size] as [b,
+    heads, s, head size]. Key heads that several query heads share are copied."""
     group = q.shape[1] // parts[0].shape[1]
     if group == 1:
         return parts
@@ -392,8 +393,8 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
     """Return PyTorch's attention function for concatenated sequences; None if this version of
-    PyTorch has no such function with grouped queries. The function returns one tensor, unless
-    further results are requested."""
+    PyTorch has no such function that supports grouped queries. The function returns one tensor,
+    unless further results are requested."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

@@ -54,11 +54,11 @@ class WeightedTile(NamedTuple):
 class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
-    The probabilities of a block are computed again in the backward pass (Dao et al. 2022, arXiv
-    2205.14135, algorithm 4, with the derivative 1 - tanh^2 of a soft cap), so that only queries,
-    keys and values are saved. If `how.keeps` is True and there is no soft cap, the probabilities
-    are saved, too; the results are bitwise equal. If `how.library_forward` is True and there is no
-    soft cap, PyTorch's kernel computes the forward pass.
+    The backward pass computes the probabilities of a block again, so that only queries, keys and
+    values are saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft cap
+    is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are saved,
+    too; the results are bitwise equal. If `how.library_forward` is True and there is no soft cap,
+    PyTorch's kernel computes the forward pass.
 
     Scores are computed in float32 at least, even for 16-bit types. If scores were rounded to a
     16-bit type, gradients would be less exact than with a fused kernel. All other products are in
@@ -163,8 +163,8 @@ def _weighted(
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
-    # with `narrow`, the operands must stay exact bfloat16 numbers, so the scale is applied to the
-    # products
+    # if `narrow` is True, the operands must stay exact bfloat16 numbers, so the scale is applied to
+    # the products and not to the operands
     if not narrow:
         wide_q = wide_q * scale
         scale = 1.0

@@ -15,7 +15,8 @@ from ptdmpi.model.kernels.table import table
 
 # The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
 # of 512 keys. If queries are computed in blocks of this size, each with the keys up to the block's
-# end, attention for a sequence length of 512 needs five eighths of the operations.
+# end, attention for a sequence length of 512 needs five eighths of the operations of one call for
+# the whole sequence.
 QUERY_BLOCK = 128
 
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # measurements: kind of kernel -> entries
@@ -34,8 +35,9 @@ class AttentionByProducts:
     """Causal attention by matrix products over blocks of `block` queries.
 
     If `keeps` is True, the probabilities of a block are saved for the backward pass; otherwise the
-    backward pass computes them again. With `library_forward` PyTorch's kernel computes the forward
-    pass. With `fpmath` the scores of bfloat16 inputs are computed in oneDNN's fpmath mode.
+    backward pass computes them again. If `library_forward` is True, PyTorch's kernel computes the
+    forward pass. If `fpmath` is True, the scores of bfloat16 inputs are computed in oneDNN's fpmath
+    mode.
     """
 
     block: int = QUERY_BLOCK

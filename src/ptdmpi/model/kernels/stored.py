@@ -1,8 +1,8 @@
 """The form in which a run stores its choice of kernels: {kind: [text, ...]}. The choice is stored
 in the file kernels.json of the run directory and in the manifest of a checkpoint.
 
-On a host each kind of kernel has one text. The text is a name, after which sizes and words may
-follow, separated by colons:
+On a host each kind of kernel has one text. The text is a name; sizes and words may follow it,
+separated by colons:
 
     attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
                 of 128 queries), "products:256:kept" (of 256, probabilities are saved); see WORDS

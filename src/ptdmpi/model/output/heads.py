@@ -29,8 +29,8 @@ from ptdmpi.plan.shape import parameters
 
 class Output(ABC):
     """The base class of outputs: the part of a model after the last layer. The pipeline stage
-    registers `modules` under their names. `loss` computes losses from the logits of tokens; None
-    means the cross-entropy."""
+    registers `modules` under their names. `loss` computes the losses from the logits; None means
+    that the loss is the cross-entropy."""
 
     loss: OwnLoss | PreferenceLoss | None = None
 
@@ -118,7 +118,8 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # without sequence parallelism, because each tensor rank has all of the few masked positions
+        # this axis is without sequence parallelism, because each tensor rank has all of the few
+        # masked positions
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:

@@ -117,12 +117,13 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
 
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return the factor of each loss except the task's, given the number of terms of each loss in
-    the global batch. With these factors, the weighted sum of all losses, divided by the task's
-    number of terms, is equal to the sum of the mean losses."""
+    """Return the factor of each loss, except the loss of the task. `counts` has the number of terms
+    of each loss in the global batch. The factors have this property: the sum of all losses times
+    their factors, divided by the number of terms of the task's loss, is the sum of the mean losses.
+    """
     task_count = counts[TASK] or 1.0
     return {
-        # the factor of a loss without terms is 0
+        # for a loss without terms, `math.inf` makes the factor 0
         name: task_count / (count or math.inf)
         for name, count in counts.items()
         if name != TASK and LOSS_KINDS[name].trains

@@ -79,8 +79,8 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return the numbers of these positions, int64 [count], counted from 0. `count` is the
-        number of these positions."""
+        """Return these positions as indices into the sequence, int64 [count]. `count` is the number
+        of these positions."""
         runs = self.runs(count * self.parts)
         parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

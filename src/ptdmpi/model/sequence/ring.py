@@ -327,7 +327,7 @@ class _Gradients:
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:
         self.dq = torch.zeros_like(dout, dtype=queries.wide)
         self._queries = queries
-        self._dout = dout  # dy in the type of the queries
+        self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
         # the sum of w dw over the attention weights w of a query, which is computed from the
         # query's output (Dao et al. 2022, algorithm 4)

@@ -14,7 +14,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.sinks import Sinks
 
-DONE = "done"  # a run is complete if this file exists
+DONE = "done"  # if this file exists, the run is complete
 DAMAGED = "metrics.damaged.jsonl"  # a copy of the records before damaged lines were removed
 
 
@@ -25,10 +25,10 @@ def _show(line: str) -> None:
 class RunDirectory:
     """The writer of `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
 
-    Each record is one line, which is written in one write. A start that resumes at a step removes
-    an incomplete last line, the records and timelines after that step, and the file `done`. If the
-    disk fails later, the run continues, because its state is in memory. In that case one warning is
-    printed, and the lines are written when the disk works again.
+    Each record is one line, which is written by one system call. A start that resumes at a step
+    removes an incomplete last line, the records and timelines after that step, and the file `done`.
+    If the disk fails later, the run continues, because its state is in memory. In that case one
+    warning is printed, and the lines are written when the disk works again.
     """
 
     def __init__(

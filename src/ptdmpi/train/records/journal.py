@@ -52,8 +52,8 @@ class Journal:
         the last one or a multiple of `log.every_steps`.
 
         `wire_bytes` and `wire_messages` in the record are the bytes and messages that one rank has
-        sent in this step, by group of ranks and kind of message. The rank is rank 0, or another
-        rank after a loss of ranks. `usual_s` is the usual duration of a step, from which the
+        sent in this step, by group of ranks and kind of message. This rank is rank 0; after a loss
+        of ranks it may be another rank. `usual_s` is the usual duration of a step, from which the
         remaining time is estimated.
         """
         if self.directory is None or self.rates is None:

@@ -1,9 +1,9 @@
 """The keys of the records in `metrics.jsonl`, and the rows of a run's report that show their
 values.
 
-Every key that this version writes has an entry in `RECORD_KEYS`. A key without an entry may come
-from another version; the report shows the name and the newest value of such a key. This module
-imports no torch, so that reports are fast on login nodes.
+Every key that this version writes has an entry in `RECORD_KEYS`. A run that another version has
+written may have keys without an entry; the report shows the name and the newest value of such a
+key. This module imports no torch, so that reports are fast on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 
 # The rows of the report are in the order of these keys.
 RECORD_KEYS: Mapping[str, RecordKey] = {
-    # steps: progress
+    # records of steps: progress
     "layout": _newest("layout", "text"),
     "rank_count": _newest("ranks"),
     "step": RecordKey(within="steps"),
@@ -107,12 +107,12 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
     "loss_scale": RecordKey(hidden="a means of fp16, no result; skipped steps are shown"),
-    # steps: communication-efficient methods, and experts
+    # records of steps: communication-efficient methods, and experts
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
     "dead_experts": RecordKey((ReportRow("dead_experts", _sum_of_last),)),
-    # validations and tasks
+    # records of validations and tasks
     "validation_loss": _newest("validation_loss"),
     "validation_perplexity": _newest("validation_perplexity"),
     "validation_accuracy": _newest("validation_accuracy"),
@@ -126,7 +126,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "gradient_noise": RecordKey(within="gradient_noise"),
     "tasks": RecordKey(within="tasks"),
     "tasks_time_s": _median("median_tasks_time_s", "seconds", "median tasks"),
-    # steps: speed, memory, messages
+    # records of steps: speed, memory, messages
     "step_time_s": _median("median_step_time_s", "seconds", "median step"),
     "tokens_per_s": _median("median_tokens_per_s"),
     "model_tflops_per_rank": _median("median_model_tflops_per_rank"),
@@ -138,7 +138,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "slow_ranks": RecordKey((ReportRow("reports_of_slow_ranks", _count),)),
     "wire_bytes": RecordKey(within="wire"),
     "wire_messages": RecordKey(within="wire"),
-    # checkpoints, and the beginning of an attempt
+    # records of checkpoints, and of the beginning of an attempt
     "checkpoint_bytes": _newest("checkpoint_bytes", "bytes", "checkpoint"),
     "checkpoint_stall_s": _median("median_checkpoint_stall_s", "seconds", "median save, stalled"),
     "checkpoint_write_s": _median("median_checkpoint_write_s", "seconds", "median save, written"),

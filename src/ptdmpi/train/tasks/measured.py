@@ -110,7 +110,7 @@ class Tasks:
                     return asked
                 asked = vote()
                 if asked.stop:
-                    self.journal.say(f"{asked.stop}: tasks after step {step} broken off")
+                    self.journal.say(f"{asked.stop}: tasks after step {step} interrupted")
                     return asked
             results[path] = questions.result(answers)
         elapsed_s = time.perf_counter() - begin

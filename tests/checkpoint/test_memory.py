@@ -58,7 +58,7 @@ def same(found, expected) -> None:
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.long), 3])
 @parallel([2, 4])
 def test_a_run_goes_on_from_its_copy(comm, tmp_path, nodes, zero):
     changes = {**EVERY, "parallel.zero": zero}

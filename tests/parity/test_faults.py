@@ -246,7 +246,7 @@ def weights_that_are_not_there() -> Iterator[None]:
     ("fault", "layout", "seen_in"),
     [
         pytest.param(forgotten_tensor_all_reduce, NO_SUM, "fp64 loss", marks=LONG),
-        (mean_of_means, PIPELINE, "fp64 gradients"),
+        pytest.param(mean_of_means, PIPELINE, "fp64 gradients", marks=LONG),
         (microbatches_off_by_one, CHUNKS, "fp32 bits"),
         pytest.param(shards_in_the_wrong_order, GATHERED, "fp64 loss", marks=LONG),
         pytest.param(forgotten_tensor_sum_of_gradients, SEQUENCE, "fp64 gradients", marks=LONG),

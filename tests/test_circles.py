@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests._syntax import nodes_of
 from tests.parallel import ROOT
 
 
@@ -19,7 +20,7 @@ def imports(folder: Path) -> dict[str, set[str]]:
     graph = {}
     for name, file in modules.items():
         imported = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file.read_text(encoding="utf-8")):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 
+from tests._syntax import nodes_of
 from tests.parallel import ROOT
 
 MISSING = "ignore_missing_imports"
@@ -88,7 +89,7 @@ def over_budget(name: str, source: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE_LENGTH:
             found.append(f"{name}:{number}: {len(line)} columns")
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if f"{name}::{node.name}" in EXCEPTIONS:
@@ -113,7 +114,7 @@ def over_budget(name: str, source: str) -> list[str]:
 
 def unnamed_values(name: str, source: str) -> list[str]:
     """Constructor calls that pass more values by position than a reader can tell apart."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes_of(source) if isinstance(node, ast.Call))
     return [
         f"{name}:{call.lineno}: {call.func.id} gets {len(call.args)} values by position"
         for call in calls
@@ -128,7 +129,7 @@ def forbidden(name: str, source: str) -> list[str]:
     """Statements and comments that no file may have, as one line each."""
     found = [
         f"{name}:{node.lineno}: global statement"
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Global)
     ]
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -140,7 +141,7 @@ def forbidden(name: str, source: str) -> list[str]:
 def names_in(source: str) -> set[str]:
     """All names that the code (not its strings and comments) uses or imports."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
                 names.add(name)
@@ -158,7 +159,7 @@ def declared_requirements() -> dict[str, list[str]]:
 
 def imported_packages(source: str) -> set[str]:
     packages = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -175,7 +176,7 @@ def test_file_keeps_the_rules(file):
 def compressed(sources: list[str]) -> tuple[float, float]:
     """Return the numbers of parallel tuple assignments and conditional expressions per 1,000
     lines."""
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    nodes = [node for source in sources for node in nodes_of(source)]
     tuples = sum(
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
@@ -197,7 +198,7 @@ def test_code_is_not_compressed():
 def bound_names(source: str) -> set[str]:
     """Return all names that a file gives to values, functions, classes and arguments."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.arg):
@@ -219,7 +220,7 @@ def test_every_class_says_what_it_is():
     silent = [
         f"{file.relative_to(ROOT)}: {node.name}"
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file.read_text())
         if isinstance(node, ast.ClassDef) and not ast.get_docstring(node)
     ]
     assert silent == []
@@ -230,7 +231,7 @@ def test_a_name_means_one_thing():
     places: dict[str, set[str]] = {}
     for file in FILES:
         if file.relative_to(ROOT).parts[0] != "tests":
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes_of(file.read_text()):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
     shared = {name: sorted(files) for name, files in places.items() if len(files) > 1}
@@ -241,7 +242,7 @@ def test_a_name_means_one_thing():
 def continues_a_name(source: str) -> list[str]:
     """Docstrings that begin with "Of", and so can be read behind a name only."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    nodes = [node for node in nodes_of(source) if isinstance(node, documented)]
     return [text for text in map(ast.get_docstring, nodes) if text and text.startswith("Of ")]
 
 

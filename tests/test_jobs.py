@@ -250,7 +250,10 @@ def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):
     assert yields(RANKS="100000")
 
 
-@pytest.mark.parametrize("script", ["pbs-gpu.sh", "cpu-mpirun.sh", "slurm-cpu.sbatch"])
+@pytest.mark.parametrize(
+    "script",
+    ["pbs-gpu.sh", pytest.param("cpu-mpirun.sh", marks=pytest.mark.long), "slurm-cpu.sbatch"],
+)
 def test_lost_ranks_start_again_within_the_job(tmp_path, script):
     """The supervisor itself, with a launcher of MPICH: the ranks are killed, and node b is lost."""
     programs = {"ptdmpi": PTDMPI, "mpiexec": LOSES_B}

@@ -147,6 +147,7 @@ def test_selected_test_runs_alone(tmp_path):
     assert code == 0 and words == {"test_before[2]": "PASSED"}, output
 
 
+@pytest.mark.long
 def test_none_begins_after_its_time(tmp_path):
     options = "-p", "tests.conftest", "--until", "0", "-k", "test_after"
     code, output, words = run_pytest(tmp_path, *options)

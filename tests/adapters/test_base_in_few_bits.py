@@ -125,7 +125,10 @@ def test_it_does_so_where_two_axes_cut(comm, tmp_path, case):
 
 
 @parallel(ranks=[1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "half",
+    [pytest.param(half, marks=[] if half == "widened" else pytest.mark.long) for half in HALVES],
+)
 def test_memory_is_what_the_codes_take(comm, half):
     """What stands, to the byte; beside it, in a step, no more than the account has for a matrix."""
     changes = MODEL | LORA | layout(t=comm.size)

@@ -191,8 +191,15 @@ def test_a_base_has_weights_alone(comm, precision):
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("targets", ["all", ("attention.q", "mlp.down")])
+@pytest.mark.parametrize(
+    ("targets", "mode"),
+    [
+        ("all", "none"),
+        (("attention.q", "mlp.down"), "full"),
+        pytest.param("all", "full", marks=pytest.mark.long),
+        pytest.param(("attention.q", "mlp.down"), "none", marks=pytest.mark.long),
+    ],
+)
 def test_activations_are_those_of_the_account(comm, mode, targets):
     """Kept by a forward: at most what is foreseen, which takes the first layer for one of all."""
     changes = {"model.layers": 6, "model.hidden": 64, "model.seq_length": 32} | LLAMA

@@ -32,7 +32,7 @@ PIPELINED = layout(p=2, v=2, d=2) | {"model.layers": 4}
 
 
 @parallel(ranks=[2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_the_bits_are_those_of_a_base_that_is_whole(comm, precision):
     for chosen in ALONE[comm.size]:
         given = {"precision.compute": precision, "batch.micro_size": 4} | LORA | chosen
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_a_base_that_is_whole(comm, precision):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_the_bits_of_chunks_are_those_under_zero_2(comm, precision):
     """Which leaves weights whole, and sums microbatches one by one as well."""
     given = {"precision.compute": precision} | LORA | PIPELINED

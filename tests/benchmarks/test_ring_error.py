@@ -1,12 +1,13 @@
 """The measured rounding of ring attention."""
 
+import pytest
 from mpi4py import MPI
 
 from benchmarks.planning import ring_error
 from tests.parallel import parallel
 
 
-@parallel(ranks=[1, 3])
+@parallel(ranks=[1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_ring_rounds_as_the_kernel_of_one_rank(comm):
     """In float32, compared with one rank in float64."""
     alone = ring_error.errors(MPI.COMM_SELF, 96)

@@ -32,9 +32,7 @@ def torture(tmp_path_factory) -> Torture:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in mpi_environment().items():
             patch.setenv(name, value)
-        torture = Torture(tmp_path_factory.mktemp("torture") / "torture", seed=3)
-        torture.reference(CASE)
-        yield torture
+        yield Torture(tmp_path_factory.mktemp("torture") / "torture", seed=3)
 
 
 @pytest.mark.long
@@ -55,6 +53,7 @@ def test_what_was_reported_as_saved_must_be_there(torture, tmp_path):
         torture.finish(CASE, tmp_path, 8)
 
 
+@pytest.mark.long
 def test_other_bits_are_a_loss(torture, tmp_path, monkeypatch):
     """The end of the reference run with one step's checkpoint in the place of the last one."""
     run = tmp_path / "run"

@@ -57,8 +57,8 @@ def same(found, expected) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.long), 3])
 @parallel([2, 4])
 def test_a_run_goes_on_from_its_copy(comm, tmp_path, nodes, zero):
     changes = {**EVERY, "parallel.zero": zero}

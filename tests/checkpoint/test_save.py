@@ -97,7 +97,7 @@ def test_resume_has_the_same_bits(comm, tmp_path, sizes, then, changes, asynchro
 
 
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("compute", ["fp32", "fp64"])
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["gpt", "qwen3"])
 def test_other_layouts_hold_the_same_tensors(comm, tmp_path, compute, kind):
     """What one layout writes, another reads and writes again: equal to the bit. The second kind has

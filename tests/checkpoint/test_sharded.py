@@ -70,7 +70,7 @@ def assert_equal(world: World, first: Path, second: Path) -> None:
     [
         (1, {"p": 2, "v": 2, "d": 2}, "all", {"precision.compute": "bf16"}),
         (3, {"t": 2, "d": 2}, "all", ONE_KEY_HEAD),
-        (3, {"c": 2, "d": 2}, "all", {}),
+        long(3, {"c": 2, "d": 2}, "all", {}),
         long(1, {"t": 2, "c": 2}, "all", {"precision.compute": "bf16"}),
         long(2, {"c": 4}, 2, {}),
         long(3, {"d": 4}, 2, {}),
@@ -104,7 +104,7 @@ def test_every_layout_reads_what_every_layout_wrote(comm, tmp_path, zero, sizes,
         assert_equal(world, path, copied)
 
 
-@parallel(ranks=[2, 4], limit_s=200)
+@parallel(ranks=[2, long(4)], limit_s=200)
 @pytest.mark.parametrize(
     ("zero", "compute"), [(1, "bf16"), (3, "fp32"), long(1, "fp32"), long(2, "bf16")]
 )
@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_same_losses(comm, tmp_path, zero, compute):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("sizes", [{"d": 4}, {"c": 2, "d": 2}])
+@pytest.mark.parametrize("sizes", [{"d": 4}, long({"c": 2, "d": 2})])
 def test_who_asks_a_model_does_not_know_that_it_was_sharded(comm, tmp_path, sizes):
     """Scores, texts and what leaves for Hugging Face are those of the same state, written without
     shards."""
@@ -164,7 +164,8 @@ def test_who_asks_a_model_does_not_know_that_it_was_sharded(comm, tmp_path, size
 
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
-    ("zero", "group", "shards"), [(1, "all", 4), (2, 2, 2), (3, "all", 4), (3, 2, 2)]
+    ("zero", "group", "shards"),
+    [long(1, "all", 4), (2, 2, 2), (3, "all", 4), long(3, 2, 2)],
 )
 def test_shares_are_even_and_boxes_few(comm, tmp_path, zero, group, shards):
     """Each cut of a unit adds three boxes to one tensor of each kind: the rest of a row stands

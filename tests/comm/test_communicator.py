@@ -227,7 +227,7 @@ def numbered(a: int, b: int, rows: int, dtype: torch.dtype) -> Tensor:
     return values(10 * a + b, 2 * rows, dtype).view(rows, 2)
 
 
-@parallel(ranks=[1, 2, 3, 4, 8])
+@parallel(ranks=[1, 2, 3, pytest.param(4, marks=pytest.mark.long), 8])
 @each_dtype
 @each_wire
 def test_all_to_all(comm, wire, dtype):
@@ -244,7 +244,7 @@ def test_all_to_all(comm, wire, dtype):
             assert torch.equal(axis.all_to_all(brought), expected)
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @core_wire
 def test_all_to_all_refuses_rows_that_do_not_fit(comm, wire):
     axis, n = connect(wire, comm), comm.size
@@ -262,7 +262,7 @@ def test_all_to_all_refuses_rows_that_do_not_fit(comm, wire):
         axis.all_to_all(rows, [1] * n, [2] * n)
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @each_wire
 def test_reduce_scatter_needs_a_multiple_of_the_ranks(comm, wire):
     with pytest.raises(ValueError, match="cannot share dim 0"):
@@ -279,7 +279,7 @@ def test_broadcast(comm, wire, dtype):
         assert torch.equal(result, values(root, 77, dtype))
 
 
-@parallel(ranks=[2, 3, 4, 8])
+@parallel(ranks=[2, 3, pytest.param(4, marks=pytest.mark.long), 8])
 @each_dtype
 @each_wire
 def test_messages_arrive_in_order(comm, wire, dtype):
@@ -298,7 +298,7 @@ def test_messages_arrive_in_order(comm, wire, dtype):
     assert all(handle.done() for handle in (*sends, *receives))
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @core_wire
 def test_done_turns_true_when_the_message_is_here(comm, wire):
     axis = connect(wire, comm)
@@ -385,7 +385,7 @@ def test_tensors_that_are_not_contiguous_are_refused(comm, wire):
             call(crossed)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_wire
 def test_empty_tensors_and_objects(comm, wire):
     axis = connect(wire, comm)

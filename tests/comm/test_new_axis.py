@@ -132,7 +132,7 @@ def test_split(comm):
         del world.made[2:]
 
 
-@parallel(ranks=[2, 4, 8])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long), 8])
 @pytest.mark.parametrize("place", PLACES)
 def test_shares_of_a_checkpoint(comm, place):
     """Every element of every tensor is written by one rank, with replicas on the new axis."""

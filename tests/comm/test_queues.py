@@ -26,7 +26,14 @@ class Runtime:
         del self.held[address]
 
 
-@pytest.mark.parametrize("size", [1, 5000, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 8])
+@pytest.mark.parametrize(
+    "size",
+    [
+        mmap.PAGESIZE,
+        3 * mmap.PAGESIZE + 8,
+        *(pytest.param(size, marks=pytest.mark.long) for size in (1, 5000)),
+    ],
+)
 def test_whole_pages_are_locked_which_nobody_else_has(size):
     runtime = Runtime()
     with mock.patch.object(torch.cuda, "cudart", lambda: runtime):

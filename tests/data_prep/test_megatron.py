@@ -182,7 +182,7 @@ def test_a_block_holds_no_more_than_it_may(tmp_path, monkeypatch):
     assert [block.tokens.size for block in blocks[-17:]] == [64] * 16 + [3]
 
 
-@pytest.mark.parametrize("vocab_size", [100, 70_000])
+@pytest.mark.parametrize("vocab_size", [100, pytest.param(70_000, marks=pytest.mark.long)])
 def test_export_and_back(tmp_path, monkeypatch, vocab_size):
     documents = [*expected(random_documents(6)), [3] * 500 + [EOD], [4, EOD]]
     write_megatron(tmp_path / "a", [[document] for document in documents])

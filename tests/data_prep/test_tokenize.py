@@ -19,8 +19,10 @@ from data_prep.sources import document_share, split_document
 from data_prep.state import RunState
 from data_prep.vocabulary import load_tokenizer, train_bpe
 from ptdmpi.data.shards import Dataset, map_tokens, verify
+from tests.parallel import mpirun
 
-COMMAND = [sys.executable, "-m", "data_prep.cli"]
+PROGRAM = ["-m", "data_prep.cli"]
+COMMAND = [sys.executable, *PROGRAM]
 
 
 def run(*arguments, check=True, **options):
@@ -88,16 +90,16 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Files of every kind, empty documents among them: some 4 MB."""
+    """Files of every kind, empty documents among them: some 2 MB."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "deep").mkdir()
-    texts = make_texts(2400)
+    texts = make_texts(1200)
     lines = [json.dumps({"text": text, "id": number}) for number, text in enumerate(texts)]
     lines.insert(3, json.dumps({"text": ""}))
     lines.insert(5, "")
-    (folder / "deep" / "many.jsonl").write_text("\n".join(lines[:1000]))
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[1000:1700]).encode()))
-    (folder / "b.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines[1700:]).encode()))
+    (folder / "deep" / "many.jsonl").write_text("\n".join(lines[:500]))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[500:850]).encode()))
+    (folder / "b.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines[850:]).encode()))
     (folder / "c.txt").write_text("".join(texts))  # longer than one piece
     (folder / "d.txt.gz").write_bytes(gzip.compress(b"one ") + gzip.compress(b"two"))
     (folder / "e.txt").write_text("")
@@ -106,7 +108,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
-OPTIONS = ("--valid-fraction", "0.1", "--shard-tokens", "200000", "--quiet")
+OPTIONS = ("--valid-fraction", "0.1", "--shard-tokens", "100000", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +167,10 @@ def test_all_kinds_of_files_in_order(corpus, tmp_path, monkeypatch):
         monkeypatch, corpus, "--output", tmp_path / "o", "--tokenizer", "bytes", "--suffix", ".py"
     )
     documents = [bytes(ids.astype(np.uint8)).decode() for ids in all_documents(tmp_path / "o")]
-    texts = make_texts(2400)
-    a = texts[998:1698]
-    b = texts[1698:]
-    many = texts[:998]
+    texts = make_texts(1200)
+    a = texts[498:848]
+    b = texts[848:]
+    many = texts[:498]
     assert documents == [*a, *b, "".join(texts), "one two", "import os\n", *many]
 
 
@@ -202,33 +204,10 @@ def test_same_bytes_for_any_number_of_workers(corpus, reference, bpe, tmp_path, 
 
 
 def test_same_bytes_for_any_number_of_ranks(corpus, reference, bpe, tmp_path):
-    launcher = Path(sys.executable).with_name("mpirun")
-    launcher = str(launcher) if launcher.exists() else "mpirun"
-    done = subprocess.run(
-        [
-            launcher,
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-n",
-            "2",
-            *COMMAND,
-            "tokenize",
-            str(corpus),
-            "--output",
-            str(tmp_path / "t"),
-            "--valid-output",
-            str(tmp_path / "v"),
-            "--tokenizer",
-            str(bpe),
-            "--json",
-            *OPTIONS,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["documents"] > 2000  # once, by one rank
+    places = "--output", str(tmp_path / "t"), "--valid-output", str(tmp_path / "v")
+    words = "tokenize", str(corpus), *places, "--tokenizer", str(bpe), "--json", *OPTIONS
+    done = mpirun(2, [*PROGRAM, *words])
+    assert json.loads(done.stdout)["documents"] > 1000  # once, by one rank
     assert files(tmp_path / "t") == files(reference / "t")
     assert files(tmp_path / "v") == files(reference / "v")
 
@@ -237,29 +216,9 @@ def test_bad_input_ends_all_ranks_with_one_line(corpus, tmp_path):
     (tmp_path / "in").mkdir()
     for number in range(6):
         (tmp_path / "in" / f"{number}.txt").write_bytes(b"fine " * 1000 + b"\xff" * (number == 3))
-    launcher = Path(sys.executable).with_name("mpirun")
-    launcher = str(launcher) if launcher.exists() else "mpirun"
-    done = subprocess.run(
-        [
-            launcher,
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-n",
-            "2",
-            *COMMAND,
-            "tokenize",
-            str(tmp_path / "in"),
-            "--output",
-            str(tmp_path / "o"),
-            "--tokenizer",
-            "bytes",
-            "--shard-tokens",
-            "100000",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    places = str(tmp_path / "in"), "--output", str(tmp_path / "o")
+    words = "tokenize", *places, "--tokenizer", "bytes", "--shard-tokens", "100000"
+    done = mpirun(2, [*PROGRAM, *words], check=False)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("ptdmpi-data: error:")]
     assert len(errors) == 1 and "3.txt: byte 5000 is not UTF-8" in errors[0]

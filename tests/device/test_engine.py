@@ -97,8 +97,13 @@ def check_like_the_host(comm, changes: dict, *, steps: int = 2, masked: bool = T
     return waits
 
 
+def some(*short: str) -> list:
+    """Return the names of KINDS; those not in `short` are long."""
+    return [pytest.param(one, marks=[] if one in short else pytest.mark.long) for one in KINDS]
+
+
 @parallel(ranks=[1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some("gpt fp16", "bert", "dropout", "reproducible"))
 def test_one_wait_a_step(comm, kind):
     """Before the update, where loss and norm decide; and nothing is copied out of memory that the
     system may page out. On a device that has shapes and no values."""
@@ -108,14 +113,8 @@ def test_one_wait_a_step(comm, kind):
     assert waits == [["event at engine/engine.py:step"]] and not results[0].skipped
 
 
-LIKE_THE_HOST = ("windows and caps", "llama bf16")
-
-
 @parallel(ranks=[1])
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(one, marks=[] if one in LIKE_THE_HOST else pytest.mark.long) for one in KINDS],
-)
+@pytest.mark.parametrize("kind", some("windows and caps"))
 def test_values_are_those_of_the_host(comm, kind):
     for waits in check_like_the_host(comm, KINDS[kind]):
         assert waits == ["event at engine/engine.py:step"]
@@ -140,7 +139,10 @@ LAYOUTS = [
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(one, marks=pytest.mark.long if k % 2 else []) for k, one in enumerate(LAYOUTS)],
+    [
+        pytest.param(one, marks=[] if k in (2, 4) else pytest.mark.long)
+        for k, one in enumerate(LAYOUTS)
+    ],
 )
 def test_layouts(comm, changes):
     """Staged through the host by `mpi`; what the engine itself waits for is one event."""

@@ -40,7 +40,7 @@ KINDS = {
     "gemma2": {"model.kind": "gemma2"} | SGD,
     "mistral": {"model.kind": "mistral", "model.sliding_window": 8},
 }
-SHORT = ("fp64", "lora", "qlora", "rounded to int4", "muon, mean of weights", "classes", "qwen3")
+SHORT = ("qlora", "muon, mean of weights", "classes")
 
 
 @parallel(ranks=[1])
@@ -96,7 +96,7 @@ CODES = {
     "ef21": codes("top_k", "ef21", ratio=0.25),
     "neolithic": codes("top_k", "neolithic", ratio=0.25),
 }
-SHORT_LAYOUTS = ("zero 3, rounded", "muon, slices", "neighbours, codes", "neolithic")
+SHORT_LAYOUTS = ("muon, slices", "neolithic")
 NAMES = [
     pytest.param(name, marks=[] if name in SHORT_LAYOUTS else pytest.mark.long)
     for name in (*LAYOUTS, *CODES)

@@ -72,7 +72,7 @@ def check_size(comm, name: str, micro_size: int, mode: str) -> None:
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt-1.3b", pytest.param("llama-6.7b", marks=pytest.mark.long)])
 def test_full_size_is_as_foreseen(comm, name):
     check_size(comm, name, 1, "none")
 

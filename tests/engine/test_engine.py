@@ -68,7 +68,7 @@ LAYOUTS = [
 ]
 
 
-@parallel(ranks=[1, 2, 4, 8])
+@parallel(ranks=[1, pytest.param(2, marks=long), 4, 8])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=long), "fp64"])
 def test_layouts_give_the_same_training(comm, precision):
     for where in LAYOUTS:
@@ -82,12 +82,15 @@ def test_layouts_give_the_same_training(comm, precision):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"parallel.sequence_parallel": True},
+        pytest.param({"parallel.sequence_parallel": True}, marks=long),
         pytest.param({"model.tie_embeddings": False}, marks=long),
         pytest.param(
             {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 2}, marks=long
         ),
-        {"model.dropout": 0.1, "model.attention_dropout": 0.1, "recompute.mode": "full"},
+        pytest.param(
+            {"model.dropout": 0.1, "model.attention_dropout": 0.1, "recompute.mode": "full"},
+            marks=long,
+        ),
         {"model.dropout": 0.1, "parallel.sequence_parallel": True},
     ],
     ids=["sequence-parallel", "untied", "llama", "dropout", "dropout-sequence-parallel"],
@@ -189,6 +192,8 @@ SAME_BITS = {
     "full": layout(p=2) | {"recompute.mode": "full"},
     "full, 3 layers": layout(p=2, v=2) | {"recompute.mode": "full", "recompute.layers": 3},
 }
+# each schedule, more than one virtual stage, an uneven split, and each recomputation
+FEW = {"p=2 gpipe", "p=4", "p=1 v=3", "p=2 v=2, 1 layer first", "selective", "full, 3 layers"}
 SAME_BITS_TENSOR = {
     "scatter": layout(t=2, p=2),
     "no scatter": layout(t=2, p=2) | {"parallel.scatter_gather": False},
@@ -198,15 +203,21 @@ SAME_BITS_TENSOR = {
 
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(
-    ("precision", "tied"), [("bf16", True), pytest.param("fp32", False, marks=long)]
+    ("precision", "tied", "names"),
+    [
+        ("bf16", True, FEW),
+        pytest.param("bf16", True, SAME_BITS.keys() - FEW, marks=long),
+        pytest.param("fp32", False, FEW, marks=long),
+    ],
+    ids=["bf16", "bf16, others", "fp32"],
 )
-def test_pipeline_schedule_and_recomputation_change_no_bit(comm, precision, tied):
+def test_pipeline_schedule_and_recomputation_change_no_bit(comm, precision, tied, names):
     changes = {"precision.compute": precision, "model.layers": 7, "model.tie_embeddings": tied}
     changes |= {"batch.global_size": 6}
     expected = train(comm, changes, steps=2)
-    for name, where in SAME_BITS.items() if tied else list(SAME_BITS.items())[:5]:
+    for name in sorted(names):
         print(name)
-        assert_same_bits(train(comm, changes | where, steps=2), expected)
+        assert_same_bits(train(comm, changes | SAME_BITS[name], steps=2), expected)
 
 
 @parallel(ranks=[4], limit_s=120)

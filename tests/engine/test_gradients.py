@@ -36,20 +36,20 @@ def test_norm_is_that_of_torch(comm, precision, tied):
 
 
 @parallel(ranks=[4], limit_s=120)
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_norm_counts_each_parameter_once(comm, tied):
+def test_norm_counts_each_parameter_once(comm, tied, sequence_parallel):
     """To the bit over p, to rounding over t: replicas and the tied table count once."""
     changes = {"model.tie_embeddings": tied} | NO_CLIPPING
     alone = train(comm, changes, steps=1)
     for where in (layout(p=2), layout(p=3)):
         assert train(comm, changes | where, steps=1).norms == alone.norms
+    form = {"parallel.sequence_parallel": sequence_parallel}
     for where in (layout(t=2, p=2), layout(t=4), layout(t=2, d=2)):
-        for sequence_parallel in (False, True):
-            form = {"parallel.sequence_parallel": sequence_parallel}
-            found = train(comm, changes | where | form, steps=1)
-            assert found.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
-            true = torch.cat([g.flatten().double() for g in found.gradients.values()]).norm()
-            assert found.norms[0] == pytest.approx(float(true), rel=1e-6)
+        found = train(comm, changes | where | form, steps=1)
+        assert found.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
+        true = torch.cat([g.flatten().double() for g in found.gradients.values()]).norm()
+        assert found.norms[0] == pytest.approx(float(true), rel=1e-6)
 
 
 @parallel(ranks=[1, 4], limit_s=120)

@@ -75,10 +75,17 @@ def test_bits_are_those_of_state_on_the_device(comm, tmp_path, place, shape):
     ("place", "axes", "changes"),
     [
         ("disk", {"d": 4}, {"parallel.zero": 1}),
-        ("optimizer", {"d": 4}, {"parallel.zero": 3, "parallel.shard_group": 2}),
-        ("optimizer", {"p": 2, "d": 2}, {"parallel.zero": 2}),
+        pytest.param(
+            "optimizer",
+            {"d": 4},
+            {"parallel.zero": 3, "parallel.shard_group": 2},
+            marks=pytest.mark.long,
+        ),
+        pytest.param("optimizer", {"p": 2, "d": 2}, {"parallel.zero": 2}, marks=pytest.mark.long),
         ("disk", {"t": 2, "d": 2}, {"parallel.zero": 3, "precision.compute": "bf16"}),
-        ("disk", {"t": 2, "p": 2}, {"precision.compute": "bf16"}),
+        pytest.param(
+            "disk", {"t": 2, "p": 2}, {"precision.compute": "bf16"}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_bits_beside_other_axes_and_zero(comm, tmp_path, place, axes, changes):

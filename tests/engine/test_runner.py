@@ -23,7 +23,7 @@ def engine_of(comm, schedule: str, virtual: int, **changes):
     return build(World(comm), {**sizes, **where, **changes})
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("batch", [1, 5])
 def test_holds_as_many_activations_as_the_schedule_says(comm, schedule, virtual, batch):
@@ -36,7 +36,7 @@ def test_holds_as_many_activations_as_the_schedule_says(comm, schedule, virtual,
     assert engine.runner.most_in_flight == 0
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 def test_timeline_is_the_schedule(comm, schedule, virtual):
     engine = engine_of(comm, schedule, virtual)

@@ -219,7 +219,7 @@ FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
 
-@parallel(ranks=[1, 2, 3, 4, 8])
+@parallel(ranks=[1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 4, 8])
 @pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
 def test_a_step_sends_what_the_closed_forms_say(comm, names):
     for name in names:
@@ -276,7 +276,7 @@ METHODS = {
 }
 
 
-@parallel(ranks=[2, 3, 4])
+@parallel(ranks=[pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_methods_that_tell_less_send_what_the_closed_forms_say(comm):
     """In each of two steps: with and without an average, or a measurement; in several pieces."""
     for name, changes in METHODS.items():

@@ -42,7 +42,7 @@ def check(comm, tensor: int = 1, **changes) -> None:
         assert {"inputs", "weights"} <= spans and "backward" not in spans
 
 
-@parallel(ranks=[1, 2, 4], limit_s=120)
+@parallel(ranks=[pytest.param(1, marks=pytest.mark.long), 2, 4], limit_s=120)
 def test_same_bits_as_1f1b(comm):
     """With a tied table, which in a V stands on one rank, and dropout."""
     check(comm, **DROPOUT)

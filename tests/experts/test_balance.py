@@ -45,7 +45,7 @@ def expected_balance(loads: list[list[list[int]]], layer: int) -> torch.Tensor:
     return balance
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_counts_and_balances_alike(comm):
     """Recomputation counts no token twice, and tensor ranks count each token once."""
     cases = {
@@ -108,7 +108,10 @@ LOSSES = {
 
 
 @parallel(ranks=[2, 4])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "batch" else pytest.mark.long) for name in LOSSES],
+)
 def test_losses_of_routers_mean_the_same_in_every_layout(comm, name):
     wheres = {
         2: [layout(t=2), layout(d=2)],

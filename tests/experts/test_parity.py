@@ -47,14 +47,18 @@ def test_two_ranks_train_as_one(comm):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("more", FOURS, ids=["recomputed", "interleaved", "split"])
+@pytest.mark.parametrize(
+    "more",
+    [FOURS[0], pytest.param(FOURS[1], marks=pytest.mark.long), FOURS[2]],
+    ids=["recomputed", "interleaved", "split"],
+)
 def test_four_ranks_train_as_one(comm, more):
     shape = {key: value for key, value in more.items() if key.startswith("model.")}
     check_close(comm, GROUPED | shape, {**layout(t=2, p=2), **more})
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
 def test_recomputation_does_not_change_a_bit(comm, mode):
     """It keeps the choice of experts."""
     changes = {**GROUPED, "precision.compute": "bf16"}

@@ -37,7 +37,7 @@ def whole_model(comm, changes, precision: str, sequence_parallel: bool) -> Place
     return placed
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("precision", "sequence_parallel"), [("fp32", False), ("fp64", True)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_whole_model_matches_serial(comm, precision, sequence_parallel, name):
@@ -97,7 +97,7 @@ def test_evaluation_holds_nothing_and_drops_nothing(comm):
     assert not torch.equal(dropped.total, evaluated.total)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("scatter_gather", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", [(8, 3, 6), (4, 1, 5)])

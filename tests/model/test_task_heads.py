@@ -147,7 +147,7 @@ def test_bert_heads_equal_transformers(comm, kind):
     ("model", "kind"),
     [
         ("bert", "choice"),
-        ("llama", "classification"),
+        pytest.param("llama", "classification", marks=pytest.mark.long),
         pytest.param("gpt", "choice", marks=pytest.mark.long),
         pytest.param("bert", "classification", marks=pytest.mark.long),
     ],

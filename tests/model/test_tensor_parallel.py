@@ -53,7 +53,7 @@ class CountingCommunicator(MpiCommunicator):
         return super().reduce_scatter_begin(tensor)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_type
 @each_form
 @pytest.mark.parametrize("bias", [False, True])
@@ -76,7 +76,7 @@ def test_column_linear_matches_serial(comm, precision, sequence_parallel, bias):
     placed.check_gradients(serial, precision)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_type
 @each_form
 @pytest.mark.parametrize("bias", [False, True])
@@ -98,7 +98,7 @@ def test_row_linear_matches_serial(comm, precision, sequence_parallel, bias):
     placed.check_gradients(serial, precision)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_type
 @each_form
 @pytest.mark.parametrize("vocab_size", [11, 5])
@@ -140,7 +140,7 @@ def head_and_loss(placed: Placed, vocab_size: int, masked: bool, precision: str)
     return found.detach(), mine.grad
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_type
 @each_form
 @pytest.mark.parametrize("vocab_size", [11, 5, 3])

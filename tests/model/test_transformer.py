@@ -120,7 +120,7 @@ def named(weights, prefix: str):
     return {f"{prefix}.{name}": value for name, value in weights.items()}
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_way
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("selective", [False, True])
@@ -136,7 +136,7 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
     )
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_way
 @pytest.mark.parametrize(
     "name", ["gpt", "llama", "bert", "gemma2", "experts", "gpt-experts", "grouped-experts"]
@@ -147,7 +147,7 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     check(placed, lambda w, x: reference.mlp(w, "mlp", x, model), precision)
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_way
 @pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2", "experts"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

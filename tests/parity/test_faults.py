@@ -61,10 +61,9 @@ def test_no_row_is_red_without_a_fault(comm, layout):
     assert red(comm, layout) == []
 
 
+@LONG
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "layout", [PIPELINE, *(pytest.param(layout, marks=LONG) for layout in (SEQUENCE, GATHERED))]
-)
+@pytest.mark.parametrize("layout", [PIPELINE, SEQUENCE, GATHERED])
 def test_no_row_is_red_on_torchs_own_groups(comm, layout):
     """Over gloo: other sums, the same training within the bars."""
     assert red(comm, layout, wire="torch") == []
@@ -247,9 +246,9 @@ def weights_that_are_not_there() -> Iterator[None]:
     ("fault", "layout", "seen_in"),
     [
         pytest.param(forgotten_tensor_all_reduce, NO_SUM, "fp64 loss", marks=LONG),
-        (mean_of_means, PIPELINE, "fp64 gradients"),
+        pytest.param(mean_of_means, PIPELINE, "fp64 gradients", marks=LONG),
         (microbatches_off_by_one, CHUNKS, "fp32 bits"),
-        (shards_in_the_wrong_order, GATHERED, "fp64 loss"),
+        pytest.param(shards_in_the_wrong_order, GATHERED, "fp64 loss", marks=LONG),
         pytest.param(forgotten_tensor_sum_of_gradients, SEQUENCE, "fp64 gradients", marks=LONG),
         pytest.param(forgotten_data_all_reduce, PIPELINE, "fp64 gradients", marks=LONG),
         pytest.param(microbatches_off_by_one, PIPELINE, "fp32 bits", marks=LONG),

@@ -1,5 +1,6 @@
 """The covering set has every legal pair, and no case that cannot be trained."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -17,9 +18,6 @@ from ptdmpi.parity.layouts import (
     refusal,
 )
 from ptdmpi.parity.run import TrainingTask, configuration
-
-COVERING = layouts.covering_set()
-HELD = {pair for case in COVERING for pair in pairs(case.settings | case.effects)}
 
 # by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; partitioned activations are recomputed
 # in full and not divided along the sequence; all other pairs can be trained on 16 ranks
@@ -39,6 +37,13 @@ ILLEGAL |= {
 ILLEGAL |= {frozenset({("shard_group", 2), other}) for other in (("zero", 0), ("data", 1))}
 
 
+@functools.cache
+def held() -> set[layouts.Pair]:
+    """Return the pairs of settings and effects in all cases."""
+    cases = layouts.covering_set()
+    return {pair for case in cases for pair in pairs(case.settings | case.effects)}
+
+
 def strategy(factors: dict[str, tuple]) -> st.SearchStrategy[tuple]:
     return st.tuples(*(st.sampled_from(values) for values in factors.values()))
 
@@ -46,7 +51,8 @@ def strategy(factors: dict[str, tuple]) -> st.SearchStrategy[tuple]:
 def test_every_legal_pair_of_settings_is_covered():
     values = [(name, v) for name, of in (LAYOUT_FACTORS | MODEL_FACTORS).items() for v in of]
     every = {frozenset(pair) for pair in itertools.combinations(values, 2) if len(dict(pair)) == 2}
-    covered = {frozenset(pair) for case in COVERING for pair in pairs(case.settings)}
+    cases = layouts.covering_set()
+    covered = {frozenset(pair) for case in cases for pair in pairs(case.settings)}
     assert every - covered == ILLEGAL
     assert not covered & ILLEGAL
 
@@ -59,7 +65,7 @@ def test_no_legal_case_of_the_models_has_a_pair_of_effects_that_is_not_covered(l
     )
     case = Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, layout, strict=True))), nearest)
     if refusal(case, layouts.MOST_RANKS) is None:
-        assert set(pairs(case.settings | case.effects)) <= HELD
+        assert set(pairs(case.settings | case.effects)) <= held()
 
 
 @pytest.mark.parametrize(
@@ -82,18 +88,21 @@ def test_no_legal_case_of_the_models_has_a_pair_of_effects_that_is_not_covered(l
 )
 def test_settings_meet_where_they_have_an_effect(effect, setting):
     name, value = setting
-    assert any(case.effects[effect] and case.settings[name] == value for case in COVERING)
+    cases = layouts.covering_set()
+    assert any(case.effects[effect] and case.settings[name] == value for case in cases)
 
 
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
 def test_every_case_can_be_trained(compute):
-    for case in [*COVERING, *layouts.reproducible_cases()]:
+    for case in [*layouts.covering_set(), *layouts.reproducible_cases()]:
         for layout in (case.layout, case.layout.base, case.layout.reference):
             config = configuration(TrainingTask(Case(layout, case.model), compute, 20))
             assert config.data_size == layout.data
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [2, 4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3))]
+)
 def test_fewer_ranks_leave_out_what_needs_more(ranks):
     cases = layouts.covering_set(ranks)
     assert max(case.layout.ranks for case in cases) <= ranks
@@ -116,9 +125,10 @@ def test_all_pairs_of_a_model_occur_in_few_models():
 
 
 def test_missing_pairs_are_those_of_a_case_taken_out():
-    assert "" not in layouts.missing_pairs(COVERING)
-    without = COVERING[2:]
-    lost = {pair for case in COVERING[:2] for pair in pairs(case.settings)}
+    cases = layouts.covering_set()
+    assert "" not in layouts.missing_pairs(cases)
+    without = cases[2:]
+    lost = {pair for case in cases[:2] for pair in pairs(case.settings)}
     lost -= {pair for case in without for pair in pairs(case.settings)}
     assert lost
     assert set(layouts.missing_pairs(without)[""]) == lost
@@ -141,9 +151,8 @@ def test_missing_pairs_are_those_of_a_case_taken_out():
 )
 def test_what_is_sharded_meets_all_else(zero, setting):
     name, value = setting
-    assert any(
-        case.effects["sharded"] == zero and case.settings[name] == value for case in COVERING
-    )
+    cases = layouts.covering_set()
+    assert any(case.effects["sharded"] == zero and case.settings[name] == value for case in cases)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The table: fits 120 columns, says ok or RED, and JSON says the same."""
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -10,7 +11,11 @@ from ptdmpi.parity import layouts, suite, table
 from ptdmpi.parity.compare import BARS, BITWISE, Greatest
 from ptdmpi.parity.suite import Verdict
 
-COMPARISONS = suite.comparisons(layouts.MOST_RANKS)
+
+@functools.cache
+def comparisons() -> list[suite.Comparison]:
+    """Return all comparisons of the table."""
+    return suite.comparisons(layouts.MOST_RANKS)
 
 
 def row(comparison: suite.Comparison, value: float = 1e-15) -> Verdict:
@@ -23,27 +28,30 @@ def row(comparison: suite.Comparison, value: float = 1e-15) -> Verdict:
     )
 
 
-ROWS = [row(comparison) for comparison in COMPARISONS]
+@functools.cache
+def whole() -> list[Verdict]:
+    """Return a row of each comparison; none is red."""
+    return [row(comparison) for comparison in comparisons()]
 
 
 def broken(**changes) -> list[Verdict]:
-    return [replace(ROWS[0], **changes), *ROWS[1:]]
+    return [replace(whole()[0], **changes), *whole()[1:]]
 
 
 def test_table_of_all_layouts_is_markdown_of_120_columns():
-    lines = table.text(ROWS, 8, 20).splitlines()
+    lines = table.text(whole(), 8, 20).splitlines()
     assert max(map(len, lines)) <= table.WIDTH
     in_table = [line for line in lines if line.startswith("|")]
-    assert len(in_table) == len(ROWS) + 2 * 6  # each of six tables has a head and a rule
+    assert len(in_table) == len(whole()) + 2 * 6  # each of six tables has a head and a rule
     assert len({line.count("|") for line in in_table}) == 1
-    assert lines[-1] == f"{len(ROWS)} rows, all ok"
+    assert lines[-1] == f"{len(whole())} rows, all ok"
     assert "RED" not in "\n".join(lines)
     assert "Every legal pair of settings is in a row of the first table." in lines
 
 
 @pytest.mark.parametrize("value", [2e-5, math.nan, math.inf])
 def test_a_broken_bar_is_red_and_named(value):
-    rows = [row(COMPARISONS[0], value), *ROWS[1:]]
+    rows = [row(comparisons()[0], value), *whole()[1:]]
     text = table.text(rows, 8, 20)
     assert text.splitlines()[-1] == f"{len(rows)} rows, 1 red"
     assert f"fp32 loss {value:.1e} at step 3, bar 1e-05" in text
@@ -56,11 +64,11 @@ def test_a_broken_bar_is_red_and_named(value):
 
 
 def test_muon_has_wider_bars_in_float32():
-    first = next(comparison for comparison in COMPARISONS if comparison.section == suite.MUON)
+    first = next(comparison for comparison in comparisons() if comparison.section == suite.MUON)
     verdicts = [row(first, value) for value in (2e-5, 2e-4)]
     # all four of float64, and of float32 at first the gradients of the first step alone
     assert [len(comparison.red()) for comparison in verdicts] == [5, 7]
-    assert "Bars of Muon, which iterates in bfloat16: fp32 1e-04" in table.text(ROWS, 8, 20)
+    assert "Bars of Muon, which iterates in bfloat16: fp32 1e-04" in table.text(whole(), 8, 20)
     assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(verdicts, 8, 20)
 
 
@@ -80,11 +88,11 @@ def test_other_bits_and_torn_copies_are_red(changes, said):
 
 
 def test_json_names_every_setting():
-    printed = json.loads(json.dumps(table.as_json(ROWS, 8, 20)))
+    printed = json.loads(json.dumps(table.as_json(whole(), 8, 20)))
     assert printed["red"] == 0
     assert "" not in printed["missing_pairs"]
     assert printed["left_out"][0] == "layers.0.attention.qkv.bias"
-    for comparison, printed_row in zip(COMPARISONS, printed["rows"], strict=True):
+    for comparison, printed_row in zip(comparisons(), printed["rows"], strict=True):
         assert printed_row["layout"]["tensor"] == comparison.case.layout.tensor
         assert printed_row["bits"] == {"fp32": "equal", "bf16": "equal"}
         for compute, bars in BARS.items():
@@ -101,7 +109,7 @@ def test_short_set_says_what_it_leaves_out():
 @pytest.mark.long
 def test_all_kinds_of_comparisons_are_made():
     of_kind = {
-        section: [comparison for comparison in COMPARISONS if comparison.section == section]
+        section: [comparison for comparison in comparisons() if comparison.section == section]
         for section in (suite.COVERING, suite.REPRODUCIBLE, suite.TWICE)
     }
     assert [comparison.case for comparison in of_kind[suite.COVERING]] == layouts.covering_set()

@@ -162,8 +162,8 @@ def let_go_of_units(engine: Engine) -> None:
         pytest.param("gpt", "fp64", True, "selective", marks=pytest.mark.long),
         ("llama", "bf16", True, "none"),
         pytest.param("llama", "fp32", True, "selective", marks=pytest.mark.long),
-        ("llama", "bf16", False, "two layers"),
-        ("bert", "bf16", False, "none"),
+        pytest.param("llama", "bf16", False, "two layers", marks=pytest.mark.long),
+        pytest.param("bert", "bf16", False, "none", marks=pytest.mark.long),
         pytest.param("bert", "bf16", True, "full", marks=pytest.mark.long),
     ],
 )
@@ -181,7 +181,9 @@ EXPERTS = {
 
 
 @parallel(ranks=[1, 2])
-@pytest.mark.parametrize(("compute", "mode"), [("bf16", "full"), ("fp32", "none")])
+@pytest.mark.parametrize(
+    ("compute", "mode"), [("bf16", "full"), pytest.param("fp32", "none", marks=LONG)]
+)
 def test_experts(comm, compute, mode):
     """A forward keeps what is foreseen. The peak is at most what is foreseen, since any expert may
     have all tokens."""
@@ -190,7 +192,9 @@ def test_experts(comm, compute, mode):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize(("compute", "mode"), [("bf16", "full"), ("fp32", "none")])
+@pytest.mark.parametrize(
+    ("compute", "mode"), [pytest.param("bf16", "full", marks=LONG), ("fp32", "none")]
+)
 def test_experts_of_two_ranks(comm, compute, mode):
     """Every token has all experts, so each rank computes as many rows as it may at most."""
     dealt = {"model.experts_per_token": 4, "parallel.data": 2, "parallel.expert": 2}
@@ -229,7 +233,7 @@ def check_experts(comm, changes) -> float:
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("gpt", "none"),
+        pytest.param("gpt", "none", marks=LONG),
         ("bert", "lora"),
         pytest.param("gpt", "lora", marks=LONG),
         pytest.param("bert", "none", marks=LONG),
@@ -245,9 +249,9 @@ def test_a_head_for_a_task(comm, kind, method):
 @pytest.mark.parametrize(
     ("kind", "dropout", "mode"),
     [
-        ("gpt", True, "none"),
+        pytest.param("gpt", True, "none", marks=LONG),
         ("gpt", False, "two layers"),
-        ("llama", False, "selective"),
+        pytest.param("llama", False, "selective", marks=LONG),
         ("llama", True, "full"),
     ],
 )
@@ -264,7 +268,7 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
     ("sequence_parallel", "kind", "mode"),
     [
         (False, "gpt", "none"),
-        (True, "llama", "full"),
+        pytest.param(True, "llama", "full", marks=LONG),
         pytest.param(False, "llama", "two layers", marks=LONG),
         pytest.param(True, "bert", "selective", marks=LONG),
     ],
@@ -300,7 +304,8 @@ def test_partitioned_activations_in_a_pipeline(comm, schedule):
 
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
-    ("schedule", "partitioned"), [("interleaved", True), ("zb-v", False), ("zb-v", True)]
+    ("schedule", "partitioned"),
+    [("interleaved", True), ("zb-v", False), pytest.param("zb-v", True, marks=LONG)],
 )
 def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
     comm, schedule, partitioned
@@ -324,7 +329,12 @@ def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("kind", "virtual", "mode"),
-    [("gpt", 1, "none"), ("gpt", 2, "selective"), ("llama", 1, "full"), ("bert", 2, "two layers")],
+    [
+        pytest.param("gpt", 1, "none", marks=LONG),
+        ("gpt", 2, "selective"),
+        ("llama", 1, "full"),
+        pytest.param("bert", 2, "two layers", marks=LONG),
+    ],
 )
 def test_pipeline_axis(comm, kind, virtual, mode):
     where = {"parallel.pipeline": 2, "parallel.virtual": virtual}
@@ -335,9 +345,9 @@ def test_pipeline_axis(comm, kind, virtual, mode):
 @pytest.mark.parametrize(
     ("kind", "schedule", "mode"),
     [
-        ("gpt", "zb-h1", "none"),
+        pytest.param("gpt", "zb-h1", "none", marks=LONG),
         ("gpt", "zb-v", "selective"),
-        ("llama", "zb-v", "full"),
+        pytest.param("llama", "zb-v", "full", marks=LONG),
         ("bert", "zb-h1", "two layers"),
     ],
 )
@@ -348,7 +358,9 @@ def test_split_backwards(comm, kind, schedule, mode):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize(("sequence_parallel", "compute"), [(False, "fp32"), (True, "bf16")])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "compute"), [pytest.param(False, "fp32", marks=LONG), (True, "bf16")]
+)
 def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
     where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
     where |= {"parallel.schedule": "zb-h1", "precision.compute": compute}

@@ -301,6 +301,12 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     A pair is two settings or effects of one case. The first cases contain the most pairs relative
     to their training time.
     """
+    return list(_covering_set(ranks))
+
+
+@cache
+def _covering_set(ranks: int) -> tuple[Case, ...]:
+    """Return the cases of `covering_set`, which take seconds to find."""
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
         Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True))), model)
@@ -308,7 +314,7 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     )
     candidates = [case for case in cases if refusal(case, ranks) is None]
     held = [case.settings | case.effects for case in candidates]
-    return [candidates[i] for i in _cover(held, [case.work for case in candidates])]
+    return tuple(candidates[i] for i in _cover(held, [case.work for case in candidates]))
 
 
 def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, list[Pair]]:

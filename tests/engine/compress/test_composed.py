@@ -18,8 +18,8 @@ from tests.parallel import parallel
 
 OPTIONS = {"top_k": {"ratio": 0.05}, "random_k": {"ratio": 0.05}, "qsgd": {"levels": 3}}
 OPTIONS |= {"sign": {}, "int8": {"block": 100}, "int4": {"block": 32}}
-LONG = [pytest.param(one, marks=pytest.mark.long) for one in ("qsgd", "sign", "int8", "int4")]
-NAMES = ["top_k", "random_k", *LONG]
+LONG = [pytest.param(one, marks=pytest.mark.long) for one in OPTIONS if one != "top_k"]
+NAMES = ["top_k", *LONG]
 SMALL = {"precision.compute": "fp64", "model.layers": 1, "batch.micro_size": 1}
 
 

@@ -14,8 +14,6 @@ from tests.parallel import parallel
 COMPRESSED = [("compressed", one) for one in ("none", "double_squeeze", "ef21", "neolithic")]
 WAYS = [*COMPRESSED, ("local", "mem_sgd"), ("decentralized", "none")]
 FEW = [
-    ("random_k", "compressed", "none"),
-    ("qsgd", "compressed", "neolithic"),
     ("power_sgd", "compressed", "ef21"),
     ("int4", "local", "mem_sgd"),
     ("top_k", "decentralized", "none"),
@@ -23,6 +21,7 @@ FEW = [
 OTHERS = ("top_k", "random_k", "sign", "qsgd", "int8", "int4")
 ALL = [(name, *way) for name, way in zip(OTHERS, WAYS, strict=True)]
 ALL += [("power_sgd", "local", "mem_sgd"), ("qsgd", "compressed", "double_squeeze")]
+ALL += [("random_k", "compressed", "none"), ("qsgd", "compressed", "neolithic")]
 LONG = [pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in FEW]
 
 

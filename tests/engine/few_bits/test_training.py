@@ -58,7 +58,7 @@ def test_gradients_are_of_rounded_weights_and_go_straight_through(comm, codes, p
 @pytest.mark.parametrize(
     "changes",
     [
-        layout(t=2, p=2),
+        pytest.param(layout(t=2, p=2), marks=pytest.mark.long),
         layout(t=2, d=2) | {"parallel.sequence_parallel": True, "parallel.zero": 3},
         layout(p=2, d=2) | {"parallel.schedule": "zb-h1", "parallel.zero": 1},
     ],
@@ -83,7 +83,7 @@ def test_data_ranks_have_the_bits_of_one(comm):
 @pytest.mark.parametrize(
     ("precision", "half"),
     [
-        ("fp32", "native"),
+        pytest.param("fp32", "native", marks=pytest.mark.long),
         pytest.param("bf16", "native", marks=pytest.mark.long),
         ("bf16", "widened"),
     ],

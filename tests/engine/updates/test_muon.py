@@ -168,7 +168,9 @@ LAYOUTS[4] += [
 
 
 @parallel(ranks=[2, pytest.param(4, marks=LONG)])
-@pytest.mark.parametrize("kind", [LLAMA, LLAMA | LORA], ids=["llama", "lora"])
+@pytest.mark.parametrize(
+    "kind", [LLAMA, pytest.param(LLAMA | LORA, marks=LONG)], ids=["llama", "lora"]
+)
 def test_every_layout_makes_the_same_update(comm, kind):
     """Clipped, by groups, with an average: in float64 within its rounding; with `run.reproducible`
     and without a tensor axis to the bit, in bfloat16's iteration, too."""
@@ -234,7 +236,7 @@ def test_a_run_that_goes_on_has_the_same_bits(comm, tmp_path):
     [
         pytest.param("fp32", "native", marks=LONG),
         ("bf16", "native"),
-        ("bf16", "widened"),
+        pytest.param("bf16", "widened", marks=LONG),
         ("fp64", "native"),
     ],
 )

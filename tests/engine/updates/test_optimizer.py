@@ -218,7 +218,7 @@ TUNED = {"optimizer.groups": GROUPS, "optimizer.ema_decay": 0.5, "optimizer.eps"
 BITS = {"optimizer.kind": "lion", "optimizer.eps": None, "run.reproducible": True}
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 def test_groups_and_average_are_the_same_in_every_layout(comm):
     """Groups and the average of the weights, under Lion to the bits of one rank, under AdamW within
     rounding; the average is that of the weights that were."""
@@ -293,7 +293,7 @@ FP16 = {
 }
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_rank_skips_the_steps_that_overflow(comm):
     where = {1: {}, 2: layout(p=2), 4: layout(t=2, d=2)}[comm.size]
     engine = build(World(comm), FP16 | where)

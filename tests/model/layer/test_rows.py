@@ -215,7 +215,7 @@ def row_output(row, sizes: Sizes) -> int:
     return total_bytes(i for i in row.kept(sizes, "none") if i.name.endswith(".output"))
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_what_it_says(comm, name, sequence_parallel):

@@ -65,10 +65,18 @@ def pricer_of(config, wide_products=False):
     return Pricer.of(cluster.model_copy(update=changes), model, batch, compute)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("scheduled", SCHEDULED)
-def test_guard_and_plan_agree_to_the_byte(kind, tensor, scheduled):
+def some(cases, *short):
+    """Return all cases; those that are not in `short` are long."""
+    return [pytest.param(*case, marks=[] if case in short else pytest.mark.long) for case in cases]
+
+
+TURNS = [(one, 1 + turn % 2, KINDS[turn % 3]) for turn, one in enumerate(SCHEDULED)]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "tensor", "kind"), some(itertools.product(SCHEDULED, [1, 2], KINDS), *TURNS)
+)
+def test_guard_and_plan_agree_to_the_byte(scheduled, tensor, kind):
     for recompute, compute, chosen in itertools.product(RECOMPUTED, COMPUTE, SWITCHES):
         config = config_of(kind, tensor, scheduled, recompute, compute, chosen)
         for wide in {False, compute == "bf16"}:
@@ -80,11 +88,17 @@ def test_guard_and_plan_agree_to_the_byte(kind, tensor, scheduled):
             assert pricer.footprint(config.layout) == guard.largest()[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", [(1, 2), (1, 4), (2, 2)])
-def test_guard_and_plan_agree_where_sequences_are_cut(kind, axes):
+@pytest.mark.parametrize(
+    ("tensor", "context", "kind"),
+    some(
+        [(*axes, kind) for axes in [(1, 2), (1, 4), (2, 2)] for kind in KINDS],
+        (1, 2, "gpt"),
+        (1, 4, "llama"),
+        (2, 2, "bert"),
+    ),
+)
+def test_guard_and_plan_agree_where_sequences_are_cut(tensor, context, kind):
     """To the byte, over t and c. A rank has less than with whole sequences, and more than 1/c."""
-    tensor, context = axes
     for recompute, compute, chosen in itertools.product(RECOMPUTED, COMPUTE, SWITCHES):
         whole = config_of(kind, tensor, (2, 1, "1f1b"), recompute, compute, chosen)
         parallel = whole.parallel.model_copy(update={"context": context})

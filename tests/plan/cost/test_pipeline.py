@@ -61,9 +61,16 @@ def test_equal_to_the_simulation_that_is_drawn_and_above_its_bound(case, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "p", "v"), [("1f1b", 4, 1), ("interleaved", 3, 2), ("gpipe", 4, 1)]
+    ("kind", "p", "v", "m"),
+    [
+        ("1f1b", 4, 1, 203),
+        ("interleaved", 3, 2, 200),
+        ("gpipe", 4, 1, 203),
+        pytest.param("1f1b", 4, 1, 200, marks=pytest.mark.long),
+        pytest.param("interleaved", 3, 2, 203, marks=pytest.mark.long),
+        pytest.param("gpipe", 4, 1, 200, marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("m", [200, 203])
 def test_long_steps_go_on_as_they_began(monkeypatch, kind, p, v, m):
     """Uneven stages, of which the second is slowest."""
     stages = p * v

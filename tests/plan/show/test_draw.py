@@ -121,7 +121,7 @@ def test_nothing_to_draw_is_drawn_as_nothing():
     assert terminal(Timeline(()), 80, color=False) == "number: microbatch, . idle"
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.long), "svg"])
 def test_figures_are_whole_and_repeatable(tmp_path, suffix):
     planned = replace(simulated("interleaved", 4, 2, 8), title="planned <1>")
     measured = Timeline((*planned.spans, Span(0, "reduce", "", 57.0, 60.0)), title="measured")

@@ -18,19 +18,22 @@ from torch import Tensor, nn
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.world import World
-from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config import Layout, ModelConfig, RecomputeConfig
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.model import operators as modules
 from ptdmpi.model.parameters import Split, declare
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.transformer import Block
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
 from ptdmpi.plan.layer.legality import is_legal, layout_mistakes
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
-from ptdmpi.plan.layer.parts import Linear, Part, Table
+from ptdmpi.plan.layer.parts import Linear, Part, Scale, Table
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
@@ -54,16 +57,17 @@ WIDTH = 16
 class Convolve(Operator):
     """[s, b, 2 w/t] -> [s, b, w/t]: a causal filter of one half, gated by the other."""
 
-    taps: Table
+    width: int
+    trained: bool
 
     def parts(self) -> dict[str, Part]:
-        return {self.name: self.taps}
+        return {f"{self.name}.tap{k}": Scale(self.width, trains=self.trained) for k in range(TAPS)}
 
     def multiplications(self, model: ModelConfig) -> float:
-        return self.taps.rows * self.taps.hidden
+        return TAPS * self.width
 
     def _elements(self, sizes: Sizes) -> int:
-        return sizes.tokens * sizes.share(self.taps.rows)
+        return sizes.tokens * sizes.share(self.width)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         yield MemoryPass(3 * self._elements(sizes) * sizes.compute_bytes)
@@ -76,8 +80,13 @@ class Convolve(Operator):
         size, c = self._elements(sizes), sizes.compute_bytes
         yield Item(f"{self.name}.input", 2 * size, c)
         yield Item(f"{self.name}.filtered", size, c)
-        if self.taps.trains:
+        if self.trained:
             yield Item(f"{self.name}.shifted", TAPS * size, c)
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """The gradients of the taps, which I computes and W adds."""
+        if self.trained:
+            yield Item(f"{self.name}.taps", TAPS * sizes.share(self.width), sizes.compute_bytes)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
         return 2 * self._elements(sizes) * sizes.compute_bytes
@@ -90,30 +99,36 @@ def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> 
     model = build.model
     up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
     down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
-    taps = Table(WIDTH, TAPS, model.init_std, split=True, trains=not model.adapt.adapts)
     return build.sublayer(
         "convolution",
         4,
         build.product("convolution.up", up, "y", "y"),
-        kind("convolution.filter", ("y",), ("y",), taps),
+        kind("convolution.filter", ("y",), ("y",), WIDTH, not model.adapt.adapts),
         build.product("convolution.down", down, "y", "y"),
     )
 
 
 # 2. The module that computes it.
+class Tap(nn.Module):
+    def __init__(self, width: int, tensor: int) -> None:
+        super().__init__()
+        self.weight = declare(tensor, (width,), 0.02, split=Split(0, (width,)))
+
+
 class Convolution(nn.Module):
     def __init__(self, row: "Convolve", tensor: int) -> None:
         super().__init__()
-        split = Split(0, (row.taps.rows,))
-        shape = (row.taps.rows, row.taps.hidden)
-        self.weight = declare(tensor, shape, row.taps.init_std, split=split)
+        for tap in range(TAPS):
+            self.add_module(f"tap{tap}", Tap(row.width, tensor))
 
     def forward(self, x: Tensor, context: object) -> Tensor:
         gate, value = x.chunk(2, dim=-1)
         total = torch.zeros_like(value)
         for tap in range(TAPS):
             past = value[: len(value) - tap]
-            total = total + F.pad(past, (0, 0, 0, 0, tap, 0)) * self.weight[:, tap]
+            total = (
+                total + F.pad(past, (0, 0, 0, 0, tap, 0)) * self.get_submodule(f"tap{tap}").weight
+            )
         return gate * total
 
 
@@ -250,6 +265,42 @@ def test_a_layout_that_a_row_refuses_is_legal_nowhere():
         assert is_legal(cut, config.model, 4) == (not mistakes)
     with pytest.raises(InputError, match=re.escape(REFUSAL)):
         checked_data(small({"model.sublayers": sublayers, "parallel.context": 2}, ranks=2))
+
+
+WRONG_PARTS = {
+    "a tap too many": ({"tap3": Scale(WIDTH)}, "tap3 has"),
+    "a tap too wide": ({"tap1": Scale(2 * WIDTH)}, "tap1 has"),
+    "a tap too few": ({"tap1": None}, "more elements"),
+    "a matrix that is no linear": ({"tap1": Table(WIDTH, 1, 0.02)}, "no linear"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_parts_that_are_not_the_module_are_refused(name):
+    """The optimizer and the plan read the parts, so a training would go on with other numbers."""
+    changed, message = WRONG_PARTS[name]
+
+    @dataclass(frozen=True)
+    class Wrong(OwnConvolve):
+        def parts(self) -> dict[str, Part]:
+            changes = {f"{self.name}.{tap}": part for tap, part in changed.items()}
+            return {k: part for k, part in (super().parts() | changes).items() if part is not None}
+
+        def module(self, build: modules.Build) -> nn.Module:
+            module = super().module(build)
+            if isinstance(changed.get("tap1"), Table):
+                module.tap1.weight = declare(1, (WIDTH, 1), 0.02)
+            return module
+
+    def sublayer(build: describe.LayerBuild) -> describe.Sublayer:
+        return convolution(build, Wrong)
+
+    def named(group: str, name: str) -> Any:
+        return sublayer if name == "wrong" else plugin(group, name)
+
+    model = small({}).model.model_copy(update={"sublayers": ("attention", "mlp", "wrong")})
+    with mock.patch.object(describe, "plugin", named), pytest.raises(InputError, match=message):
+        Block(model, TensorAxis(OneRank()), 0, RecomputeConfig())
 
 
 @parallel(ranks=[1, 2])

@@ -163,6 +163,7 @@ def wrong(
     mistakes = []
     described = operators(describe.layer(sizes.model, 0))
     for row in described:
+        mistakes += wrong_parts(row, placed.layer, sizes.layout.tensor)
         found = rows[row.name]
         kept = total_bytes(row.kept(sizes, "none")) + shared_bytes(row, sizes)
         if saved_by(rows, row) != kept:
@@ -176,6 +177,16 @@ def wrong(
         sent = tuple(foreseen_messages(row, sizes, phase) for phase in ("forward", "backward"))
         if found.messages != sent:
             mistakes.append(f"{row.name}: sends {found.messages}, not {sent}")
+    return mistakes
+
+
+def wrong_parts(row, layer, tensor: int) -> list[str]:
+    """Return the parts of a row whose parameters are not those of the layer's module."""
+    modules, mistakes = dict(layer.named_modules()), []
+    for name, part in row.parts().items():
+        found = [weight.numel() for weight in modules[name].parameters(recurse=False)]
+        if found != list(part.weights(tensor)):
+            mistakes.append(f"{name}: has {found} elements, not {list(part.weights(tensor))}")
     return mistakes
 
 

@@ -57,7 +57,7 @@ def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
         try:
             plugin("sublayers", name)
         except InputError as error:
-            yield f"model.sublayers: {error}, or {', '.join(SUBLAYERS)}"
+            yield f"model.sublayers: {error}; legal without a package: {', '.join(SUBLAYERS)}"
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:

@@ -64,8 +64,8 @@ class TokenBlock:
 
 
 class _Places(NamedTuple):
-    """The positions of some sequences: the number of each sequence's first token in the .bin, and
-    its length, int64 [sequences] each."""
+    """The positions of some sequences: for each sequence the index of its first token among all
+    tokens of the .bin, and its length in tokens, int64 [sequences] each."""
 
     starts: np.ndarray
     lengths: np.ndarray

@@ -163,7 +163,7 @@ def _what_is_missing() -> str:
     # means.
     if numbered and int(numbered[1]) >= 5:
         return ""
-    return "mpirun is not that of Open MPI 5 or newer"
+    return "mpirun does not belong to Open MPI 5 or newer"
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:

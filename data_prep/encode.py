@@ -139,7 +139,7 @@ def _decoded(string: memoryview) -> Iterator[bytes]:
         while start < stop < len(string) and string[stop] & 0xC0 == 0x80:
             stop -= 1
         if stop == start:
-            raise ValueError("half an escape, or half a character")
+            raise ValueError("an incomplete escape or character")
         yield json.loads(f'"{str(string[start:stop], "utf-8")}"').encode()
         start = stop
 

@@ -1,8 +1,8 @@
 """Making token shards from a corpus, on several ranks, with restarts.
 
 A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
-blocks of a group in their order. The bytes of every shard therefore depend only on files and
-options, and not on the number of ranks. A restart continues where the previous run stopped.
+blocks of a group in their order. The bytes of every shard therefore depend only on the input files
+and the options, and not on the number of ranks. A restart continues where the previous run stopped.
 """
 
 import os
@@ -59,8 +59,8 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The groups of files that a rank reads. `first_block` returns the index of the first block of
-    a group that is still needed."""
+    """The groups of files that a rank reads. `first_block` takes the index of a group, and returns
+    the index of the first block in this group that is not yet in finished shards."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
@@ -108,8 +108,8 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the output directories on rank 0. Return the sums over all documents if the
-        outputs are already complete. Return None if they are not, and on other ranks."""
+        """Prepare the output directories on rank 0. If the outputs are already complete, rank 0
+        returns the sums over all documents. Otherwise it returns None, as all other ranks do."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)

@@ -218,11 +218,11 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function from the index of a task in a group to a bool array [1 + documents that
-        begin in the task], which is True for documents that are left out.
+        """Return a function that takes the index of a task in the group, and returns a bool array
+        [1 + documents that begin in the task]. An element is True if its document is left out.
 
-        The first entry of the table is for the document that continues from the previous task.
-        Raise InputError for damaged files.
+        The first element is for the document that continues from the previous task. Raise
+        InputError for damaged files.
         """
         begun = self._read("begun", group)
         dropped = self._read("dropped", group)
@@ -240,9 +240,10 @@ def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np
     shared keys connects the two.
 
     `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
-    column are compared. Every document repeatedly takes the lowest number among the documents with
-    the same key, one column after the other, until no number changes. At the end, each document has
-    the number of the first document to which it is connected.
+    column are compared. At first the number of each document is its index. Then, for one column
+    after the other, each document takes the lowest number of all documents with the same key. This
+    is repeated until no number changes. At the end, each document has the number of the first
+    document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

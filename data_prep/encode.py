@@ -41,8 +41,8 @@ _LONG_LINE_BYTES = 4 * PIECE_BYTES  # lines longer than this are decoded in part
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# A part of a JSON string that can be decoded alone: it ends with a complete escape, and with both
-# halves of a character that takes two escapes.
+# A part of a JSON string that can be decoded alone, because it ends neither inside an escape nor
+# between the two escapes of one character (a surrogate pair).
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
@@ -112,8 +112,8 @@ class _BadLine(ValueError):
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
-    """Return the UTF-8 text in a JSON line that is at byte `start` of its file. Raise _BadLine if
-    the line has no such text. Also raise the same errors as `_decode`."""
+    """Return the UTF-8 text in the text field of a JSON line, which begins at byte `start` of its
+    file. Raise _BadLine if the line has no such text. Also raise the same errors as `_decode`."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
@@ -139,7 +139,7 @@ def _decoded(string: memoryview) -> Iterator[bytes]:
         while start < stop < len(string) and string[stop] & 0xC0 == 0x80:
             stop -= 1
         if stop == start:
-            raise ValueError("half an escape, or half a character")
+            raise ValueError("an incomplete escape or character")
         yield json.loads(f'"{str(string[start:stop], "utf-8")}"').encode()
         start = stop
 

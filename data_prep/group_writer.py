@@ -15,8 +15,8 @@ class GroupWriter:
     restarted.
 
     Up to two shards are written at a time, one for training documents and one for held-out
-    documents. Both shards end at the first end of a document after which they have `shard_tokens`
-    tokens together. A document that would double this number is cut.
+    documents. Both shards are finished at the first end of a document at which they together have
+    at least `shard_tokens` tokens. A document that would double this number is cut.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -71,8 +71,8 @@ class GroupWriter:
         """Write the tokens (int [tokens]) for which `held_out` (bool [tokens]) is True to the shard
         of held-out documents, and all other tokens to the shard of training documents.
 
-        `ends` (int [documents]) has the number of the token after each document, counted from the
-        first token. All tokens of a document go to the same shard.
+        `ends` (int [documents]) has, for each document, the index in `tokens` of the first token
+        after the document. All tokens of a document go to the same shard.
         """
         for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():

@@ -64,8 +64,8 @@ class TokenBlock:
 
 
 class _Places(NamedTuple):
-    """The positions of some sequences: the number of each sequence's first token in the .bin, and
-    its length, int64 [sequences] each."""
+    """The positions of some sequences: for each sequence the index of its first token among all
+    tokens of the .bin, and its length in tokens, int64 [sequences] each."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -180,8 +180,8 @@ class MegatronIndex:
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
         """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` and `lengths` have the start and the length of each
-        sequence of the document."""
+        single longer document. `starts` and `lengths` have the first token and the length of
+        each sequence of these documents."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]

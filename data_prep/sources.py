@@ -332,7 +332,7 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
     position = source.start
     if not position:
         return 0, blocks
-    position -= 1  # after a line end before the slice, a line begins with the slice
+    position -= 1  # if a line ends just before the slice, the next line begins with the slice
     for block in blocks:
         at = block.find(b"\n") + 1
         if at:

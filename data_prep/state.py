@@ -63,7 +63,7 @@ class GroupProgress:
 
     shards: int = 0  # number of finished shards
     task: int = 0  # index of the task in which the next shard begins
-    token: int = 0  # number of the token within that task
+    token: int = 0  # index, within that task, of the next shard's first token
     held_out: bool = False  # True if the document that continues at this position is held out
     # Token counters include the finished shards. All other counters include the tasks before
     # `task`.
@@ -380,7 +380,7 @@ class RunState:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Make a file by which `someone_failed` returns True on all ranks, so that the other ranks
+        """Make a file that `someone_failed` looks for on all ranks, so that the other ranks
         stop."""
         if self.folder.is_dir():
             self._failed.touch()

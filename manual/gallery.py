@@ -64,7 +64,7 @@ CHAPTERS = (
             ),
             Picture(
                 "tasks.png",
-                "The accuracy of three questions during a run, with standard errors.",
+                "The accuracy on three files of questions during a run, with standard errors.",
                 "ptdmpi report runs/asked",
             ),
             Picture(
@@ -89,7 +89,11 @@ CHAPTERS = (
                 "Interleaved 1F1B with 6 microbatches on 4 ranks.",
             ),
             _schedule("zb_h1.png", "--kind zb-h1 -p 4 -m 8", "ZB-H1, with a split backward."),
-            _schedule("zb_v.png", "--kind zb-v -p 4 -v 2 -m 8", "ZB-V, with stages on a V."),
+            _schedule(
+                "zb_v.png",
+                "--kind zb-v -p 4 -v 2 -m 8",
+                "ZB-V, whose stages form a V over the ranks.",
+            ),
         ),
     ),
     Chapter(

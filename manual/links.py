@@ -45,7 +45,7 @@ def for_site(text: str, page: str) -> str:
             folder = str(PurePosixPath(here).parent)
             return f"{picture}[{words}]({relpath(place, folder)}{sharp}{anchor})"
         if not (ROOT / wanted).exists():
-            raise BrokenLinkError(f"{page}: {target} is not there")
+            raise BrokenLinkError(f"{page}: {target} does not exist")
         return words
 
     return LINK.sub(replaced, text)

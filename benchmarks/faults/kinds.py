@@ -1,8 +1,8 @@
-"""Every kind of run that `every_kind` kills, from the tables of legal names in ptdmpi.
+"""Every kind of run that `every_kind` kills, made from ptdmpi's tables of legal names.
 
 A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of quantized
-weights, task, preference method or axis. A new
-name in a table is therefore tested, too. If the settings of a name are incomplete, the error of the
+weights, task, preference method or axis. A new name in one of these tables makes a new kind, which
+is then tested, too. If a new name needs settings that `METHODS` does not have, an error about the
 configuration stops the benchmark.
 """
 

@@ -73,8 +73,9 @@ LAYOUTS = (
 # A file system cannot become read-only while a file, such as the optimizer's, is open for writing.
 REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
-# In these layouts the number of data ranks changes, and the results must still be bitwise equal.
-# `run.reproducible` allows this for ZeRO stages 0 and 1.
+# Layouts of runs that lose a rank and continue with fewer data ranks (`run.on_failure = "shrink"`).
+# The results must still be bitwise equal to the results of an undisturbed run. `run.reproducible`
+# allows this for ZeRO stages 0 and 1.
 SHRINKING = (
     Weighted(1, layout("d=2", 2, ULFM)),
     Weighted(1, layout("d=4", 4, ULFM)),

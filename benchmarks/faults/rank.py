@@ -3,8 +3,8 @@
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
 Rank RANK is killed by SIGKILL when it reaches PLACE for the COUNT-th time, so nothing is flushed,
-and no handler runs. If PLACE is none, the rank is never killed. Only rank 0 reaches the places
-other than `write`.
+and no handler runs. If PLACE is none, the rank is never killed. All ranks reach the place `write`;
+only rank 0 reaches the other places.
 """
 
 import os

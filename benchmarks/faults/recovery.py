@@ -177,8 +177,8 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
-    """Wait for the first step after the loss of ranks number `losses` in the log, and record the
-    time since the death, which was at time `since`."""
+    """Wait until the log has `losses` lines about lost ranks, and then for the first new step.
+    Record the seconds from the death, at time `since`, to this step."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]

@@ -106,7 +106,7 @@ class Torture:
         """Repeat the command until the run is complete. Raises Lost if the run differs from the
         undisturbed run, or has no checkpoint of step `saved` or later."""
         if newest_sound(run) < saved:
-            raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
+            raise Lost(f"step {saved} was reported as saved, but {newest_sound(run)} is the newest")
         for _ in range(ATTEMPTS):
             training = self.start(case, run, NOWHERE)
             code = training.wait()

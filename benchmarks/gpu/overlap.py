@@ -1,6 +1,6 @@
-"""The fraction of the communication time between two replicas during which other kernels run, from
-a trace of steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank
-0."""
+"""The overlap of communication with computation: while two replicas communicate, for which fraction
+of this time do other kernels run, too? The times are from a trace of steps. `python -m
+benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank 0."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the seconds in which NCCL's kernels ran, and the part of this time in which other
+    """Return the seconds for which NCCL's kernels ran, and for how many of these seconds other
     kernels of the same rank ran, too. `events` are the events of a Chrome trace, with times in
     microseconds."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]

@@ -151,7 +151,7 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:
-        record.put(name, before, rows | {"left": "the measurement ended before it did"})
+        record.put(name, before, rows | {"left": "no time was left to finish it"})
 
     if name in PROGRAMS:
         import torch

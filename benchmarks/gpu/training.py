@@ -116,7 +116,7 @@ def fitting(
         if memory.fits(config.layout, config.microbatches, capacity):
             configs.append(config)
     if not configs:
-        raise Skipped(f"it does not fit into {capacity / 2**30:.0f} GiB, whatever is recomputed")
+        raise Skipped(f"it does not fit into {capacity / 2**30:.0f} GiB, even with recomputation")
     return configs
 
 

@@ -86,8 +86,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
     received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
     for outgoing, incoming in zip(sent, received, strict=True):
-        # The order is the same on all ranks, as in programs: no receive precedes the send that it
-        # needs.
+        # Even ranks send first, and odd ranks receive first. As in the programs of pipeline
+        # schedules, no receive therefore waits for a send that waits for this rank.
         if axis.rank % 2 == 0:
             handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]
         else:

@@ -3,9 +3,9 @@ across these nodes.
 
 A node has its own network, host name and /dev/shm, and shares the machine's files. MPI therefore
 sees several nodes, and messages between nodes cross the link by TCP. Nothing remains on the machine
-afterwards. The switch is the first process of a process namespace that contains all nodes, and it
-ends when its standard input ends. This happens however the program that made the nodes ends. The
-kernel then ends all processes of the nodes and removes their network.
+afterwards. The switch is the first process of a process namespace that contains all nodes. It ends
+when its standard input ends, which happens as soon as the program that made the nodes ends, even if
+that program is killed. The kernel then ends all processes of the nodes and removes their network.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def _what_is_missing() -> str:
     # means.
     if numbered and int(numbered[1]) >= 5:
         return ""
-    return "mpirun is not that of Open MPI 5 or newer"
+    return "mpirun does not belong to Open MPI 5 or newer"
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:

@@ -86,9 +86,9 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
             )
     formula = Compared(**case).zero_bytes / 1e6
     yield ""
-    yield "The link as MPI sees it, and the bytes that cross it in a step, in both directions"
-    yield "together, from the smallest batch to the largest, in MB (3 psi elements are"
-    yield f"{formula:.1f}):"
+    yield "The next table shows the time or the rate of one MPI message across the link, by its"
+    yield "size, and the MB that cross the link in a step, in both directions together, for the"
+    yield f"smallest and the largest batch (3 psi elements are {formula:.1f} MB):"
     yield ""
     sizes = list(results["runs"][0]["one_way_s"])
     rows = []

@@ -39,12 +39,12 @@ HEADER = """\
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
     """Return the constants of the formula T = c + 2 (n - 1) (step + S / (n rate)) for the time of
-    an all-reduce of S bytes on n GPUs: the start time c, the step time, and the rate as a fraction
-    of the link's peak. The values are fitted by least squares of relative errors.
+    an all-reduce of S bytes on n GPUs: the start-up time c, the time `step` of one ring step, and
+    the rate as a fraction of the link's peak. They are fitted by least squares of relative errors.
 
-    If the start and step times are `known`, only the rate of eight GPUs is fitted. This is needed
-    for the V100 measurements, which are from a machine without a switch, on which fewer GPUs do not
-    use all links.
+    If `known` has c and the time of one ring step, only the rate is fitted, and only to the times
+    of eight GPUs. This is needed for the V100 measurements, which are from a machine without a
+    switch, on which fewer GPUs do not use all links.
     """
     rows = [row for row in read(RINGS) if row["gpu"] == gpu]
     if known:
@@ -183,8 +183,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     """Return the sections of the file to write, and the reading of Figure 7 ("counted" or "not
     counted") that fits better.
 
-    The errors of both readings are printed. For comparison, the errors with a value of
-    `gradient_bytes` that the scripts of the runs do not have are printed, too.
+    The errors of both readings are printed, for gradients of 2 and of 4 bytes. Only one of these
+    two sizes (`gradient_bytes`) is in the scripts of the runs; the other one is for comparison.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")

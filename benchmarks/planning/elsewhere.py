@@ -105,13 +105,13 @@ SOURCES = (
         "vTrain, one node of 8 A100 (Bang et al. 2024, arXiv 2312.12391; data/ground_truth_single)",
         "vtrain_single",
         "selene",
-        "V = 51200, full recomputation (their configurations), fp16",
+        "V = 51200; full recomputation and fp16, as in vTrain's configurations",
     ),
     MappedSource(
         "vTrain, 64 to 512 A100 (data/ground_truth_multi)",
         "vtrain_multi",
         "selene",
-        "the same; 4 adapters of 200 Gb/s (their 800 Gb/s a node), a GPU to each PCIe switch",
+        "as above; 4 adapters of 200 Gb/s (vTrain: 800 Gb/s per node), one GPU per PCIe switch",
         node={"adapters": 4},
         software={"groups_per_adapter": 1},
     ),
@@ -134,8 +134,8 @@ SOURCES = (
         "Zero bubble, 1F1B and ZB-1p on 8 to 32 A100 (Qi et al. 2023, arXiv 2401.10241, Table 4)",
         "zero_bubble",
         "selene",
-        "V = 32000, at which the models have the parameters of their names; scores in memory, no "
-        "recomputation (Table 4: GB); Selene's adapters",
+        "V = 32000, which gives the models the numbers of parameters in their names; attention "
+        "scores in memory, no recomputation (inferred from the GB in Table 4); Selene's adapters",
         software={"groups_per_adapter": 1, "overlap_pipeline": True, "balanced_stages": True},
         layout={"recompute": "none"},
     ),
@@ -143,8 +143,8 @@ SOURCES = (
         "Megatron-LM on 48 to 6,144 H100 (its README since July 2024, images/model_table.png)",
         "megatron_h100",
         "dgx-h100",
-        "v, b, recomputation: the fastest predicted that fits; ZeRO 1, sequence parallel, all "
-        "messages overlapped (its flags)",
+        "the b, v and recomputation with the fastest prediction that fits; ZeRO 1, sequence "
+        "parallelism and overlap of all messages, as its flags say",
         software={"overlap_tensor": True},
         layout={"sequence_parallel": True, "dp_overlap": True},
         open_sizes=True,
@@ -153,7 +153,7 @@ SOURCES = (
         "torchtitan, Llama 3 on 64 A100 (docs/performance.md, 2024)",
         "torchtitan_a100",
         "selene",
-        "its network: Selene's; recomputation by op: as every second layer",
+        "the network of Selene; recomputation of single ops counts as every second layer",
         software=OURS,
         layout={"recompute": "full", "dp_overlap": True},
         model={"kind": "llama"},
@@ -162,8 +162,9 @@ SOURCES = (
         "torchtitan, Llama 3 on 8 to 256 H100 in bf16 (docs/performance.md, benchmarks/, 2024-25)",
         "torchtitan_h100",
         "dgx-h100",
-        "2.4 TB/s, the clock of 700 W; FlashAttention-2 (pull request 1196); recomputation by op: "
-        "as every second layer; sequence parallel (its tensor axis); compiled as not",
+        "a memory bandwidth of 2.4 TB/s, but the clock frequency of 700 W; FlashAttention-2 (pull "
+        "request 1196); recomputation of single ops counts as every second layer; sequence "
+        "parallelism, as on its tensor axis; compiled runs are predicted like other runs",
         device={"memory_bytes_per_s": 2.4e12},
         efficiency=FLASH2_H100,
         layout={"recompute": "full", "dp_overlap": True, "sequence_parallel": True},
@@ -173,8 +174,8 @@ SOURCES = (
         "Llama 3 405B on 8,192 and 16,384 H100, up to c = 16 (Dubey et al. 2024, Table 4)",
         "llama3_context",
         "dgx-h100",
-        "v = 4, b = 1, ZeRO 1, sequence parallel, nothing recomputed (as they say of 8,192 "
-        "positions); FLOPs of whole scores; no document masks",
+        "v = 4, b = 1, ZeRO 1, sequence parallelism, no recomputation (stated for 8,192 "
+        "positions); FLOPs of whole scores; no masks between documents",
         layout={"recompute": "none", "sequence_parallel": True},
         model={"kind": "llama"},
     ),
@@ -183,9 +184,9 @@ SOURCES = (
         "performance_long_sequence.md, container 24.03)",
         "nemo_context",
         "dgx-h100",
-        "v, b, recomputation: the fastest predicted that fits; ZeRO 1, all messages overlapped but "
-        "those of c; linears at the FP8 peak, FlashAttention-2 in bf16; FLOPs of whole scores, as "
-        "its code counted in 2024",
+        "the b, v and recomputation with the fastest prediction that fits; ZeRO 1; overlap of all "
+        "messages except messages of the context axis; linears at the FP8 peak, FlashAttention-2 "
+        "in bf16; FLOPs of whole scores, as its code counted in 2024",
         device=FP8_H100,
         software={"overlap_tensor": True},
         efficiency=FLASH2_BESIDE_FP8,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PICTURE = ROOT / "docs/pictures/ring-error.png"
 CONTEXTS = (1, 2, 3, 4)
-LENGTHS = (768, 3072)  # 2c divides them for each c
+LENGTHS = (768, 3072)  # for each number of ranks c in CONTEXTS, 2c divides both lengths
 SAMPLES, HEADS, KV_HEADS, HEAD_SIZE = 1, 4, 2, 64
 UNIT = 1e-7  # the unit of drawn errors
 TENSORS = ("output", "dq", "dk", "dv")

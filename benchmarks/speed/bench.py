@@ -282,7 +282,7 @@ def all_rows(
         measuring.write(RESULTS / "latest.json", results, order)
         picture.draw(RESULTS / "latest.json", picture.PICTURE)
     if trials.untried:
-        missing.append(f"{trials.untried} ways of peers were not tried: there was no time")
+        missing.append(f"no time to try {trials.untried} configurations of other trainers")
     return results, failures
 
 

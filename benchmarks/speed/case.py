@@ -148,8 +148,8 @@ class Row:
 
     @property
     def alone(self) -> "Row":
-        """Return the row for one rank alone. The row has the same sizes, or in weak scaling half of
-        the size that is doubled."""
+        """Return the row for one rank alone. It has the same sizes. In weak scaling, however, the
+        size that `WEAK` names is half as large."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]

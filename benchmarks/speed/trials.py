@@ -151,7 +151,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # without `at_least`, the tool hangs
+            if at_least == 0.0:  # without a minimum rate, only a tool that hangs is too slow
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--further", action="store_true", help="only the further training")
     options = parser.parse_args()
     if not (options.data / "valid").is_dir():
-        sys.exit(f"{options.data} has no valid/: `make demo` makes that of the demo's model")
+        sys.exit(f"{options.data} has no valid/: `make demo` makes the demo's shards")
     WORK.mkdir(parents=True, exist_ok=True)
     more = ["--samples", options.samples]
     if options.length:

@@ -101,13 +101,14 @@ def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) ->
     theirs = peft["losses"]
     difference = f"{greatest(theirs, curves[0]):.1e}"
     rows.append(["`peft`, one process", f"{theirs[0]:.6f}", f"{theirs[-1]:.6f}", difference])
-    head = ["t, p, d", "loss of step 1", "of the last", "greatest relative difference"]
+    head = ["t, p, d", "loss of step 1", "loss of the last step", "largest relative difference"]
     merged = peft["merged"]
     logits = (
-        "Greatest differences of logits, relative to the greatest logit: between merged adapters "
-        f"and adapters with their base {merged['fp32']:.1e} in float32 and {merged['fp64']:.1e} in "
-        f"float64; between float32 and float64 with the base {peft['rounding']:.1e}; between ours "
-        f"and `peft`'s after their steps {peft['theirs']:.1e}."
+        "The logits differ by the following amounts, relative to the largest logit. Merged "
+        f"adapters differ from adapters with their base by {merged['fp32']:.1e} in float32 and by "
+        f"{merged['fp64']:.1e} in float64. Adapters with their base differ between float32 and "
+        f"float64 by {peft['rounding']:.1e}. After the training steps, ptdmpi differs from `peft` "
+        f"by {peft['theirs']:.1e}."
     )
     return [*marks.table(head, rows), "", logits]
 

@@ -134,9 +134,10 @@ def memory_lines(base: Path) -> Iterator[str]:
     most = {mode: greatest_length(base, mode) for mode in ("none", "full")}
     yield ""
     yield (
-        f"LoRA needs at most {BAR} of the memory of full tuning up to {most['none']:,} tokens of a "
-        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory in "
-        "addition to that before the model was built, over two steps of one microbatch:"
+        f"LoRA needs at most {BAR} of the memory of full fine-tuning for up to {most['none']:,} "
+        f"tokens in a microbatch, and with full recomputation for up to {most['full']:,} tokens. "
+        "The next table shows the resident memory in two steps of one microbatch, minus the memory "
+        "before the model was built:"
     )
     yield ""
     rows = []
@@ -192,11 +193,12 @@ def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterat
     yield ""
     ratio, least, most = (1 / time[key] for key in ("ratio", "greatest", "least"))
     yield (
-        f"A step of LoRA takes {ratio:.2f} ({least:.2f} to {most:.2f}) of full tuning's time, one "
-        f"rank and thread, {ROUNDS} rounds in turn, on a machine that was not quiet. The adapter "
-        f"in the format of `peft` has {size['lora'] / 1e6:.1f} MB, the whole model "
-        f"{size['full'] / 1e6:.0f} MB; checkpoints with the optimizer's state "
-        f"{size['lora, checkpoint'] / 1e6:.0f} and {size['full, checkpoint'] / 1e6:,.0f} MB."
+        f"A step of LoRA takes {ratio:.2f} ({least:.2f} to {most:.2f}) of the time of a step of "
+        f"full fine-tuning, on one rank and thread, in {ROUNDS} alternating rounds on a machine "
+        f"with other load. The adapter in `peft`'s format has {size['lora'] / 1e6:.1f} MB, and the "
+        f"complete model has {size['full'] / 1e6:.0f} MB. Checkpoints with the optimizer's state "
+        f"have {size['lora, checkpoint'] / 1e6:.0f} MB (LoRA) and "
+        f"{size['full, checkpoint'] / 1e6:,.0f} MB (full)."
     )
     yield ""
 

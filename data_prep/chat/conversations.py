@@ -17,8 +17,9 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message, Rendered
 
 
 class Conversation(NamedTuple):
-    """A conversation: the token ids [tokens], the label weight of each token, bool [tokens], the
-    index of the first token of each answer, int [answers], and the text."""
+    """A conversation: `ids`, the token ids [tokens]; `weights`, the label weight of each token,
+    bool [tokens]; `answers`, the index of each answer's first token, int [answers]; and its
+    text."""
 
     ids: np.ndarray
     weights: np.ndarray

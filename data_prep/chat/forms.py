@@ -6,7 +6,8 @@ is converted to messages.
 - ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
 - alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
   optionally "system" and "history", a list of [question, answer].
-- pairs: the texts of `PAIRS`, or two lists of messages (TRL's "prompt" and "completion").
+- pairs: two texts, in the two fields of one of `PAIRS`, or two lists of messages (TRL's "prompt"
+  and "completion").
 
 The turns in a list of the first two formats may have the keys of either format, because some files
 mix the two.
@@ -89,7 +90,8 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after the "system" text of the record, if it has one."""
+    """Return the messages. If the record has a text "system", a system message comes first. Raise
+    BadConversation if "system" is no text, or if the messages begin with a system message, too."""
     text = record.get("system")
     if not text:
         return messages

@@ -31,7 +31,8 @@ from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, fi
 from ptdmpi.data.shard_writer import ShardWriter
 
 MOST_LENGTH = 1 << 28  # maximum number of tokens of a row; a row is in memory at once
-# The number of unfinished rows. A conversation goes to the first of these rows with room for it.
+# The maximum number of unfinished rows. A conversation goes to the first unfinished row that has
+# room for it.
 OPEN_ROWS = 64
 # The names of the CorpusCounters that the final table shows.
 COUNTED = (
@@ -51,7 +52,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The inputs and options of `ptdmpi-data chat` and `pairs`, except those for the output.
+    """The inputs and options of `ptdmpi-data chat` and `pairs`, except the options for the output.
 
     `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
     off ("truncate"), or it is left out ("drop"). If `pairs` is True, the records are pairs of
@@ -114,8 +115,8 @@ class RowWriter:
         self.tokens = self.padding = 0
 
     def add(self, group: Group) -> None:
-        """Add conversations of at most `seq_length` tokens together. Raise the same errors as
-        `ShardWriter`."""
+        """Add the conversations of one group, which together have at most `seq_length` tokens.
+        Raise the same errors as `ShardWriter`."""
         size = _size(group)
         for row in self._rows:
             if row.size + size <= self._length:
@@ -189,7 +190,7 @@ class _ChatCorpus:
     sources: list[CorpusFile]
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties of files and the options that determine the tokens."""
+        """Return the options and the properties of the input files that determine the tokens."""
         files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
         pairs = {}
         if self.options.pairs:

@@ -49,7 +49,7 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(torture, tmp_path):
 
 
 def test_what_was_reported_as_saved_must_be_there(torture, tmp_path):
-    with pytest.raises(Lost, match="step 8 was reported as saved, step 0 is there"):
+    with pytest.raises(Lost, match="step 8 was reported as saved, but 0 is the newest"):
         torture.finish(CASE, tmp_path, 8)
 
 

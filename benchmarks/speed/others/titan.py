@@ -126,8 +126,9 @@ class TitanTrainer:
     """The trainer of torchtitan on one rank.
 
     Losses are sums over the tokens of the complete batch. Parameters are sharded over the data
-    ranks, even if there is only one, because torchtitan computes in bf16 with float32 master
-    weights only in this way. Gradients are reduced into shards after each microbatch.
+    ranks, even if there is only one data rank, because torchtitan computes in bf16 with float32
+    master weights only if parameters are sharded. Gradients are reduced into shards after each
+    microbatch.
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:

@@ -47,8 +47,9 @@ Tensors = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class AdapterPlace:
     """The position of one adapter in a layer. The adapter changes output number `output` of the
-    linear layer `linear`, whose weight has the rows `rows` for this output. If the linear layer is
-    split `by_rows` (over its inputs), one adapter changes all its outputs."""
+    linear layer `linear`. `rows` are the rows of this linear layer's weight that compute the
+    output. If `by_rows` is True, the linear layer is split over its inputs, and one adapter changes
+    all its outputs."""
 
     linear: str
     target: str

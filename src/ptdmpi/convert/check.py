@@ -3,8 +3,9 @@ fixed prompts.
 
 The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
 the checkpoint by ptdmpi's model. The logits of every head are compared. ptdmpi and the reference
-both compute in float64 on a CPU, so rounding errors are far below the limit BAR. The error of any
-mistake is far above BAR. At any time only one layer, or the embedding, is in memory."""
+both compute in float64 on a CPU, so rounding errors are far below the limit BAR. A mistake in the
+conversion gives a difference far above BAR. At any time only one layer, or the embedding, is in
+memory."""
 
 from collections.abc import Iterable
 

@@ -49,10 +49,10 @@ class Family:
     makes the keys of [model] from a config.json. `config` is a function that makes a config.json
     from [model] and the size of the vocabulary. `again` maps a tensor to the tensor that it repeats
     in every model with a tied head. If the head is not tied and the two tensors differ, only the
-    first of these two tensors is used. `told_by` maps a key of [model] that no config.json has to
-    the tensor that exists if the key is true. `renamed` maps the ends of names in old files to the
-    ends in newer files. `tasks` maps a kind of task to the class in `transformers` that has a head
-    for the task, and to the linear layer of that head.
+    first of these two tensors is used. `told_by` is for keys of [model] that no config.json has:
+    it maps each such key to the tensor that exists if the key is true. `renamed` maps the ends of
+    names in old files to the ends in newer files. `tasks` maps a kind of task to the class in
+    `transformers` that has a head for the task, and to the linear layer of that head.
     """
 
     model_type: str

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Get = Callable[[str], Tensor]  # from a tensor's name without prefix to the tensor
+Get = Callable[[str], Tensor]  # takes the name of a tensor, without prefix, and returns the tensor
 Json = Mapping[str, Any]
 
 
@@ -167,7 +167,7 @@ def _window(config: Json, layer: int) -> int | None:
         slides = False
     elif kind == "mistral":
         slides = True
-    elif kind == "mixtral":  # unlike Mistral, only if config.json has a window
+    elif kind == "mixtral":  # unlike Mistral's, its window has no default
         return config.get("sliding_window")
     elif types:
         slides = types[layer] == "sliding_attention"
@@ -336,9 +336,9 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 
 def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
-    """Return frequencies as YaRN scales them. Frequencies with an index up to a first number are
-    unchanged, frequencies from a last number on are divided by `factor`, and there is a linear
-    transition between the two numbers. `base` is rope_theta."""
+    """Return frequencies as YaRN scales them. Frequencies up to a first index are unchanged, and
+    frequencies from a last index on are divided by `factor`. Between these two indices there is a
+    linear transition. `base` is rope_theta."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     half = len(frequencies)

@@ -307,7 +307,7 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
-    if not model.tie_embeddings:  # some versions of `transformers` read only the repetition
+    if not model.tie_embeddings:  # some versions of `transformers` read only repeating tensors
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)

@@ -53,8 +53,8 @@ class CodeTask:
     place: str
 
     def program(self, written: str) -> str:
-        """Return the complete program with the model's text `written`. It passes if it runs to its
-        end."""
+        """Return the complete program: the prompt, the model's text `written`, and the test. The
+        program passes if it runs to its end."""
         return f"{self.prompt}{written}\n{self.test}\ncheck({self.entry_point})\n"
 
 

@@ -55,9 +55,9 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
 
 
 def keep_library() -> None:
-    """Make modules importable through open directories, also for the user `nobody`. The
-    interpreter's library may be below a directory, such as root's home, that this user may not
-    enter."""
+    """Open the directories of `sys.path`, so that even the user `nobody` can import modules from
+    them. The interpreter's library may be below a directory, such as root's home, that this user
+    may not enter."""
     opened = {}
     for path in sys.path:
         try:

@@ -70,8 +70,8 @@ class Sandbox:
         `without_network`.
         """
         prefix = () if self.network else without_network()
-        # a program can write this random word to the verdict only if it has read the word from its
-        # pipe
+        # a program can write this random word as its verdict only if it has read the word from the
+        # pipe that contains it
         word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
             # if root starts the program, it runs as the user nobody, who must be able to use the

@@ -73,8 +73,8 @@ class Chat:
             return "Ctrl-C"
 
     def answer(self, line: str) -> str:
-        """Return the model's answer to `line`. The rank that samples the tokens prints each at
-        once."""
+        """Return the model's answer to `line`. The rank that samples the tokens prints each token
+        at once."""
         writer = self.writer
         ids = self._within(line)
         self._shown = ""
@@ -151,8 +151,8 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Return rank 0's next line, or None at the end of the conversation, and the reason for an
-    end."""
+    """Return two values on rank 0: the next line, or None at the end of the conversation; and the
+    reason why the conversation ends if the line is None."""
     try:
         line = read()
         # Open MPI's mpirun does not report the end of input, so a command can end the conversation

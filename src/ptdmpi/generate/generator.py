@@ -89,7 +89,8 @@ def generate(
     for prompt in prompts:
         check(prompt, model)
     data = model.axes["data"]
-    # prompts of similar lengths form a group, because a group runs until its last continuation ends
+    # prompts of similar lengths form a group, because all prompts of a group are padded to the
+    # length of its longest prompt
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}

@@ -317,8 +317,8 @@ def _low_rank(
 def _pattern(
     config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
 ) -> dict[str, float]:
-    """Return the number of each module that matches a key of the table `name` in
-    adapter_config.json, by the module's name.
+    """Return a table that maps names of modules to numbers. The table `name` in adapter_config.json
+    has a number for each of its keys. A module that matches a key gets the number of this key.
 
     A key of the table is a regular expression for a module's name, or for the end of a name after a
     dot. The first key that matches is used, as in `peft.utils.other.get_pattern_key`. Raise

@@ -75,7 +75,13 @@ class Multiply(Operator):
     def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int, bool]]:
         """Yield (inputs, outputs, True if it trains) of each matrix on this rank."""
         tensor = sizes.layout.tensor
-        yield *self.linear.local(tensor), self.linear.trains
+        inputs, outputs = self.linear.local(tensor)
+        if self.is_attention and sizes.gathers_early:
+            # keys and values are gathered during the product of the queries, so they are computed
+            # by another product
+            yield inputs, outputs - sizes.query_width, self.linear.trains
+            outputs = sizes.query_width
+        yield inputs, outputs, self.linear.trains
         for pair in self.pairs:
             inputs, outputs = pair.local(tensor)
             yield inputs, pair.rank, True

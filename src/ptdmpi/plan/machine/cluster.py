@@ -96,7 +96,8 @@ class Software(FrozenTable):
     program applies dropout even if the model has none, as all programs did in 2021.
     `gradient_bytes` is the size of a gradient in the sum over the data axis. `overlap_pipeline` and
     `overlap_tensor`: messages over this axis proceed while their rank computes. `overlap_pipeline`
-    also applies to the messages of a ring of context ranks. `balanced_stages`: layers are divided
+    also applies to the messages of a ring of context ranks. `overlap_context`: context ranks gather
+    keys and values while they compute queries. `balanced_stages`: layers are divided
     over stages as if the output head were some layers, so that the last stage has fewer layers.
     `zero_unit` says which weights ZeRO 3 gathers by one message: one "tensor" or one "layer".
     `groups_per_adapter` is the number of groups, each with some of a node's ranks, that choose the
@@ -117,6 +118,7 @@ class Software(FrozenTable):
     gradient_bytes: Positive
     overlap_pipeline: bool
     overlap_tensor: bool
+    overlap_context: bool = False
     balanced_stages: bool
     zero_unit: Literal["tensor", "layer"]
     groups_per_adapter: Positive = 1

@@ -53,7 +53,8 @@ ROWS: dict[str, tuple[int, Changes]] = {
     "sequence, lora": (4, {**SEQUENCE, **LORA}),
     "put off": (4, {**PUT_OFF, **QWEN}),
     "put off, biases": (4, PUT_OFF),
-    "zero 3": (4, {**layout(d=2), "parallel.zero": 3, "recompute.mode": "full", **LLAMA}),
+    "zero 3": (4, {**layout(d=2), "parallel.zero": 3, **LLAMA}),
+    "zero 3, full": (4, {**layout(d=2), "parallel.zero": 3, "recompute.mode": "full"}),
 }
 SHORT = ("llama", "lora", "sequence", "put off, biases", "zero 3")
 

@@ -175,7 +175,9 @@ SOURCES = (
         "llama3_context",
         "dgx-h100",
         "v = 4, b = 1, ZeRO 1, sequence parallelism, no recomputation (stated for 8,192 "
-        "positions); FLOPs of whole scores; no masks between documents",
+        "positions); FLOPs of whole scores; no masks between documents; the gather of keys "
+        "and values is exposed (section 3.3.2)",
+        software={"overlap_context": False},
         layout={"recompute": "none", "sequence_parallel": True},
         model={"kind": "llama"},
     ),
@@ -188,7 +190,7 @@ SOURCES = (
         "messages except messages of the context axis; linears at the FP8 peak, FlashAttention-2 "
         "in bf16; FLOPs of whole scores, as its code counted in 2024",
         device=FP8_H100,
-        software={"overlap_tensor": True},
+        software={"overlap_tensor": True, "overlap_context": False},
         efficiency=FLASH2_BESIDE_FP8,
         layout={"sequence_parallel": True, "dp_overlap": True},
         model={"kind": "llama"},

@@ -9,7 +9,7 @@ Under sequence parallelism, activations between blocks have only this rank's pos
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +33,12 @@ from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
-from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
@@ -149,17 +150,42 @@ class Heads:
         else:
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.norms:
-            query_norm, key_norm = self.norms
-            q = query_norm(q)
-            k = key_norm(k)
-            if rotary is not None:
-                q = rotate(q, *rotary)
-                k = rotate(k, *rotary)
+            q, k = (self._turned(x, number, rotary) for number, x in enumerate((q, k)))
         if rotary is not None:
             v = v.clone()  # a copy, because a view would keep all of qkv in memory
         # in attention, heads come before positions, because products are computed for each head;
         # other tensors are [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+    def _turned(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return queries (number 0) or keys (1) [s, b, heads, d], normalized and rotated."""
+        x = self.norms[number](x) if self.norms else x
+        return x if rotary is None else rotate(x, *rotary)
+
+
+class EarlyKeys(Heads):
+    """Three rows in one step: the product of queries, keys and values, their division into heads,
+    and the gather of keys and values over the context axis. The product is computed in two parts,
+    so that the gather proceeds during the product of the queries, and the sum of the gradients of
+    keys and values during its backward."""
+
+    def __init__(
+        self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
+    ) -> None:
+        super().__init__(row, build, norms)
+        self.axis, self.layer, self.linear = build.context, build.layer, linear
+
+    def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries at this rank's positions, and the keys and values at all positions."""
+        parts = ColumnParts(self.linear, x, context.of_adapters(self.layer), count=2)
+        rotary = (context.rotary or self.rotary) if self.rotates else None
+        first, end = self.heads * self.head_size, len(self.linear.weight)
+        both = parts.product(slice(first, end)).unflatten(-1, (-1, self.head_size))
+        k, v = both.chunk(2, dim=2)
+        k = self._turned(k, 1, rotary)
+        arriving = self.axis.whole_keys_begin(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
+        q = parts.product(slice(0, first)).unflatten(-1, (-1, self.head_size))
+        return self._turned(q, 0, rotary).permute(1, 2, 0, 3), *arriving.wait()
 
 
 class SelfAttention(Computing):
@@ -298,12 +324,22 @@ def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     return lambda x, context: linear(x, context.of_adapters(build.layer))
 
 
-def _heads(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+def _heads(
+    owner: nn.Module, row: Operator, build: Build, linear: ColumnParallelLinear | None = None
+) -> Heads:
     assert isinstance(row, SplitHeads)
     norms = [Norm(build.model, False, part.size, partial_gradient=True) for _, part in row.norms]
     for (name, _), norm in zip(row.norms, norms, strict=True):
         add(owner, name, norm)
-    return Heads(row, build, norms)
+    return Heads(row, build, norms) if linear is None else EarlyKeys(row, build, norms, linear)
+
+
+def _early_keys(owner: nn.Module, rows: Sequence[Operator], build: Build) -> Heads:
+    product, heads, _ = rows
+    _product(owner, product, build)
+    linear = owner.get_submodule(product.name)
+    assert isinstance(linear, ColumnParallelLinear)
+    return _heads(owner, heads, build, linear)
 
 
 def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
@@ -444,10 +480,26 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
     """Make the torch modules of `rows` (descriptions of operators), and register them in `owner`.
     Return the steps for `run`."""
     steps = []
-    for number, row in enumerate(rows):
-        last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
-        steps.append(RowStep(row, maker_of(row)(owner, row, build), last))
+    while rows:
+        row, count = rows[0], 1
+        if _gathers_early(rows[:3], build):
+            row, count = replace(row, outputs=rows[2].outputs), 3
+            compute: Callable[..., Any] = _early_keys(owner, rows[:3], build)
+        else:
+            compute = maker_of(row)(owner, row, build)
+        rows = rows[count:]
+        last = frozenset(name for name in row.inputs if not _read_after(rows, name))
+        steps.append(RowStep(row, compute, last))
     return tuple(steps)
+
+
+def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
+    """Return True if `EarlyKeys` computes these rows: on a context axis whose transport makes
+    progress during computation. A quantized weight is an exception, because each of the two
+    products would unpack all of it."""
+    if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
+        return False
+    return build.context.gathers_early and build.model.quantize.weights == "none"
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:

@@ -104,14 +104,17 @@ class TensorAxis:
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
-def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
+def accumulate_bias_gradient(
+    bias: Parameter | None, dy: Tensor, own: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Add the gradient of a bias to its `main_grad`. Do nothing if there is no bias, or if the bias
-    does not train."""
+    does not train. `own` selects the elements of the bias that were added to the output; None
+    selects all elements."""
     if bias is not None and bias.requires_grad:
         # sum in the gradient's type, because a sum over all positions in a 16-bit type loses small
         # terms
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
-        bias.accumulate(lambda total: total.add_(summed))
+        bias.accumulate(lambda total: (total if own is None else own(total)).add_(summed))
 
 
 class Gathered:
@@ -156,6 +159,11 @@ class LinearPass:
         pairs = [weight for adapter in self.adapters for weight in (adapter.a, adapter.b)]
         return [self.weight, self.bias, *pairs]
 
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the rows of a weight or of its gradient that belong to the outputs of the pass:
+        all rows."""
+        return rows
+
     def kept(self, x: Tensor) -> Tensor | None:
         """Return the input `x` if the gradient of a parameter needs it, otherwise None."""
         if self.weight.requires_grad or self.adapters:
@@ -170,7 +178,7 @@ class LinearPass:
     def input_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
         """Return the gradient [s, b, i] of the input, including the adapters' contributions. `ups`
         has the gradient of each adapter's inner activation, [s, b, rank of the adapter]."""
-        dx = self.kernels.input_gradient(dy, self.weight)
+        dx = self.kernels.input_gradient(dy, self.own(self.weight))
         for adapter, up in zip(self.adapters, ups, strict=True):
             adapter.add_input_gradient(dx, up, self.stream)
         return dx
@@ -187,7 +195,9 @@ class LinearPass:
         input and the gradient of the output at that time."""
         kernels = self.kernels
         if self.weight.requires_grad:
-            self.weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy(), x()))
+            self.weight.accumulate(
+                lambda total: kernels.add_weight_gradient(self.own(total), dy(), x())
+            )
         for adapter, down, up in zip(self.adapters, downs, ups, strict=True):
             adapter.accumulate((x, dy), down.detach(), up, self.stream)
 

@@ -97,6 +97,7 @@ def probe(
         | {
             "gradient_bytes": PRECISIONS[precision].master.bytes,
             "overlap_pipeline": collectives.overlaps(bench, world),
+            "overlap_context": axes["data"].overlaps,
             "wide_products": any(
                 bench.kernels.widens(device.type, dtype) for dtype in (compute, torch.bfloat16)
             ),

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ptdmpi.config import AdaptConfig
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.model import QuantizeConfig
 from ptdmpi.plan.cost.data_axis import VIEW_S, DataAxis
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
@@ -83,6 +85,37 @@ def test_the_products_of_a_ring_hide_its_messages_where_neighbours_overlap(lengt
     home_s = machine.send_s(4 * chunk * 4096 * 4, crosses_nodes=False)
     assert times.backward.context >= home_s
     assert (times.backward.context == pytest.approx(home_s)) == (length == 65536)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_product_of_the_queries_hides_the_gather_of_keys(quantized):
+    """It is a product of its own, unless the weight is quantized; so is its backward."""
+    model = load_model("l=2,h=4096,a=32,kv_heads=8,s=65536")
+    if quantized:
+        config = model.config.adapted(AdaptConfig(), QuantizeConfig(weights="nf4"))
+        model = replace(model, config=config)
+    layout = Layout(1, 1, 1, context=8)
+    cluster = load_cluster("dgx-h100")
+    exposed = cluster.software.model_copy(update={"overlap_context": False})
+    usual, early = (
+        LayerTimes(machine_of(one, "bf16", 2), model, layout)
+        for one in (cluster.model_copy(update={"software": exposed}), cluster)
+    )
+    if quantized:
+        assert early.forward == usual.forward and early.backward == usual.backward
+        return
+    rows, machine = 65536 // 8, early.machine
+    query_s = machine.gemm_s(rows, 4096, 4096)
+    both_s = machine.gemm_s(rows, 2048, 4096)
+    assert early.forward.context == pytest.approx(usual.forward.context - query_s)
+    more_s = query_s + both_s - machine.gemm_s(rows, 4096 + 2048, 4096)
+    assert early.forward.compute == pytest.approx(usual.forward.compute + more_s)
+    gradients_s = query_s + machine.gemm_s(4096, 4096, rows)
+    expected_s = max(0.0, usual.backward.context - gradients_s)
+    assert early.backward.context == pytest.approx(expected_s)
+    # the gradients of weights are computed later, in W
+    inputs_s = usual.split_backward.context - query_s
+    assert early.split_backward.context == pytest.approx(inputs_s)
 
 
 def test_tensors_are_all_parameters_of_a_layer(machine):

@@ -2,18 +2,20 @@
 rank sees the keys of all ranks.
 
 This module implements the method "all_gather", which gathers keys and values (Dubey et al. 2024,
-arXiv 2407.21783, section 3.3.2). `heads.py` implements the method "ulysses", and `ring.py` the
+arXiv 2407.21783, section 3.3.2). On transports that proceed in the background, the gather
+begins before the product of the queries, and the sum of the gradients proceeds during the backward
+of this product. `heads.py` implements the method "ulysses", and `ring.py` the
 method "ring".
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.comm.communicator import DONE, Communicator, Handle, OneRank
 from ptdmpi.config.choices import ContextMethod
 from ptdmpi.model.sequence.positions import Positions
 
@@ -41,12 +43,22 @@ class ContextAxis:
         positions (see `Layout.exchange`)."""
         return self.method if self.size > 1 else "none"
 
+    @property
+    def gathers_early(self) -> bool:
+        """Return True if keys and values are gathered while the rank computes its queries."""
+        return self.exchange == "all_gather" and self.comm.overlaps
+
     def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values, [b, heads, s / c, head size] on each of the c ranks, to keys and
         values at all positions, [b, heads, s, head size]. In the backward, the gradients are summed
         over the c ranks."""
         keys, values = _WholeKeys.apply(k, v, self)
         return keys, values
+
+    def whole_keys_begin(self, k: Tensor, v: Tensor) -> "ArrivingKeys":
+        """Begin `whole_keys`."""
+        under_way = _UnderWay(self)
+        return ArrivingKeys(_BeginKeys.apply(k, v, under_way), under_way)
 
     def in_order(self, dealt: Tensor) -> Tensor:
         """Return the tensor `dealt` [s, ...] in the order of positions. In `dealt`, the two chunks
@@ -70,14 +82,95 @@ class _WholeKeys(Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, axis: ContextAxis) -> tuple[Tensor, Tensor]:
         ctx.axis = axis
-        both = torch.stack((k, v)).permute(3, 0, 1, 2, 4).contiguous()  # [s / c, 2, b, heads, d]
-        whole = axis.in_order(axis.comm.all_gather(both))
-        keys, values = whole.permute(1, 2, 3, 0, 4)
+        keys, values = _apart(axis.in_order(axis.comm.all_gather(_together(k, v))))
         return keys, values
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
         both = axis.dealt(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4))
-        dk, dv = axis.comm.reduce_scatter(both.contiguous()).permute(1, 2, 3, 0, 4)
+        dk, dv = _apart(axis.comm.reduce_scatter(both.contiguous()))
         return dk, dv, None
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values, [b, heads, n, d] each, as one tensor [n, 2, b, heads, d]."""
+    return torch.stack((k, v)).permute(3, 0, 1, 2, 4).contiguous()
+
+
+def _apart(both: Tensor) -> Tensor:
+    """Return keys and values, [2, b, heads, n, d], from one tensor [n, 2, b, heads, d]."""
+    return both.permute(1, 2, 3, 0, 4)
+
+
+class _UnderWay:
+    """The message of keys and values that is under way, in the forward or in the backward, and its
+    result."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self.axis = axis
+        self._result: Tensor | None = None
+        self._message: Handle = DONE
+
+    def begin(self, result: Tensor, message: Handle) -> Tensor:
+        """Keep a message that has begun. Return its result, which is not complete."""
+        self._result, self._message = result, message
+        return result
+
+    def end(self) -> Tensor:
+        """Return the result when it is complete."""
+        result, message = self._result, self._message
+        assert result is not None, "no message is under way"
+        message.wait()
+        # the handle has the tensors of the message, which would stay until the backward
+        self._result, self._message = None, DONE
+        return result
+
+
+class ArrivingKeys(NamedTuple):
+    """Keys and values that are being gathered. `own` has the keys and values of this rank.
+
+    Autograd computes gradients in reverse order. The sum of the gradients of keys and values begins
+    in the backward of `wait`, and is complete in the backward of `whole_keys_begin`. In between are
+    the backwards of everything that the forward computed between these two.
+    """
+
+    own: Tensor
+    under_way: _UnderWay
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values at all positions, [b, heads, s, d] each."""
+        keys, values = _EndKeys.apply(self.own, self.under_way)
+        return keys, values
+
+
+class _BeginKeys(Function):
+    """The beginning of the gather of keys and values, and the end of the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, under_way: _UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        own = _together(k, v)
+        under_way.begin(*under_way.axis.comm.all_gather_begin(own))
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, summed: Tensor) -> tuple[Tensor, Tensor, None]:
+        dk, dv = _apart(ctx.under_way.end())
+        return dk, dv, None
+
+
+class _EndKeys(Function):
+    """The end of the gather of keys and values, and the beginning of the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, under_way: _UnderWay) -> tuple[Tensor, Tensor]:
+        ctx.under_way = under_way
+        keys, values = _apart(under_way.axis.in_order(under_way.end()))
+        return keys, values
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, None]:
+        under_way: _UnderWay = ctx.under_way
+        both = under_way.axis.dealt(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4))
+        return under_way.begin(*under_way.axis.comm.reduce_scatter_begin(both.contiguous())), None

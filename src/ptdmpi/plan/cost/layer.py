@@ -128,7 +128,11 @@ class TensorRank:
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
-        return self._exposed_s(seconds, message, self.sizes.software.overlap_tensor)
+        software = self.sizes.software
+        overlaps = software.overlap_tensor
+        if message.axis == "context":
+            overlaps = software.overlap_context
+        return self._exposed_s(seconds, message, overlaps)
 
     def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
         """Return the part of a message's time that does not overlap with kernels."""

@@ -114,11 +114,24 @@ class GatherKeys(_Exchange):
             yield MemoryPass(2 * size * (1 + 1 / sizes.layout.context))
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        size = self._bytes(sizes)
+        size, behind = self._bytes(sizes), tuple(self._overlapping(sizes, phase))
         if size and phase == "forward":
-            yield Message("all_gather", size, "context")
+            yield Message("all_gather", size, "context", behind=behind)
         if size and phase in ("backward", "inputs") and input_trains:
-            yield Message("reduce_scatter", size, "context")
+            yield Message("reduce_scatter", size, "context", behind=behind)
+
+    def _overlapping(self, sizes: Sizes, phase: Phase) -> Iterator[Kernel]:
+        """Yield the kernels that run during the message: the product of the queries, or the
+        products of its backward."""
+        if not sizes.gathers_early:
+            return
+        rows, inputs, outputs = sizes.tokens, sizes.model.hidden, sizes.query_width
+        if phase == "forward":
+            yield MatrixProduct(rows, outputs, inputs)
+            return
+        yield MatrixProduct(rows, inputs, outputs)
+        if phase == "backward" and not sizes.model.adapt.adapts:
+            yield MatrixProduct(inputs, outputs, rows)
 
 
 @dataclass(frozen=True)

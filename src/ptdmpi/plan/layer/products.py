@@ -77,7 +77,13 @@ class Multiply(Operator):
         """Yield (inputs, outputs, True if the matrix trains) for each matrix on this rank: the
         weight of the linear, and A and B of each low-rank adapter."""
         tensor = sizes.layout.tensor
-        yield *self.linear.local(tensor), self.linear.trains
+        inputs, outputs = self.linear.local(tensor)
+        if self.is_attention and sizes.gathers_early:
+            # keys and values are gathered during the product of the queries, so they are computed
+            # by another product
+            yield inputs, outputs - sizes.query_width, self.linear.trains
+            outputs = sizes.query_width
+        yield inputs, outputs, self.linear.trains
         for pair in self.pairs:
             inputs, outputs = pair.local(tensor)
             yield inputs, pair.rank, True

@@ -72,6 +72,18 @@ class Sizes:
         return self.share(self.model.heads), self.share(self.model.kv_heads)
 
     @property
+    def query_width(self) -> int:
+        """Return the number of elements that the queries of one position have on a tensor rank."""
+        return self.local_heads[0] * self.model.head_size
+
+    @property
+    def gathers_early(self) -> bool:
+        """Return True if keys and values are gathered over the context axis while the queries are
+        computed."""
+        gathers = self.layout.exchange == "all_gather" and self.software.overlap_context
+        return gathers and self.model.quantize.weights == "none"
+
+    @property
     def priced_heads(self) -> tuple[int, int]:
         """Return the numbers of query heads and of key heads that determine the computing time of a
         tensor rank. If there are more tensor ranks than key heads, several ranks share one key

@@ -97,6 +97,7 @@ class Software(FrozenTable):
     2021. `gradient_bytes` is the size of a gradient in the sum over the data axis.
     `overlap_pipeline` and `overlap_tensor`: messages over the named axis are transferred while
     their ranks compute. `overlap_pipeline` also applies to the messages of a ring of context ranks.
+    `overlap_context`: context ranks gather keys and values while they compute the queries.
     `balanced_stages`: the division of layers over stages takes the work of the output head into
     account, so that the last stage has fewer layers. `zero_unit` says which weights ZeRO 3 gathers
     by one message: one "tensor" or one "layer". `groups_per_adapter` is the number of groups, each
@@ -118,6 +119,7 @@ class Software(FrozenTable):
     gradient_bytes: Positive
     overlap_pipeline: bool
     overlap_tensor: bool
+    overlap_context: bool = False
     balanced_stages: bool
     zero_unit: Literal["tensor", "layer"]
     groups_per_adapter: Positive = 1

@@ -136,6 +136,26 @@ def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     assert len(calls(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("n", "options", "message"),
+    [
+        (99_999_999, (), "-n 99999999: no machine takes so many; legal: 1 to 16777216"),
+        (5000, ("--hosts", "a"), "5000 ranks on host a; legal: 1 to 4096 ranks on a host"),
+        (5, (), "batch.global_size = 8 is no multiple of data * micro_size = 5"),
+    ],
+)
+def test_ranks_that_cannot_train_are_refused_before_a_launcher_starts(
+    job, tmp_path, n, options, message
+):
+    code, text = ends(job("done(9)", n=n, options=options))
+    assert code == 2 and message in text and "Traceback" not in text
+    assert not (tmp_path / "calls").exists()
+
+
+def test_the_start_of_the_launcher_is_said(job):
+    assert "ptdmpi run: starting 4 ranks by mpirun\n" in ends(job("done(9)"))[1]
+
+
 def test_a_zero_of_the_launcher_is_not_trusted(job, tmp_path):
     assert ends(job("step(2)", "done(9)"))[0] == 0
     assert len(calls(tmp_path)) == 2
@@ -202,7 +222,8 @@ def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
 
 
 def test_ranks_that_others_went_on_without_come_back(job, tmp_path):
-    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    settings = ("run.on_failure=shrink", "run.spare_ranks=1", "batch.global_size=12")
+    options = tuple(word for setting in settings for word in ("--set", setting))
     shrunk = "step(2, 3); step(3, 2); wait()"
     code, text = ends(job(shrunk, "step(4, 3); done(9)", options=(*options, "--grow-every", "0.2")))
     assert code == 0, text
@@ -210,7 +231,8 @@ def test_ranks_that_others_went_on_without_come_back(job, tmp_path):
 
 
 def test_a_spare_rank_in_the_place_of_a_lost_one_is_no_loss(job, tmp_path):
-    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    settings = ("run.on_failure=shrink", "run.spare_ranks=1", "batch.global_size=12")
+    options = tuple(word for setting in settings for word in ("--set", setting))
     whole = "step(2, 3); time.sleep(1.0); done(9)"
     assert ends(job(whole, options=(*options, "--grow-every", "0.2")))[0] == 0
     assert len(calls(tmp_path)) == 1
@@ -229,7 +251,8 @@ def test_notices_of_the_launcher(job, tmp_path):
     notice = "print('-' * 76 + '\\nprterun noticed X\\n' + '-' * 76, file=sys.stderr)\n"
     error = "print('ptdmpi: error: no', file=sys.stderr, flush=True)\n"
     code, text = ends(job(error + notice + "sys.exit(2)"))
-    assert code == 2 and text.splitlines() == ["ptdmpi: error: no"]
+    said = ["ptdmpi run: starting 4 ranks by mpirun", "ptdmpi: error: no"]
+    assert code == 2 and text.splitlines() == said
     (tmp_path / "calls").unlink()
     code, text = ends(job(notice + "die()", options=("--restarts", "0")))
     assert "prterun noticed X" in text

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from ptdmpi.base.disk import open_file
 from ptdmpi.base.errors import InputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config, Sections
@@ -36,7 +37,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        with open(path, "rb") as file:  # the path may be a device that never ends
+        with open_file(Path(path), "rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise InputError(f"configuration {path} has more than {MOST_BYTES} bytes")

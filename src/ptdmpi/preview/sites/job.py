@@ -21,6 +21,7 @@ from ptdmpi.train.checks import checked_data, with_form
 UNWARNED = ("pbs", "lsf", "flux")
 # The default of a key in a configuration, where it differs from the default of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
+LONGEST_NAME = 63  # characters of the name of a job in Kubernetes
 MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
 
@@ -43,7 +44,7 @@ class TrainingJob:
     def name(self) -> str:
         """Return the name of the job: letters, digits and hyphens, which every scheduler takes."""
         words = re.sub(r"[^a-z0-9]+", "-", self.config.stem.lower()).strip("-")
-        return f"ptdmpi-{words}" if words else "ptdmpi"
+        return f"ptdmpi-{words}"[:LONGEST_NAME].rstrip("-")
 
     @property
     def arguments(self) -> list[str]:

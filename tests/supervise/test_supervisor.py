@@ -54,10 +54,13 @@ def done(to):
     step(to)
     (run / "done").write_text(json.dumps({{"steps": to}}))
 
-def wait():
+def wait(code=75):
     while not asked:
         time.sleep(0.01)
-    sys.exit(75)
+        if (run / "SAVE").exists():
+            (run / "SAVE").unlink()
+            save(2)
+    sys.exit(code)
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -212,6 +215,24 @@ def test_lost_host_spare_host_and_growth(job, tmp_path):
     assert "lost: b; starting 2 ranks again" in text and "room for 4 ranks again" in text
 
 
+@pytest.mark.parametrize(
+    ("second", "count"),
+    [
+        # the disk is full: the save never comes, and the ranks keep their state
+        ("step(3); os.remove('down/b'); time.sleep(1.0); sys.exit(2) if asked else done(9)", 2),
+        # the save came, but the disk was full when the ranks stopped
+        ("step(3); os.remove('down/b'); wait(2)", 3),
+    ],
+)
+def test_a_full_disk_does_not_end_a_run_that_could_grow(job, tmp_path, second, count):
+    options = ("--hosts", "a:2,b:2", "--grow-every", "0.2")
+    lost = "step(2); open('down/b', 'w'); sys.exit(1)"
+    code, text = ends(job(lost, second, "done(9)", options=options))
+    assert code == 0 and len(calls(tmp_path)) == count, text
+    assert text.count("room for 4 ranks again") == 1
+    assert not (tmp_path / "r" / "SAVE").exists()
+
+
 def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
     """The daemon of the launcher that has just ended may still clean up there."""
     (tmp_path / "busy").mkdir()
@@ -256,6 +277,17 @@ def test_notices_of_the_launcher(job, tmp_path):
     (tmp_path / "calls").unlink()
     code, text = ends(job(notice + "die()", options=("--restarts", "0")))
     assert "prterun noticed X" in text
+
+
+def test_a_file_of_bash_may_print_and_may_fail(tmp_path):
+    """Bash runs the file that BASH_ENV names before each script."""
+    file = tmp_path / "file"
+    environ = {"PATH": os.environ["PATH"], "BASH_ENV": str(file), "A": "two\nlines"}
+    file.write_text("printf 'modules are loaded'")
+    assert mpi_environment(environ)["A"] == "two\nlines"
+    file.write_text("echo no modules >&2; exit 3")
+    with pytest.raises(InputError, match=r"mpi-env.sh: bash cannot run it: no modules; is BASH"):
+        mpi_environment(environ)
 
 
 def test_no_mpirun(job, tmp_path):

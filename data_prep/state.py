@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.base.lock import FileLock
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if there is no such file. Raise InputError if the file
     is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """The configuration: every mistake is found, all together, each with what is legal."""
 
 import math
+import os
 import re
 from decimal import Decimal
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import Config, InputError, load, resolve, to_toml
+from ptdmpi.config.files import MOST_BYTES
 from tests._configs import small, tree
 
 
@@ -312,8 +314,9 @@ def test_files_that_cannot_be_read(tmp_path):
     file.write_text(deep)
     with pytest.raises(InputError, match="nests tables deeper than 8 levels"):
         load(file)
+    file.write_text("")
     with pytest.raises(InputError, match="nests tables deeper than 8 levels"):
-        load("/dev/null", [f"run.name={{{deep}}}"])
+        load(file, [f"run.name={{{deep}}}"])
 
 
 @pytest.mark.parametrize(
@@ -419,6 +422,10 @@ def test_spare_ranks_do_not_count():
         resolve(tree({"run.spare_ranks": 1}), 2)
 
 
-def test_a_file_that_never_ends_is_refused():
-    with pytest.raises(InputError, match="/dev/zero has more than"):
+def test_a_file_that_never_ends_is_refused(tmp_path):
+    with pytest.raises(InputError, match="/dev/zero: is a pipe or a device, not a file"):
         load("/dev/zero")
+    (tmp_path / "long.toml").touch()
+    os.truncate(tmp_path / "long.toml", MOST_BYTES + 1)
+    with pytest.raises(InputError, match=r"long.toml has more than 16777216 bytes"):
+        load(tmp_path / "long.toml")

@@ -1,6 +1,7 @@
 """Checkpoints as directories: the manifest, retention, and what crashes at odd moments leave."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -73,6 +74,18 @@ def test_leftovers_go_with_the_next_save_and_complete_ones_stay(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_file_with_the_name_of_a_leftover_does_not_keep_a_run_from_saving(tmp_path, kind):
+    path = tmp_path / "step-00000009.tmp"
+    other = tmp_path / "step-00000001.replaced"
+    save(tmp_path, 1)
+    for one in (path, other):
+        os.mkfifo(one) if kind == "pipe" else one.write_text("x")
+    files.put_back(tmp_path)
+    files.prepare(tmp_path, 2, 0)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002.tmp"]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
 def test_a_damaged_marker_of_a_branch_says_as_little_as_none(tmp_path, content):
     source = tmp_path / "other" / "step-00000001"
@@ -82,6 +95,12 @@ def test_a_damaged_marker_of_a_branch_says_as_little_as_none(tmp_path, content):
     files.branch(here, source)
     (here / files.BRANCHED_FROM).write_bytes(content)
     assert not files.went_on_from(here, source)
+
+
+def test_a_marker_whose_source_is_no_checkpoint_is_damaged(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / files.BRANCHED_FROM).write_text(f"{tmp_path / 'step-x'}\n{tmp_path}\n")
+    assert files.went_on_from(tmp_path, tmp_path)
 
 
 def test_the_same_step_again(tmp_path, monkeypatch):

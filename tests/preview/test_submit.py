@@ -259,6 +259,15 @@ def test_bad_input_is_one_line(folder, monkeypatch, arguments, word):
         ('queue = "long"', 'template = "x.sbatch"', "template: no x.sbatch in"),
         ('"slurm"', '"pbs"\ncontainer = "a.sif"', "container: legal with slurm, flux"),
         ('"slurm"', '"kubernetes"', "container is missing"),
+        ('"abc"', '"abc\\n#SBATCH --nodes=9"', "account: legal: letters, digits and"),
+        ('"abc"', '"abc --nodes=9"', "account: legal: letters, digits and"),
+        ('"long"', '"lo\'ng"', "queue: legal: letters, digits and"),
+        ("02:00:00", "\u0662\u0662:00:00", "time: .*; write HH:MM:SS"),
+        ("'module load python; export A=\"b c\"'", '"a\\u001b[2J"', "setup: legal: lines without"),
+        ('"a100"', '"a\\n100"', "cluster: legal: one line"),
+        ('queue = "long"', 'launch = "srun\\nrm"', "launch: legal: one line"),
+        ('queue = "long"', 'container = "a\\tb"', "container: legal: one line"),
+        ('queue = "long"', 'template = "a\\nb"', "template: legal: one line"),
     ],
 )
 def test_a_site_file_with_a_mistake_is_one_line_and_not_remembered(folder, before, after, word):
@@ -267,6 +276,38 @@ def test_a_site_file_with_a_mistake_is_one_line_and_not_remembered(folder, befor
     with pytest.raises(InputError, match=word) as error:
         submit("--site", str(path))
     assert "\n" not in str(error.value) and not (folder / "home").exists()
+
+
+def test_setup_may_have_several_lines(folder):
+    lines = submit("--site", site("slurm", more="#")).stdout.splitlines()
+    path = Path("slurm.toml")
+    old = "'module load python; export A=\"b c\"'"
+    path.write_text(path.read_text().replace(old, '"""module load a\n\tmodule load b"""'))
+    script = submit("--site", str(path)).stdout
+    assert "\nSETUP='module load a\n\tmodule load b'\n" in script
+    assert len(script.splitlines()) == len(lines) + 1
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_kubernetes_reads_each_value_as_a_text(folder):
+    """A bare 123 or "yes" would be a number or a boolean."""
+    yaml = pytest.importorskip("yaml")
+    path = Path(site("kubernetes"))
+    path.write_text(path.read_text().replace('"abc"', '"123"').replace('"long"', '"yes"'))
+    setting = "run.dir=two\nlines"
+    job = yaml.safe_load(submit("--site", str(path), "--set", setting).stdout)
+    assert job["metadata"]["namespace"] == "123"
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "yes"}
+    (container,) = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == setting
+
+
+def test_the_name_of_a_job_fits_every_scheduler(folder):
+    """A label of Kubernetes has at most 63 characters."""
+    name = "a" * 70
+    (folder / f"{name}.toml").write_text(CONFIG)
+    result = CliRunner().invoke(command, [f"{name}.toml", "--site", site("slurm")])
+    assert f"#SBATCH --job-name=ptdmpi-{'a' * 56}\n" in result.stdout
 
 
 def test_the_example_is_a_site():

@@ -54,10 +54,13 @@ def done(to):
     step(to)
     (run / "done").write_text(json.dumps({{"steps": to}}))
 
-def wait():
+def wait(code=75):
     while not asked:
         time.sleep(0.01)
-    sys.exit(75)
+        if (run / "SAVE").exists():
+            (run / "SAVE").unlink()
+            save(2)
+    sys.exit(code)
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -136,6 +139,26 @@ def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     assert len(calls(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("n", "options", "message"),
+    [
+        (99_999_999, (), "-n 99999999: no machine takes so many; legal: 1 to 16777216"),
+        (5000, ("--hosts", "a"), "5000 ranks on host a; legal: 1 to 4096 ranks on a host"),
+        (5, (), "batch.global_size = 8 is no multiple of data * micro_size = 5"),
+    ],
+)
+def test_ranks_that_cannot_train_are_refused_before_a_launcher_starts(
+    job, tmp_path, n, options, message
+):
+    code, text = ends(job("done(9)", n=n, options=options))
+    assert code == 2 and message in text and "Traceback" not in text
+    assert not (tmp_path / "calls").exists()
+
+
+def test_the_start_of_the_launcher_is_said(job):
+    assert "ptdmpi run: starting 4 ranks by mpirun\n" in ends(job("done(9)"))[1]
+
+
 def test_a_zero_of_the_launcher_is_not_trusted(job, tmp_path):
     assert ends(job("step(2)", "done(9)"))[0] == 0
     assert len(calls(tmp_path)) == 2
@@ -192,6 +215,24 @@ def test_lost_host_spare_host_and_growth(job, tmp_path):
     assert "lost: b; starting 2 ranks again" in text and "room for 4 ranks again" in text
 
 
+@pytest.mark.parametrize(
+    ("second", "count"),
+    [
+        # the disk is full: the save never comes, and the ranks keep their state
+        ("step(3); os.remove('down/b'); time.sleep(1.0); sys.exit(2) if asked else done(9)", 2),
+        # the save came, but the disk was full when the ranks stopped
+        ("step(3); os.remove('down/b'); wait(2)", 3),
+    ],
+)
+def test_a_full_disk_does_not_end_a_run_that_could_grow(job, tmp_path, second, count):
+    options = ("--hosts", "a:2,b:2", "--grow-every", "0.2")
+    lost = "step(2); open('down/b', 'w'); sys.exit(1)"
+    code, text = ends(job(lost, second, "done(9)", options=options))
+    assert code == 0 and len(calls(tmp_path)) == count, text
+    assert text.count("room for 4 ranks again") == 1
+    assert not (tmp_path / "r" / "SAVE").exists()
+
+
 def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
     """The daemon of the launcher that has just ended may still clean up there."""
     (tmp_path / "busy").mkdir()
@@ -202,7 +243,8 @@ def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
 
 
 def test_ranks_that_others_went_on_without_come_back(job, tmp_path):
-    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    settings = ("run.on_failure=shrink", "run.spare_ranks=1", "batch.global_size=12")
+    options = tuple(word for setting in settings for word in ("--set", setting))
     shrunk = "step(2, 3); step(3, 2); wait()"
     code, text = ends(job(shrunk, "step(4, 3); done(9)", options=(*options, "--grow-every", "0.2")))
     assert code == 0, text
@@ -210,7 +252,8 @@ def test_ranks_that_others_went_on_without_come_back(job, tmp_path):
 
 
 def test_a_spare_rank_in_the_place_of_a_lost_one_is_no_loss(job, tmp_path):
-    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    settings = ("run.on_failure=shrink", "run.spare_ranks=1", "batch.global_size=12")
+    options = tuple(word for setting in settings for word in ("--set", setting))
     whole = "step(2, 3); time.sleep(1.0); done(9)"
     assert ends(job(whole, options=(*options, "--grow-every", "0.2")))[0] == 0
     assert len(calls(tmp_path)) == 1
@@ -229,10 +272,22 @@ def test_notices_of_the_launcher(job, tmp_path):
     notice = "print('-' * 76 + '\\nprterun noticed X\\n' + '-' * 76, file=sys.stderr)\n"
     error = "print('ptdmpi: error: no', file=sys.stderr, flush=True)\n"
     code, text = ends(job(error + notice + "sys.exit(2)"))
-    assert code == 2 and text.splitlines() == ["ptdmpi: error: no"]
+    said = ["ptdmpi run: starting 4 ranks by mpirun", "ptdmpi: error: no"]
+    assert code == 2 and text.splitlines() == said
     (tmp_path / "calls").unlink()
     code, text = ends(job(notice + "die()", options=("--restarts", "0")))
     assert "prterun noticed X" in text
+
+
+def test_a_file_of_bash_may_print_and_may_fail(tmp_path):
+    """Bash runs the file that BASH_ENV names before each script."""
+    file = tmp_path / "file"
+    environ = {"PATH": os.environ["PATH"], "BASH_ENV": str(file), "A": "two\nlines"}
+    file.write_text("printf 'modules are loaded'")
+    assert mpi_environment(environ)["A"] == "two\nlines"
+    file.write_text("echo no modules >&2; exit 3")
+    with pytest.raises(InputError, match=r"mpi-env.sh: bash cannot run it: no modules; is BASH"):
+        mpi_environment(environ)
 
 
 def test_no_mpirun(job, tmp_path):

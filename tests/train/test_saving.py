@@ -41,7 +41,8 @@ class _Disk:
         return [Saved(Path(f"step-{step}"), step, 10**6, 0.1, 0.2)]
 
 
-def _run(disk: _Disk, last_step: int, stop: int = 0) -> tuple[list[str], list[int]]:
+def _run(disk: _Disk, last_step: int, stop: int = 0, asked: int = 0) -> tuple[list[str], list[int]]:
+    """Run to `last_step`, or stop after step `stop`; the user asks for a save after `asked`."""
     lines: list[str] = []
     records: list[dict] = []
     saving = Saving(
@@ -53,7 +54,7 @@ def _run(disk: _Disk, last_step: int, stop: int = 0) -> tuple[list[str], list[in
         hooks=Hooks(),
     )
     for step in range(1, (stop or last_step) + 1):
-        saving.after_step(step, Save.NOW if step == stop else Save.NO)
+        saving.after_step(step, {stop: Save.LAST, asked: Save.NOW}.get(step, Save.NO))
     return lines, [record["step"] for record in records]
 
 
@@ -88,6 +89,17 @@ def test_a_save_that_fails_in_the_background_does_not_keep_the_next_from_being_m
     disk = _Disk(5, {5}, lag=9)
     lines, saved = _run(disk, 10)
     assert disk.tried == [5, 10] and saved == [10] and "warning: step 5" in lines[0]
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_save_that_a_user_asks_for_is_complete_and_may_fail(lag):
+    """A file SAVE on a full disk must not end the run, whose state is only in memory."""
+    disk = _Disk(0, {3}, lag)
+    lines, saved = _run(disk, 9, asked=3)
+    assert disk.tried == [3, 4, 9] and saved[-1] == 9
+    assert lines[0] == "warning: step 3 was not written: full; going on, next attempt after step 4"
+    lines, saved = _run(_Disk(0, set(), lag), 4, asked=3)
+    assert saved == [3, 4] and len(lines) == 2
 
 
 @pytest.mark.parametrize(("last_step", "stop"), [(6, 0), (20, 6)])

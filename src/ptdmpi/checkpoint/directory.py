@@ -179,6 +179,8 @@ def went_on_from(directory: Path, named: Path) -> bool:
 def _last_kept(directory: Path, source: Path | None) -> int:
     if source is None or source.parent.resolve() != directory.resolve():
         return -1
+    if not is_name(source.name):  # the file `branched_from` is damaged
+        return -1
     return step_of(source)
 
 
@@ -227,10 +229,10 @@ def discard(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    else:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _free_name(final: Path, why: str) -> Path:

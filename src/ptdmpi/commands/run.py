@@ -10,7 +10,9 @@ import click
 from pydantic import ValidationError
 
 from ptdmpi.base.launched import launched_size
-from ptdmpi.config import InputError, RunConfig, load
+from ptdmpi.base.say import note
+from ptdmpi.base.words import counted
+from ptdmpi.config import InputError, RunConfig, load, resolve
 from ptdmpi.terminal.options import SET, Number
 from ptdmpi.terminal.program import Command
 
@@ -65,6 +67,9 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     wanted = ranks or place.ranks
     if not wanted:
         raise InputError("how many ranks? legal: -n RANKS, or a job of Slurm or PBS")
+    place = place.filled(wanted)
+    if options["layout"] is None:
+        _require_layout(tree, wanted)
     if run.on_failure == "shrink" and place.launcher == "mpirun":
         place = replace(place, options=(*place.options, "--with-ft", "ulfm"))
     job = SupervisedJob(
@@ -77,7 +82,19 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
         restarts=options["restarts"],
         grow_s=options["grow_s"],
     )
-    sys.exit(Supervisor(job, place.filled(wanted), environment).run())
+    note(f"ptdmpi run: starting {counted(wanted, 'rank')} by {place.launcher}")
+    sys.exit(Supervisor(job, place, environment).run())
+
+
+def _require_layout(tree: dict[str, Any], ranks: int) -> None:
+    """Raise InputError, before a launcher is started, if the model cannot be trained on `ranks`
+    ranks. The message has all mistakes in the configuration, as that of `ptdmpi train`."""
+    try:
+        resolve(tree, ranks)
+    except InputError:
+        from ptdmpi.train.checks import checked  # imports torch
+
+        checked(tree, ranks)
 
 
 def _run_section(config: Path, tree: dict[str, Any]) -> RunConfig:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from ptdmpi.base.disk import open_file
 from ptdmpi.base.errors import InputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config, Sections
@@ -38,7 +39,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     override is malformed.
     """
     try:
-        with open(path, "rb") as file:  # the path may be a device that can be read without end
+        with open_file(Path(path), "rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise InputError(f"configuration {path} has more than {MOST_BYTES} bytes")

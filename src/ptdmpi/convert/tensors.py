@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ptdmpi.base.box import Box, rows_of
-from ptdmpi.base.disk import read_file
+from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
 
@@ -124,7 +124,7 @@ def header_text(path: Path) -> str:
     """Return the unchanged header of a safetensors file. Raise InputError if the file is damaged or
     truncated."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
             if not 2 <= length <= size - 8:

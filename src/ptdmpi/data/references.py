@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ptdmpi.base.disk import replacing, write_whole
+from ptdmpi.base.disk import open_file, read_file, replacing, write_whole
 from ptdmpi.config import InputError
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.documents import Locate
@@ -61,7 +61,8 @@ class References:
         Raise InputError if the file is damaged or cannot be read."""
         path = self.folder / f"{self._headers[number].path.stem}.npy"
         try:
-            values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            with open_file(path, "rb"):  # refuses a pipe
+                values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read: {error}; {MADE_BY}") from None
         if values.dtype != np.float32 or values.shape != (self._headers[number].tokens,):
@@ -157,7 +158,7 @@ def _identity(header: ShardHeader) -> list[str]:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(read_file(path))
     except FileNotFoundError:
         raise InputError(
             f"{path.parent.parent}: has no log-probabilities of a reference model; {MADE_BY}"

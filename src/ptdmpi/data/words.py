@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset
 
@@ -106,7 +107,7 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     if not path.is_file() and not needed:
         return {}, {}
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_file(path))
         ids = dict(tokens_of(tree))
         if not all(type(token) is str and type(number) is int for token, number in ids.items()):
             raise TypeError("a token's id is no number")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 
 
@@ -13,7 +14,7 @@ def numbered_lines(path: Path, what: str) -> list[tuple[str, str]]:
     """
     try:
         # only \n ends a line: other separators (U+2028) may be part of a text
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+        lines = read_file(path).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

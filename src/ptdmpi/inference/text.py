@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
@@ -191,7 +192,7 @@ def token_ids(name: str) -> dict[str, int]:
     if file is None or file.suffix != ".json":
         return {}
     try:
-        return dict(tokens_of(json.loads(file.read_text(encoding="utf-8"))))
+        return dict(tokens_of(json.loads(read_file(file))))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{file}: is not a tokenizer.json: {error}") from None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import wandb
 
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.config import Config
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
@@ -64,7 +64,7 @@ class WeightsAndBiases:
 def _known_id(state: Path) -> str | None:
     """Return the id in the file `state`, or None if the file is missing or damaged."""
     try:
-        identity = json.loads(state.read_bytes())["id"]
+        identity = json.loads(read_file(state))["id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return identity if isinstance(identity, str) else None

@@ -35,15 +35,21 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     environment = dict(environ)
     if sys.prefix != sys.base_prefix:
         environment.setdefault("VIRTUAL_ENV", sys.prefix)
-    dump = "import json, os; print(json.dumps(dict(os.environ)))"
+    dump = "import json, os; print(chr(10) + json.dumps(dict(os.environ)))"
     command = [
         "bash",
         "-c",
         f'. "$0" && exec "{sys.executable}" -Sc "{dump}"',
         str(jobs_folder() / SCRIPT),
     ]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    variables: dict[str, str] = json.loads(printed.stdout)
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    # a file that BASH_ENV names may print something before
+    _, _, last = printed.stdout.rstrip("\n").rpartition("\n")
+    try:
+        variables: dict[str, str] = json.loads(last)
+    except ValueError:
+        said = " ".join(printed.stderr.split()) or f"exit code {printed.returncode}"
+        raise InputError(f"{SCRIPT}: bash cannot run it: {said}; is BASH_ENV set?") from None
     return variables
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
@@ -26,6 +27,9 @@ from ptdmpi.supervise.environment import PASSED_ON
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
+# More ranks are a typing mistake: no machine has 2^24 cores, and no host has 4,096.
+MOST_RANKS = 1 << 24
+MOST_ON_HOST = 4096
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,20 @@ class LaunchPlace:
     def filled(self, ranks: int) -> "LaunchPlace":
         """Return a copy of this place for `ranks` ranks, in which each node has a number of ranks.
 
-        Raise InputError if the nodes have room for fewer ranks.
+        Raise InputError if the nodes have room for fewer ranks, or if no machine has so many.
         """
+        if ranks > MOST_RANKS:
+            raise InputError(f"-n {ranks}: no machine takes so many; legal: 1 to {MOST_RANKS}")
         if not self.nodes:
             return replace(self, ranks=ranks)
         share = math.ceil(ranks / len(self.nodes))
         nodes = tuple(LaunchHost(node.name, node.ranks or share) for node in self.nodes)
+        for node in nodes:
+            if node.ranks > MOST_ON_HOST:
+                raise InputError(
+                    f"-n {ranks}: {node.ranks} ranks on host {node.name}; legal: 1 to "
+                    f"{MOST_ON_HOST} ranks on a host"
+                )
         most = sum(node.ranks for node in nodes)
         if ranks > most:
             raise InputError(f"-n {ranks}: the hosts take {most} ranks; legal: name:ranks, ...")
@@ -203,7 +215,7 @@ def _host(word: str) -> LaunchHost:
 
 def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
     try:
-        lines = Counter(node_file.read_text().split())
+        lines = Counter(read_file(node_file).decode(errors="replace").split())
     except OSError as error:
         raise InputError(f"PBS_NODEFILE {node_file}: {error.strerror}") from None
     nodes = tuple(LaunchHost(name, count) for name, count in lines.items())

@@ -9,6 +9,7 @@ from pathlib import Path
 from ptdmpi.base.disk import open_file, read_file
 
 TAIL_BYTES = 1 << 16
+SAVE = "SAVE"  # the file that asks the ranks to save
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class RunProgress:
             if re.fullmatch(r"step-\d+", name):
                 return name, latest.stat().st_mtime_ns
         return None
+
+    def ask_to_save(self) -> None:
+        """Ask the ranks to save a checkpoint, if the disk has room for the request."""
+        with contextlib.suppress(OSError):
+            (self.path / SAVE).touch()
+
+    def withdraw(self) -> None:
+        """Remove a request that no rank has seen, so that the next start does not obey it."""
+        with contextlib.suppress(OSError):
+            (self.path / SAVE).unlink()
 
     def log(self, line: str) -> None:
         """Append a line to the run's log, if the run has one."""

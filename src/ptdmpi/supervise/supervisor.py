@@ -21,7 +21,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.supervise.environment import folder_of_copies
-from ptdmpi.supervise.judge import Starts, judged
+from ptdmpi.supervise.judge import BAD_INPUT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
@@ -50,6 +50,14 @@ class SupervisedJob:
     grow_s: float
 
 
+@dataclass(frozen=True)
+class SavedBefore:
+    """The newest checkpoint, as `RunProgress.newest_checkpoint` returns it, before a save was asked
+    for."""
+
+    checkpoint: tuple[str, int] | None
+
+
 class Supervisor:
     """The supervisor of one job, from the first start of its ranks to the exit code."""
 
@@ -69,6 +77,8 @@ class Supervisor:
         self._requests = 0
         self._asked_s = 0.0
         self._growing = False
+        # the newest checkpoint before the save that precedes a growth; None without such a save
+        self._saving_since: SavedBefore | None = None
         self._looked_s = 0.0
         self._first_after = 0  # the last step that was recorded before this start
 
@@ -87,7 +97,9 @@ class Supervisor:
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
-            if not self._growing or ended.code != 75:
+            # to stop, in order to grow, the ranks had to save; if that failed, the save before it
+            # is there
+            if not self._growing or ended.code not in (STOPPED, BAD_INPUT):
                 verdict = self._judge(ended)
                 if verdict is not None:
                     return verdict
@@ -122,6 +134,9 @@ class Supervisor:
             time.sleep(POLL_S)
             self._grow_if_possible(start)
         self._start = None
+        if self._saving_since is not None:
+            self.progress.withdraw()
+            self._saving_since = None
         return start.finish(quiet=self._requests > 0)
 
     def _words(self) -> list[str]:
@@ -191,19 +206,28 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """If ranks or nodes were lost and more ranks can be started again now, ask the ranks to
-        save and stop."""
-        waited = time.monotonic() - self._looked_s
-        if self._growing or self._requests or waited < self.job.grow_s:
+        """After a loss of ranks or nodes, ask the ranks to save when more ranks fit again; if they
+        have saved, ask them to stop."""
+        if self._growing or self._requests:
+            return
+        before = self._saving_since
+        if before is not None and self.progress.newest_checkpoint() != before.checkpoint:
+            self._growing = True
+            start.ask_to_stop()
+            return
+        if time.monotonic() - self._looked_s < self.job.grow_s:
             return
         self._looked_s = time.monotonic()
         if self._training() == self._that_train(self.job.ranks):
             return
         ranks = self._fitting(self.place.room(self.place.living(self.environment)))
         if self._that_train(ranks) > self._training() and start.running() and not self._requests:
-            self._growing = True
-            self._say(f"there is room for {counted(ranks, 'rank')} again: saving, to start them")
-            start.ask_to_stop()
+            if before is None:
+                self._saving_since = SavedBefore(self.progress.newest_checkpoint())
+                self._say(
+                    f"there is room for {counted(ranks, 'rank')} again: saving, to start them"
+                )
+            self.progress.ask_to_save()
 
     def _training(self) -> int:
         """Return the number of ranks that train now. This number is smaller than the number of

@@ -221,7 +221,7 @@ class Loop:
         if self._goes_on(step):
             self.stopping.before_save(asked, step)
         self.lookout.place.enter("saving")
-        saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)
+        saved = self.saving.after_step(step, Save.LAST if asked.stop else asked.save)
         self.lookout.place.enter("training")
         if not saved:
             return asked

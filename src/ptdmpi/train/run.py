@@ -201,7 +201,7 @@ class Run:
         loop = self._active
         newest = loop.saving.newest
         if newest is None or newest[0] != loop.concluded:
-            loop.saving.after_step(loop.concluded, Save.NOW)
+            loop.saving.after_step(loop.concluded, Save.LAST)
             newest = loop.saving.newest
         assert newest is not None
         return Path(newest[1])

@@ -53,12 +53,12 @@ class Saving:
         """Save a checkpoint if a save is due or requested by `asked`. Return True if a save was due
         or requested; the result is the same on all ranks.
 
-        With `Save.NOW`, and after the last step, the save is complete when this method returns.
-        Raises SaveFailed, on every rank, if such a save fails.
+        With `Save.NOW` and `Save.LAST`, and after the last step, the save is complete when this
+        method returns. Raises SaveFailed on every rank if such a save fails, except with `Save.NOW`.
         """
-        must = asked is Save.NOW or step == self.last_step
+        must = asked is Save.LAST or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0
-        due = must or asked is Save.DUE or step == self.retry_step or regular
+        due = must or asked is not Save.NO or step == self.retry_step or regular
         if due:
             self.verify()
         # finish the previous save first; if it has failed, this save is tried nevertheless
@@ -66,8 +66,9 @@ class Saving:
         if due:
             self.retry_step = None
             self._attempt(partial(self.checkpoints.save, step), step, must)
-        if must:
+        if must or asked is Save.NOW:
             self._attempt(self.checkpoints.finish, step, must)
+        if must:
             if self.copies is not None and self.copies.count:
                 count = self.copies.count
                 mean_ms = 1000 * self.copies.seconds / count

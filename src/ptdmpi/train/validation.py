@@ -140,7 +140,7 @@ class Validation:
             asked = replace(asked, save=Save.DUE)
         if self.standing.over and step < self.config.run.steps:
             # the run ends because it no longer improves, so no other reason is reported
-            asked = replace(asked, stop="", save=Save.NOW)
+            asked = replace(asked, stop="", save=Save.LAST)
         self.journal.say(f"step {step}  {text}{self.standing.remark}")
         place.enter("training")
         return asked

@@ -56,7 +56,8 @@ class Save(IntEnum):
 
     NO = 0
     DUE = 1  # a save is due by the clock; it is treated like a save at a multiple of `every_steps`
-    NOW = 2  # a user has requested a save by the file SAVE, and waits for it
+    NOW = 2  # a user has requested a save, and waits for it; if it fails, the run goes on
+    LAST = 3  # the run ends after this save, and fails if the save fails
 
 
 class StopRequest:

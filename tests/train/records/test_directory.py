@@ -75,6 +75,15 @@ def test_timelines_of_later_steps_are_dropped(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["step-00000003.json"]
 
 
+def test_a_file_that_is_no_timeline_stays(tmp_path):
+    (tmp_path / "timeline").mkdir()
+    names = ["step-00000009.json", "step-x.json", "step-\u00b2.json"]
+    for name in names:
+        (tmp_path / "timeline" / name).touch()
+    RunDirectory(tmp_path, "", 4)
+    assert sorted(os.listdir(tmp_path / "timeline")) == sorted(names[1:])
+
+
 def test_damaged_records_are_said_and_kept(tmp_path, capsys):
     """A torn last line is no damage: a run that dies while it writes leaves one."""
     whole = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st'

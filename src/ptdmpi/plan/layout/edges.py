@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.graphs import Edges, Topology, Undirected
 
@@ -78,7 +79,7 @@ def sha256_of(path: str, names: str) -> str:
 def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
     """Yield the number, the text and the columns of each line that has an edge."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_file(Path(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no text"
         raise InputError(

@@ -11,11 +11,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.precision import PrecisionName
 from ptdmpi.config.presets import DEFAULTS, model_presets, nearest_presets
@@ -215,9 +217,10 @@ class Model:
     vocab_size: int
 
 
-def _read(path: Any) -> dict[str, Any]:
+def _read(path: Traversable) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_file(path) if isinstance(path, Path) else path.read_bytes()
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -229,7 +232,7 @@ def load_cluster(name: str) -> Cluster:
 
     Raises InputError if there is neither, or if the file is not valid.
     """
-    path: Any = preset_file(name)
+    path = preset_file(name)
     if path is None:
         if not name.endswith(".toml"):
             raise InputError(unknown_cluster(name))

@@ -22,6 +22,7 @@ from ptdmpi.train.checks import checked_data, with_form
 UNWARNED = ("pbs", "lsf", "flux")
 # Defaults of keys in a configuration that differ from the defaults of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
+LONGEST_NAME = 63  # characters of the name of a job in Kubernetes
 MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
 
@@ -45,7 +46,7 @@ class TrainingJob:
         """Return the name of the job. It has only letters, digits and hyphens, which every
         scheduler accepts."""
         words = re.sub(r"[^a-z0-9]+", "-", self.config.stem.lower()).strip("-")
-        return f"ptdmpi-{words}" if words else "ptdmpi"
+        return f"ptdmpi-{words}"[:LONGEST_NAME].rstrip("-")
 
     @property
     def arguments(self) -> list[str]:

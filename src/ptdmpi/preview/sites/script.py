@@ -1,5 +1,6 @@
 """The script of a job: a template of jobs/ with the values of the site and the job."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -165,11 +166,11 @@ def _fill(template: Template, job: TrainingJob) -> None:
     words = ", ".join(_quoted(word) for word in [*command, *job.arguments])
     values = {
         "job": job.name,
-        "account": site.account,
-        "queue": site.queue,
+        "account": _quoted(site.account) if site.account else "",
+        "queue": _quoted(site.queue) if site.queue else "",
         "ranks": str(job.ranks_per_node),
         "nodes": str(job.nodes),
-        "container": site.container,
+        "container": _quoted(site.container),
         "command": f"[{words}]",
         "cores": str(site.node.cores),
         "gpus": str(site.node.gpus or ""),
@@ -180,5 +181,4 @@ def _fill(template: Template, job: TrainingJob) -> None:
 
 def _quoted(word: str) -> str:
     """Return a word as a double-quoted text of YAML."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return json.dumps(word, ensure_ascii=False)  # JSON is a part of YAML

@@ -8,16 +8,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note
 from ptdmpi.config.section import FrozenTable, NonNegative, Positive
 from ptdmpi.supervise.environment import jobs_folder
 
 SchedulerName = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
-TimeLimit = Annotated[str, Field(pattern=r"^\d{1,3}:[0-5]\d:[0-5]\d$")]
+TimeLimit = Annotated[str, Field(pattern=r"^[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]$")]
+
+
+def _is_name(text: str) -> str:
+    """Return the text if a scheduler reads it as one word; otherwise raise ValueError."""
+    if not re.fullmatch(r"[\w.,:@/+=%-]*", text):
+        raise ValueError("legal: letters, digits and . , : @ / + = % _ -")
+    return text
+
+
+def _is_line(text: str) -> str:
+    """Return the text if it has no control character; otherwise raise ValueError."""
+    if not text.isprintable():
+        raise ValueError("legal: one line, without control characters")
+    return text
+
+
+def _is_commands(text: str) -> str:
+    """Return the text, which may have several lines, if it has no other control character;
+    otherwise raise ValueError."""
+    if not all(line.expandtabs().isprintable() for line in text.split("\n")):
+        raise ValueError("legal: lines without control characters")
+    return text
+
+
+# Texts that are written into a script: after a directive, as one line, or as lines of the shell.
+ScriptName = Annotated[str, AfterValidator(_is_name)]
+ScriptLine = Annotated[str, AfterValidator(_is_line)]
+ScriptCommands = Annotated[str, AfterValidator(_is_commands)]
 EXAMPLE = "site.toml"
 
 
@@ -35,14 +63,14 @@ class Site(FrozenTable):
 
     name: str
     scheduler: SchedulerName
-    account: str
-    queue: str = ""
+    account: ScriptName
+    queue: ScriptName = ""
     time: TimeLimit = "12:00:00"
-    setup: str = ""
-    launch: str = ""
-    container: str = ""
-    cluster: str = ""
-    template: str = ""
+    setup: ScriptCommands = ""
+    launch: ScriptLine = ""
+    container: ScriptLine = ""
+    cluster: ScriptLine = ""
+    template: ScriptLine = ""
     node: NodeShape
 
     @property
@@ -99,7 +127,7 @@ def _read(path: Path) -> tuple[Site, str]:
     """Return the site in a file, and the text of the file. Raise InputError if the file is not
     valid."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_file(path).decode()
         tree = tomllib.loads(content)
     except OSError as error:
         raise InputError(f"site {path}: {error.strerror}") from None
@@ -111,11 +139,12 @@ def _read(path: Path) -> tuple[Site, str]:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         hint = ""
-        if key == "account":
+        if key == "account" and first["type"] == "missing":
             hint = '; account = "" if the scheduler does not ask for one'
         elif key == "time":
             hint = "; write HH:MM:SS"
-        raise InputError(f"site {path}: {key}: {first['msg']}{hint}") from None
+        text = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"site {path}: {key}: {text}{hint}") from None
     if site.container and site.scheduler in ("pbs", "lsf"):
         raise InputError(f"site {path}: container: legal with slurm, flux and kubernetes")
     if site.scheduler == "kubernetes" and not site.container:

@@ -79,7 +79,8 @@ class RunDirectory:
 
     def _drop_timelines(self) -> None:
         for timeline in (self.path / "timeline").glob("step-*.json"):
-            if int(timeline.stem.removeprefix("step-")) > self._resumed_step:
+            number = timeline.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > self._resumed_step:
                 timeline.unlink()
 
     def open_sinks(self, config: Config) -> None:

@@ -39,7 +39,7 @@ from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
-from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
@@ -327,11 +327,13 @@ def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple
 
 
 def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    kept = keeps_outputs(build.model, build.selective)
+
     def compute(y: Tensor, context: Context) -> Tensor:
         """Return the outputs of all heads at this rank's positions."""
         if build.context.exchange != "ulysses":
             return y
-        return all_heads(y, build.context)
+        return all_heads(y, build.context, kept=kept)
 
     return compute
 

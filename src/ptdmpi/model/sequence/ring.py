@@ -135,10 +135,10 @@ class _Visit(NamedTuple):
         return self.block[1]
 
 
-def _visits(axis: ContextAxis, own: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, this rank's own first. The next keys and values
-    arrive while the caller computes, if the transport makes progress during computation."""
-    here = own
+def _visits(axis: ContextAxis, here: Tensor) -> Iterator[_Visit]:
+    """Yield the keys and values of every rank, this rank's own first: those that are `here`. The
+    next keys and values arrive while the caller computes, if the transport makes progress during
+    computation."""
     for step in range(axis.size):
         following = None
         if step < axis.size - 1:

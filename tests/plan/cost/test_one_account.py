@@ -90,7 +90,7 @@ def test_guard_and_plan_agree_to_the_byte(kind, tensor, scheduled):
 @pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_guard_and_plan_agree_where_sequences_are_cut(kind, axes, method):
     """To the byte, over t and c. A rank has less than with whole sequences, and more than 1/c; in a
-    ring, which keeps no scores for dropout, it may have less than 1/c."""
+    ring it may have less, since this keeps neither scores for dropout nor widened operands."""
     tensor, context = axes
     cut = {"context": context, "context_method": method}
     for recompute, compute, chosen in itertools.product(RECOMPUTED, COMPUTE, SWITCHES):
@@ -102,8 +102,7 @@ def test_guard_and_plan_agree_where_sequences_are_cut(kind, axes, method):
             plan = pricer_of(config, wide).footprint(config.layout)
             assert plan == guard
             most = pricer_of(whole, wide).footprint(whole.layout).activations
-            drops = config.model.attention_dropout > 0
-            least = 0 if drops and method == "ring" else most / context
+            least = 0 if method == "ring" else most / context
             assert least <= plan.activations < most
 
 

@@ -3,7 +3,6 @@ in every combination of the context axis with the others; and no token sees what
 
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.config.choices import ContextMethod
+from ptdmpi.config.choices import CONTEXT_METHODS
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.sequence.positions import Positions
 from ptdmpi.parity import probe
 from tests._configs import Changes, layout, small
@@ -310,16 +310,21 @@ def test_shards_of_the_state_do_not_change_the_bits(comm, name):
 HALF_BARS = {"bf16": 2e-3, "fp16": 5e-4}
 
 
-@parallel(ranks=[2])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("widens", [False, True])
 @pytest.mark.parametrize("compute", HALF_BARS)
-def test_half_types_are_within_their_rounding(comm, compute):
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_half_types_are_within_their_rounding(comm, method, compute, widens):
+    """Multiplied as by a processor with units for them, and in float32."""
     changes = {**BASE, **LLAMA, "precision.compute": compute}
-    found, _ = trained(World(comm), {**changes, "parallel.context": 2, "parallel.zero": 3}, 3)
-    alone = World(comm).first(1)
-    if alone is not None:
-        curve, _ = trained(alone, changes, 3)
-        losses = [0, 2, 4, 6]
-        assert (found / curve - 1).abs()[losses].max() < HALF_BARS[compute]
+    axis = context(method, comm.size, {"parallel.zero": 3})
+    with patch.object(Kernels, "widens", lambda kernels, device, dtype: widens):
+        found, _ = trained(World(comm), {**changes, **axis}, 3)
+        alone = World(comm).first(1)
+        if alone is not None:
+            curve, _ = trained(alone, changes, 3)
+            losses = [0, 2, 4, 6]
+            assert (found / curve - 1).abs()[losses].max() < HALF_BARS[compute]
     from_root(comm, None)
 
 
@@ -370,7 +375,7 @@ PROBED = {**BASE, **LLAMA, "batch.micro_size": 1, "model.seq_length": 12}
 
 @parallel(ranks=[1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("in_several", [False, True])
-@pytest.mark.parametrize("method", get_args(ContextMethod))
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_a_perturbed_token_changes_the_losses_that_see_it(comm, method, in_several):
     """Its own as a label, and those from it to the end of its document, and no other."""
     axis = {"parallel.context": comm.size, "parallel.context_method": method}

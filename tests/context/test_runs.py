@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from ptdmpi.config.choices import CONTEXT_METHODS
 from tests._killed import LOST, check_close, command, disturbed, losses, prepare
 from tests._mpirun import mpirun
 from tests.supervise import _job
 from tests.supervise._job import Job
 
-CONTEXT = ("batch.global_size=8", "run.reproducible=false", "parallel.context=2")
+
+def shared_by(method: str) -> tuple[str, ...]:
+    """Return the settings of runs in which two ranks share each sequence by a method."""
+    settings = ("batch.global_size=8", "run.reproducible=false", "parallel.context=2")
+    return (*settings, f"parallel.context_method={method}")
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +35,25 @@ def undisturbed(corpus) -> Path:
 
 
 @pytest.mark.long
-def test_a_context_rank_is_lost_and_two_go_on(corpus, undisturbed):
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_context_rank_is_lost_and_two_go_on(corpus, undisturbed, method):
     """Its neighbour has the same state, so the live state is whole; two ranks fill c = 2."""
-    disturbed(corpus, 4, [(1, "op", 3)], "run.name=live", *CONTEXT)
-    (line,) = losses(corpus / "runs/live")
+    name = f"live-{method}"
+    disturbed(corpus, 4, [(1, "op", 3)], f"run.name={name}", *shared_by(method))
+    (line,) = losses(corpus / "runs" / name)
     assert "2 ranks go on (1 spare): t=1,c=2,p=1,d=1" in line and "from live state of" in line
-    check_close(corpus / "runs/live", undisturbed)
+    check_close(corpus / "runs" / name, undisturbed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_lost_shard_of_a_context_rank_comes_from_the_checkpoint(corpus, undisturbed, zero):
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_lost_shard_of_a_context_rank_comes_from_the_checkpoint(
+    corpus, undisturbed, method, zero
+):
     """Four shards over c = 2 and d = 2 become two."""
-    name = f"zero-{zero}"
-    settings = (f"run.name={name}", f"parallel.zero={zero}", *CONTEXT)
+    name = f"zero-{zero}-{method}"
+    settings = (f"run.name={name}", f"parallel.zero={zero}", *shared_by(method))
     disturbed(corpus, 4, [(1, "op", 4)], *settings)
     (line,) = losses(corpus / "runs" / name)
     assert f"t=1,c=2,p=1,d=1,v=1,b=1, ZeRO {zero} in 2 shards from checkpoint{LOST}" in line
@@ -52,12 +62,13 @@ def test_a_lost_shard_of_a_context_rank_comes_from_the_checkpoint(corpus, undist
 
 @pytest.mark.long
 @pytest.mark.together
-def test_a_killed_context_rank_is_started_anew(tmp_path):
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_killed_context_rank_is_started_anew(tmp_path, method):
     folder = _job.prepare(tmp_path / "job")
     settings = ("run.reproducible=false", "parallel.context=2", "parallel.zero=3")
-    settings += ("checkpoint.memory_every_steps=1",)
+    settings += (f"parallel.context_method={method}", "checkpoint.memory_every_steps=1")
     options = [word for setting in settings for word in ("--set", setting)]
-    whole = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=whole", *options[:6]]
+    whole = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=whole", *options[:8]]
     mpirun(2, whole, cwd=folder, env=_job.environment())
     with Job(folder, _job.words("-n", "2", *options, run="killed")) as job:
         job.wait_for("step 10/24")

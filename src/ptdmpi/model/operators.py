@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ptdmpi.base.errors import InputError
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.cache import KeyValueCache
@@ -31,6 +30,7 @@ from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.own_parts import require_parts
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
@@ -41,11 +41,10 @@ from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
-from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
-from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layer.products import Multiply
 
 
@@ -371,11 +370,13 @@ def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple
 
 
 def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    kept = keeps_outputs(build.model, build.selective)
+
     def compute(y: Tensor, context: Context) -> Tensor:
         """Return the outputs of all heads at this rank's positions."""
         if build.context.exchange != "ulysses":
             return y
-        return all_heads(y, build.context)
+        return all_heads(y, build.context, kept=kept)
 
     return compute
 
@@ -413,34 +414,8 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
     assert isinstance(row, OwnOperator)
     module: nn.Module = row.module(build)
     add(owner, row.name, module)
-    _require_parts(owner, row, module, build.axis.size)
+    require_parts(owner, row, module, build.axis.size)
     return module
-
-
-def _require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
-    """Raise InputError unless the parameters of `module` are those that `row.parts()` describes, on
-    one of `tensor` tensor ranks. Memory, plan and optimizer read the parts, not the module."""
-    mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
-    described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
-    for name, part in row.parts().items():
-        found = []
-        if name in described:
-            found = list(owner.get_submodule(name).parameters(recurse=False))
-        said = list(part.weights(tensor))
-        if [weight.numel() for weight in found] != said:
-            raise InputError(
-                f"{mistake}{name} has {said} elements by parts(), and "
-                f"{[weight.numel() for weight in found]} in the module"
-            )
-        if not isinstance(part, Linear) and any(weight.dim() > 1 for weight in found):
-            raise InputError(
-                f"{mistake}{name} is no linear, and its parameter has {found[0].dim()} dims; "
-                "legal: a Linear, or parameters of one dim"
-            )
-    others = sum(weight.numel() for weight in module.parameters())
-    others -= sum(sum(part.weights(tensor)) for part in row.parts().values())
-    if others:
-        raise InputError(f"{mistake}the module has {others} more elements than parts() says")
 
 
 Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]

@@ -54,7 +54,8 @@ class Saving:
         or requested; the result is the same on all ranks.
 
         With `Save.NOW` and `Save.LAST`, and after the last step, the save is complete when this
-        method returns. Raises SaveFailed on every rank if such a save fails, except with `Save.NOW`.
+        method returns. Raises SaveFailed on every rank if such a save fails, but not with
+        `Save.NOW`.
         """
         must = asked is Save.LAST or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0

@@ -210,19 +210,21 @@ def shared_bytes(row, sizes: Sizes) -> int:
         return row.replaced_bytes(sizes)
     if isinstance(row, MixExperts) and len(row.inputs) > 1:
         return sizes.boundary_bytes  # the first linear of the shared experts keeps it
-    if isinstance(row, JoinHeads):
-        return -row_output(row, sizes)  # the next row keeps it
+    if isinstance(row, JoinHeads):  # the next row keeps it; this one does if it sends it back
+        return 0 if row.sends_back(sizes) else -row_output(row, sizes)
     if isinstance(row, Attend) and sizes.layout.exchange == "ring":
         return 0  # all of its cores keep their output
     if isinstance(row, Attend) and row_is_capped(sizes):
         return -row_output(row, sizes)  # explicit cores do not keep their output
     if isinstance(row, Attend) and sizes.operand_bytes != sizes.compute_bytes:
         return -row_output(row, sizes)  # widened ones keep it as it was before it was rounded
+    if isinstance(row, Attend) and sizes.layout.exchange == "ulysses":
+        return sizes.tokens * sizes.model.attention_width * sizes.compute_bytes  # `JoinHeads` frees
     return 0
 
 
 def row_output(row, sizes: Sizes) -> int:
-    """Bytes of the output. That of the core is not kept in "ulysses" if its kernel does not."""
+    """Bytes of the output; none of the core in "ulysses", whose output is freed."""
     return total_bytes(i for i in row.kept(sizes, "none") if i.name.endswith(".output"))
 
 
@@ -292,14 +294,14 @@ def kept_by_layer(
     placed, sizes, context = layer_of(name, axis, precision, recompute, widens=widens, context=cut)
     whole = random_tensor("x", (S, B, H), precision)
     x = positions(context.positions.of(whole), axis).clone().requires_grad_()
-    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage()}
     weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
     tables = {table.untyped_storage().data_ptr() for table in placed.rotary}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights | tables:
-            held[storage.data_ptr()] = storage.nbytes()
+            held[storage.data_ptr()] = storage
         return tensor
 
     choices: list[Chosen] = []
@@ -311,7 +313,8 @@ def kept_by_layer(
     for choice in choices:  # recomputation keeps it outside of autograd
         pack(choice.indices)
     described = operators(describe.layer(sizes.model, 0))
-    return sum(held.values()), total_bytes(kept(items(described, sizes, recompute), recompute))
+    real = sum(storage.nbytes() for storage in held.values())  # a row may free what another kept
+    return real, total_bytes(kept(items(described, sizes, recompute), recompute))
 
 
 @parallel(ranks=[1, 2])

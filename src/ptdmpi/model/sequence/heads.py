@@ -30,11 +30,16 @@ def part_of_heads(
     return queries, keys, values
 
 
-def all_heads(y: Tensor, axis: ContextAxis) -> Tensor:
+def all_heads(y: Tensor, axis: ContextAxis, *, kept: bool = False) -> Tensor:
     """Exchange the outputs of heads between the c ranks of the context axis. The input has this
     rank's part of the heads at all positions, [s, b, heads / c * head size]; the result has all
-    heads at this rank's positions, [s / c, b, heads * head size]."""
-    joined: Tensor = _AllHeads.apply(y, axis)
+    heads at this rank's positions, [s / c, b, heads * head size].
+
+    `kept` is True if the kernel of attention keeps `y` for its backward. The memory of `y` is then
+    freed until the backward, in which the ranks send the outputs back. So a rank stores its outputs
+    once, as on one rank, where the kernel and the next linear keep the same tensor.
+    """
+    joined: Tensor = _AllHeads.apply(y, axis, kept)
     return joined
 
 
@@ -61,10 +66,11 @@ class _PartOfHeads(Function):
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
-        each = [axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)]
-        arrived = axis.comm.all_to_all(torch.cat(each, 2).contiguous())
-        arrived = arrived.unflatten(0, (axis.size, -1))
-        parts = arrived.split([x.shape[2] for x in each], dim=3)
+        # the parts have no name, so that they are freed before the message
+        dealt = torch.cat([axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)], 2)
+        arrived = axis.comm.all_to_all(dealt).unflatten(0, (axis.size, -1))
+        del dealt
+        parts = arrived.split([x.shape[1] for x in (dq, dk, dv)], dim=3)
         # [c, s / c, b, heads / c, d] -> [b, heads, s / c, d]
         dq, dk, dv = (part.permute(2, 0, 3, 1, 4).flatten(1, 2) for part in parts)
         return dq, _summed(dk, ctx.copies), _summed(dv, ctx.copies), None
@@ -81,17 +87,35 @@ def _summed(gradient: Tensor, copies: int) -> Tensor:
 
 class _AllHeads(Function):
     """The exchange of the heads' outputs. In the backward, the gradients of the outputs are
-    exchanged."""
+    exchanged; see `all_heads`."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, axis: ContextAxis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, y: Tensor, axis: ContextAxis, kept: bool) -> Tensor:
         arrived = axis.comm.all_to_all(axis.dealt(y).contiguous()).unflatten(0, (axis.size, -1))
-        return arrived.permute(1, 2, 0, 3).flatten(2)  # [c, s / c, b, w] -> [s / c, b, c w]
+        joined = arrived.permute(1, 2, 0, 3).flatten(2)  # [c, s / c, b, w] -> [s / c, b, c w]
+        ctx.axis = axis
+        ctx.sends_back = kept and ctx.needs_input_grad[0]
+        if ctx.sends_back:
+            ctx.save_for_backward(y, joined)
+            storage = y.untyped_storage()
+            if storage.nbytes() == y.nbytes:  # nothing else is in this memory
+                storage.resize_(0)
+        return joined
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         axis: ContextAxis = ctx.axis
-        by_rank = dy.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).contiguous()
-        arrived = axis.comm.all_to_all(by_rank.flatten(0, 1))
-        return axis.in_order(arrived), None
+        if ctx.sends_back:
+            y, joined = ctx.saved_tensors
+            storage = y.untyped_storage()
+            storage.resize_(max(storage.nbytes(), y.nbytes))
+            # the same values as before, so autograd need not know that they were written
+            y.data.copy_(_by_heads(joined, axis))
+        return _by_heads(dy, axis), None, None
+
+
+def _by_heads(x: Tensor, axis: ContextAxis) -> Tensor:
+    """Exchange a tensor that has all heads at this rank's positions, [s / c, b, heads d], for this
+    rank's part of the heads at all positions, [s, b, heads d / c]."""
+    by_rank = x.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).flatten(0, 1)
+    return axis.in_order(axis.comm.all_to_all(by_rank.contiguous()))

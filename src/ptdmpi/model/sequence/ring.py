@@ -137,11 +137,10 @@ class _Visit(NamedTuple):
         return self.block[1]
 
 
-def _visits(axis: ContextAxis, own: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, beginning with this rank's own (`own`). The next
+def _visits(axis: ContextAxis, here: Tensor) -> Iterator[_Visit]:
+    """Yield the keys and values of every rank, beginning with this rank's own (`here`). The next
     keys and values arrive while the caller computes, if the transport makes progress during
     computation."""
-    here = own
     for step in range(axis.size):
         following = None
         if step < axis.size - 1:

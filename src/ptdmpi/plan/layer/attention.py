@@ -18,7 +18,7 @@ from ptdmpi.plan.layer.account import (
 )
 from ptdmpi.plan.layer.balance import imbalance
 from ptdmpi.plan.layer.chunks import scores_at_once
-from ptdmpi.plan.layer.context import CoreShape, RingCore
+from ptdmpi.plan.layer.context import CoreShape, RingCore, keeps_outputs
 from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
@@ -214,10 +214,6 @@ class Attend(Operator):
         if sizes.layout.exchange != "ulysses":
             width = sizes.share(model.attention_width)
             yield Item(f"{self.name}.output", sizes.tokens * width, c)
-        elif not explicit and not model.attention_softcap and sizes.operand_bytes == c:
-            # the next operator sends the output but does not keep it; only the backward of the
-            # attention kernel reads the output
-            yield Item(f"{self.name}.output", heads * _rows(sizes) * model.head_size, c, "none")
         if _in_ring(sizes):
             yield from RingCore(sizes).kept()
             return
@@ -315,7 +311,15 @@ class Attend(Operator):
             return rows * model.seq_length * 2 * sizes.wide_bytes
         keys = heads * sizes.keys
         operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
+        if self._has_outputs_again(sizes):
+            operands += rows * model.head_size * sizes.compute_bytes
         return operands + capped_block_bytes(sizes)
+
+    def _has_outputs_again(self, sizes: Sizes) -> bool:
+        """Return True if the outputs are in memory only during the backward of the kernel that
+        reads them (`JoinHeads`). A kernel with widened operands keeps its own wide outputs."""
+        again = sizes.layout.exchange == "ulysses" and keeps_outputs(sizes.model, selective=False)
+        return again and sizes.operand_bytes == sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that drawing the dropout mask needs: the hashes, and two

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
 from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
@@ -34,6 +35,15 @@ def key_copies(kv_heads: int, ranks: int) -> int:
     heads of each key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
+
+
+def keeps_outputs(model: ModelConfig, selective: bool) -> bool:
+    """Return True if the kernels of attention keep their outputs for the backward.
+
+    With dropout or soft caps, attention is computed by products, which do not need the outputs.
+    Under `selective` recomputation nothing is kept.
+    """
+    return not (selective or model.attention_dropout or model.attention_softcap)
 
 
 class CoreShape(NamedTuple):
@@ -182,17 +192,38 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """Outputs of this rank's heads at all positions -> outputs of all heads at this rank's
-    positions."""
+    """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
+    rank's positions.
+
+    If the kernel of attention keeps its outputs, their memory is freed, and the backward sends them
+    back before their gradients.
+    """
 
     def _elements(self, sizes: Sizes) -> int:
         return sizes.tokens * sizes.share(sizes.model.attention_width)
+
+    def sends_back(self, sizes: Sizes) -> bool:
+        """Return True if the backward sends outputs back to the ranks that have computed them."""
+        selective = sizes.layout.recompute == "selective"
+        return self._bytes(sizes) > 0 and keeps_outputs(sizes.model, selective)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        for _ in range(1 + self.sends_back(sizes)):
+            yield from self._copies(sizes)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        for _ in range(1 + (phase != "forward" and self.sends_back(sizes))):
+            yield from super().messages(sizes, phase, input_trains)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the joined outputs, which are the input of the next operator."""
         if size := self._bytes(sizes):
             each = sizes.compute_bytes
             yield Item(f"{self.name}.output", size // each, each)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of `_Exchange.backward_bytes`, and of outputs that were sent back."""
+        return super().backward_bytes(sizes) + self.sends_back(sizes) * self._bytes(sizes)
 
 
 class RingCore:
@@ -300,27 +331,37 @@ class RingCore:
         and the next block), and for the scores."""
         narrow = 2 * self.query_elements + 3 * self.key_elements
         wide = 2 * self.query_elements * self.sizes.wide_bytes
-        return narrow * self.sizes.compute_bytes + wide + self._tile_bytes()
+        return narrow * self.sizes.compute_bytes + wide + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
-        """Return the number of working bytes of the backward: for the queries and their gradient in
-        the type of sums, for two blocks of keys and values, for three blocks of their gradients
-        (this rank's contribution, the received sum and the new sum), and for the scores."""
+        """Return the number of bytes of these tensors: the gradient of the output; the queries and
+        their gradient in the type of sums; two blocks of keys and values; three blocks of their
+        gradients (this rank's part, the sum that arrives, and the new sum); the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
-        blocks = 2 * self.key_elements * self.sizes.compute_bytes
-        return wide * self.sizes.wide_bytes + blocks + self._tile_bytes()
+        narrow = self.query_elements + 2 * self.key_elements
+        taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes
+        return taken + self._tile_bytes(backward=True)
 
-    def _tile_bytes(self) -> int:
-        """Return the number of bytes for the scores that are computed at once: the scores, their
-        tanh, the gradients of both, and the attention weights in the type of matrix products. With
-        dropout there are also the mask and the hashes."""
+    def _tile_bytes(self, backward: bool) -> int:
+        """Return the number of bytes for the scores that are computed at once: the weights, their
+        gradients and the gradients of scores, and if scores are capped their values of tanh. The
+        queries of these scores, and the gradients of their outputs, are copied.
+
+        With dropout there are the weights or gradients before and after dropout, the mask, and a
+        hash of each query. While the mask is drawn there are only the weights, and in a forward
+        the weights of the scores before.
+        """
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size
         group = model.heads // model.kv_heads * micro_size
         heads = sizes.local_heads[0] * micro_size
         scores = scores_at_once(self.chunk, self.chunk, heads=heads, group=group)
-        taken = scores * (4 * sizes.wide_bytes + sizes.operand_bytes)
+        each = scores * sizes.wide_bytes
+        taken = 3 * each
         if model.attention_dropout > 0.0:
             rows = sizes.local_heads[0] * sizes.tokens
-            taken += HASH_BYTES * rows + hash_bytes(scores) + scores
-        return taken
+            drawing = (2 - backward) * each + hash_bytes(scores)
+            taken = max(4 * each, drawing) + scores + HASH_BYTES * rows
+        if model.attention_softcap:
+            taken += each
+        return taken + 2 * scores // self.chunk * model.head_size * sizes.compute_bytes

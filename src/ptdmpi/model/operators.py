@@ -163,10 +163,10 @@ class Heads:
 
 
 class EarlyKeys(Heads):
-    """Three rows in one step: the product of queries, keys and values, their division into heads,
-    and the gather of keys and values over the context axis. The product is computed in two parts,
-    so that the gather proceeds during the product of the queries, and the sum of the gradients of
-    keys and values during its backward."""
+    """Three operators in one step: the product of queries, keys and values, their division into
+    heads, and the gather of keys and values over the context axis. The product has two parts. The
+    gather proceeds during the product of the queries, and the sum of the gradients of keys and
+    values proceeds during the backward of this product."""
 
     def __init__(
         self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
@@ -196,9 +196,8 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of the part of the heads for which this rank computes attention.
-        # `deals` is True with the method "ulysses", which divides the heads also among context
-        # ranks.
+        # `part`: the number of this rank's part of the heads. The method "ulysses" (`deals`) divides
+        # the heads also among the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -212,8 +211,7 @@ class SelfAttention(Computing):
             model.attention_softcap,
         )
         self.attend = AttentionCore(self.scores)
-        # ring attention is not recomputed, because it saves no scores, and a recomputation would
-        # send all keys again
+        # ring attention saves no scores, and a recomputation would send all keys again
         self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
@@ -396,8 +394,7 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the sum of the experts' outputs and, if the layer has shared experts, of the
-        output of the shared experts (`rest`)."""
+        """Return the sum of the outputs of the experts and of the shared experts (`rest`)."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 

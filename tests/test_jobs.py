@@ -53,7 +53,20 @@ FLUX = """#!/bin/bash
 [ "$1" = run ] || { echo "flux $*"; exit; }
 exec srun "$@"
 """
-CONFIG = '[run]\nname = "r"\nsteps = 9\n'
+CONFIG = """
+[run]
+name = "r"
+steps = 9
+[model]
+layers = 2
+hidden = 16
+heads = 2
+seq_length = 8
+[batch]
+global_size = 8
+[[data.train]]
+path = "train"
+"""
 
 
 def environment(home: Path, script: str, **env: str) -> dict[str, str]:

@@ -298,7 +298,7 @@ def test_init_writes_adapters_of_a_trained_model(corpus, monkeypatch):
     for name, option, message in (
         ("both", ["--adapt", "runs/base", "--model", "l=1,h=32,a=2"], "both name a model"),
         ("none", ["--adapt", "nowhere"], "nowhere"),
-        ("adapters", ["--adapt", "runs/lora"], "adapters alone"),
+        ("adapters", ["--adapt", "runs/lora"], "contains only adapters"),
     ):
         with pytest.raises(InputError, match=message):
             CliRunner().invoke(init, [f"{name}.toml", *words, *option], catch_exceptions=False)
@@ -350,7 +350,7 @@ def test_how_many_ranks_and_why(corpus, tmp_path):
 
     assert ranks({"data": 2}) == (2, "as parallel.tensor, pipeline and data say")
     fewest, why = ranks({"tensor": 2})
-    assert fewest == 2 and why.startswith("the fewest: ") and "--ranks says others" in why
+    assert fewest == 2 and why.startswith("the fewest: ") and "set --ranks" in why
     assert ranks({}, "--ranks", "1") == (1, "as --ranks says")
     assert ranks({}, "--ranks", "4") == (4, "as --ranks says")
 

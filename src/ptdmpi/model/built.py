@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter
@@ -21,6 +22,7 @@ from ptdmpi.model.tensor_parallel import (
     VocabularyHead,
 )
 from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
 from ptdmpi.plan.shape import parameters
 
@@ -151,3 +153,29 @@ def _declared(module: nn.Module) -> Iterator[Parameter]:
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight
+
+
+def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
+    """Raise InputError unless the parameters of `module` are those that `row.parts()` describes, on
+    one of `tensor` tensor ranks. Memory, plan and optimizer read the parts, not the module."""
+    mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
+    described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
+    for name, part in row.parts().items():
+        weights = []
+        if name in described:
+            weights = list(owner.get_submodule(name).parameters(recurse=False))
+        sizes = [weight.numel() for weight in weights]
+        expected = list(part.weights(tensor))
+        if sizes != expected:
+            raise InputError(
+                f"{mistake}{name} has {expected} elements by parts(), and {sizes} in the module"
+            )
+        if not isinstance(part, Linear) and any(weight.dim() > 1 for weight in weights):
+            raise InputError(
+                f"{mistake}{name} is no linear, and its parameter has {weights[0].dim()} dims; "
+                "legal: a Linear, or parameters of one dim"
+            )
+    others = sum(weight.numel() for weight in module.parameters())
+    others -= sum(sum(part.weights(tensor)) for part in row.parts().values())
+    if others:
+        raise InputError(f"{mistake}the module has {others} more elements than parts() says")

@@ -30,7 +30,6 @@ from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.own_parts import require_parts
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
@@ -196,8 +195,8 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part`: the number of this rank's part of the heads. The method "ulysses" (`deals`) divides
-        # the heads also among the context ranks.
+        # `part` is the number of this rank's part of the heads. The method "ulysses" (`deals`)
+        # divides the heads also among the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -411,7 +410,7 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
     assert isinstance(row, OwnOperator)
     module: nn.Module = row.module(build)
     add(owner, row.name, module)
-    require_parts(owner, row, module, build.axis.size)
+    built.require_parts(owner, row, module, build.axis.size)
     return module
 
 

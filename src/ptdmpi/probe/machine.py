@@ -76,10 +76,9 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The memory of the program itself is not available for tensors, but it is part of the memory of
-    # a run.
-    program = _program_bytes(compute) if device.type == "cpu" else 0
-    program = max(bench.everyone.all_gather_object(program))
+    # the program's own memory is not available for tensors, but it is part of a run's memory
+    own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
+    program = max(bench.everyone.all_gather_object(own_bytes))
     own = _quickest_kernels(bench, compute, effort.ways)
     with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
         launch = kernels.launch_s(bench)

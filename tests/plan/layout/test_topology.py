@@ -165,7 +165,7 @@ WRONG = {
     "0 1 nan": r"line 1: '0 1 nan' is no edge",
     "0 1\n1 3": r"line 2: '1 3': there is no data rank 3 of d = 3; legal: 0 to 2, or",
     "0 1\n-1 2": r"there is no data rank -1",
-    "0 1\n2 2": r"line 2: '2 2': a rank always keeps",
+    "0 1\n2 2": r"line 2: '2 2': a rank has no edge to itself",
     "0 1 1.5": r"above 0 and below 1",
     "0 1 0.5\n1 0 0.4": r"line 2: '1 0 0.4' gives the edge another weight",
     "0 1 0.5\n1 2": r"line 2: '1 2': legal: weights of all edges, or of none",

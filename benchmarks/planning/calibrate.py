@@ -103,9 +103,10 @@ def _recomputation(experiment: str) -> str:
 
 
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted seconds, measured seconds) for the points of Figure 7. The paper does
-    not say whether its FLOP/s include the FLOPs of recomputation. `recomputation` is the assumed
-    case: "counted", as in the file, or "not counted"."""
+    """Yield (name, predicted seconds, measured seconds) for the points of Figure 7 of Narayanan et
+    al. 2021, a small model on one GPU. The paper does not say whether its FLOP/s include the FLOPs
+    of recomputation. `recomputation` is the assumed case: "counted", as in the file, or "not
+    counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)

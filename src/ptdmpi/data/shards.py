@@ -291,7 +291,8 @@ class Dataset:
 
     def weights(self, shard: int) -> np.ndarray:
         """Return the weights of the tokens of shard number `shard` as labels, uint8 [tokens]. The
-        dataset must have rows."""
+        dataset must consist of rows of packed documents, because only their shards store
+        weights."""
         return map_weights(_confirm(self.headers, shard))
 
     def documents(self, shard: int) -> np.ndarray:

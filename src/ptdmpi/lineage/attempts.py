@@ -71,7 +71,8 @@ class History:
 
 
 def attempts(directory: Path) -> list[PastAttempt]:
-    """Return the attempts in a run directory, oldest first. The list is empty if an older version
+    """Return the attempts (starts of the training program) that a run directory records, oldest
+    first. The list is empty if an older version
     of this program, which wrote no history, has trained the run. Incomplete lines are skipped.
     Raises OSError if the file cannot be read."""
     begun: dict[int, dict[str, Any]] = {}

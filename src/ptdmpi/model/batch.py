@@ -123,8 +123,8 @@ class MicrobatchPass:
     batch), times the loss scale of fp16. The total loss is a weighted sum of losses. `weights` has
     the weight of each loss by name; the first loss is not included, because its weight is 1.
 
-    The last stage sets `losses`, which has each loss by name, summed over the microbatch, and the
-    weighted sum `total` of these losses.
+    The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
+    `total` (the weighted sum of these losses).
     """
 
     number: int
@@ -165,8 +165,9 @@ class _Slot:
 class Placing:
     """Copies of microbatches to a device. Two slots are used in turn. All microbatches of a step
     are sent in one copy. While the device computes with one slot, the host fills the other slot,
-    and neither host nor device waits. The returned tensors may be used only by kernels that are
-    started before the next call. If the device is the host, nothing is copied."""
+    and neither host nor device waits. The tensors that `place` returns may be used only by kernels
+    that are started before the next call of `place`. If the device is the host, nothing is
+    copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -2,10 +2,11 @@
 has a class of torch modules for each kind of row, and the functions that compute the operators.
 
 `install` makes the torch modules of some rows and registers them under the names of the rows. `run`
-computes the operators in order. The planner uses the same rows of `plan.layer.describe`, so the
-planner and the model cannot disagree. All modules use a tensor axis; with an axis of size 1 the
-model is serial. Activations are [s, b, h], for b sequences of s positions and the hidden size h.
-Under sequence parallelism, activations between blocks have only this rank's positions.
+computes the operators in order. The planner and the model both use the rows that the module
+`plan.layer.describe` makes, so they cannot disagree about the operators of a layer. All modules use
+a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b, h], for b
+sequences of s positions and the hidden size h. Under sequence parallelism, activations between
+blocks have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -69,10 +69,10 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    Each field maps a compute type to results. `differences` has the greatest difference from the
-    training run on one rank, by kind of value ("loss", "norm", "gradients", "parameters"). `bits`
-    has the first value whose bits differ, or None. `torn` has the tensors whose copies on several
-    ranks differ. Bits are not compared on a transport that is not exact.
+    The other fields map a compute type to results. `differences` has the greatest difference from
+    the training run on one rank, by kind of value ("loss", "norm", "gradients", "parameters").
+    `bits` has the first value whose bits differ, or None. `torn` has the tensors whose copies on
+    several ranks differ. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison

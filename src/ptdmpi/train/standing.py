@@ -97,7 +97,8 @@ class Standing:
 
 
 def standing_of(config: Config, step: int) -> Standing:
-    """Return the `Standing` after `step`, computed from the records in the run directory."""
+    """Return the best and the worse validations up to `step` (`Standing`), computed from the
+    records in the run directory."""
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
         if record["step"] > step:

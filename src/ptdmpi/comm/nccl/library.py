@@ -218,7 +218,7 @@ class NcclConnection:
         return "" if state in ("Success", "InProgress") else state
 
     def abort(self) -> None:
-        """Abort the communicator; later calls do nothing."""
+        """Abort the communicator. If it is already aborted, do nothing."""
         with self._asking:
             before = self._aborted
             self._aborted = True

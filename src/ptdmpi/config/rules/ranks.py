@@ -25,7 +25,8 @@ from ptdmpi.config.zero import covers_state, stages_of_zero
 
 
 def spare_rules(ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the `spare` spare ranks of `ranks` ranks leave no rank to train."""
+    """Yield a mistake if `spare` is at least `ranks`, the number of started ranks: then all ranks
+    would be spare ranks, and no rank would train."""
     if spare < ranks:
         return
     legal = f"0 to {ranks - 1}" if ranks > 1 else "only 0"

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-# The length of a code is padded to a multiple of this number of bytes, the alignment of float64.
+# The compressed form of a tensor (its code) is padded to a multiple of this number of bytes, the
+# alignment of float64.
 GRAIN_BYTES = 8
 
 

@@ -105,8 +105,8 @@ class Told:
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
-        """Return the bytes of a rank's code, over all rounds of encoding in a step. Uncompressed
-        numbers in it have the type of the master weights."""
+        """Return the bytes of a rank's code, over all rounds of encoding in a step. The numbers
+        in a code that are not quantized, such as scales, have the type of the master weights."""
         bits = bits_per_element(section, 8 * self.master_bytes, self.tile)
         return rounds_of(section) * self.elements * bits / 8
 

@@ -362,7 +362,8 @@ def seen_share(sizes: Sizes) -> float:
 
 
 def kept_probabilities(sizes: Sizes) -> int:
-    """Return the number of probabilities that each head keeps of a microbatch.
+    """Return the number of attention probabilities per head that the forward of a microbatch keeps
+    for the backward.
 
     The probabilities are kept in blocks of queries. A block has all keys up to the position of its
     last query, even the keys that are hidden by windows or are in other documents.

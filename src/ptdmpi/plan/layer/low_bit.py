@@ -126,8 +126,9 @@ class LowBit:
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix: (rows, blocks of a row x float32 values of a
-        block)."""
+        """Return the shape of the scales of a matrix: (rows, n), in which n is the number of
+        blocks of a row times the float32 values that are stored for a block: its scale, and in
+        some formats also its minimum."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:

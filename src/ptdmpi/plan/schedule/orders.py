@@ -135,7 +135,7 @@ class Schedule:
         """Return True if `op` adds the last contribution of its microbatch to the gradients of its
         stage."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds of ops add gradients, the last of them comes after all others
+        # if several kinds of ops add gradients, one kind has all the others in its `after`
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:

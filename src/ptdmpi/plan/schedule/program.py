@@ -98,11 +98,11 @@ def post_early(program: Program) -> Program:
     """Return a copy of `program` in which each Receive is moved before the preceding Compute. The
     order of the receives does not change.
 
-    Use this function for transports such as MPI, whose receives return at once and are matched for
-    each direction separately. A receive is then posted before the op that precedes its consumer,
-    and the message arrives during this preceding op. Only nonblocking receives may be moved. A
-    blocking receive could wait for a result that this rank computes only after the receive, and a
-    receive in a device's queue would delay the messages after it.
+    Use this function for transports such as MPI, which have nonblocking receives and match the
+    messages of each pair (sender, receiver) separately. A receive is then posted before the op that
+    precedes its consumer, and the message arrives during this preceding op. Only nonblocking
+    receives may be moved. A blocking receive could wait for a result that this rank computes only
+    after the receive, and a receive in a device's queue would delay the messages after it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute and the sends after it

@@ -9,9 +9,10 @@ There are two lower bounds of the step time of a layout: the bound of the mean r
 (`Pricer.rough_bound_s`), and the greatest bound of all ranks (`Pricer.bound_s`). The first is
 cheaper to compute than the second and not greater, and the second is cheaper to compute than the
 simulated step time. Layouts are visited by ascending first bound (with their fastest sharding), and
-simulated by ascending second bound. The search ends when neither the next first bound nor the next
-second bound is below the step time of the slowest kept layout, because then no later layout can be
-among the best. The result is therefore the same as if every layout were simulated. A learned or
+simulated by ascending second bound. The search ends when all other layouts have bounds that
+are at least the step time of the slowest kept layout: the first bound of each layout not yet
+visited, and the second bound of each layout not yet simulated. Then no other layout can be among
+the best. The result is therefore the same as if every layout were simulated. A learned or
 approximate search could not improve it.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The

@@ -41,6 +41,46 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     assert [r["rank_count"] for r in kept if "loss" in r] == [3, 2, 2, 2, 1, 1]
 
 
+# The disk has no room in steps 3 and 4.
+FULL_DISK = """
+import errno
+from ptdmpi.checkpoint import save as saving
+from ptdmpi.config import InputError
+from ptdmpi.engine import engine as engines
+from ptdmpi.train.records import directory as files
+trained, first_step_of = [0], engines.Engine.step
+def in_turn(self, number, batches):
+    trained[0] = number + 1
+    return first_step_of(self, number, batches)
+engines.Engine.step = in_turn
+def fails(owner, name, error):
+    work = getattr(owner, name)
+    def patched(*arguments):
+        if trained[0] in (3, 4):
+            raise error
+        return work(*arguments)
+    setattr(owner, name, patched)
+full = OSError(errno.ENOSPC, "No space left on device")
+fails(files, "append_lines", full)
+fails(files, "write_whole", full)
+fails(saving.files, "require_space", InputError("no space for one checkpoint"))
+"""
+
+
+@pytest.mark.long
+def test_a_rank_is_lost_while_the_disk_is_full(corpus, undisturbed):
+    """The others go on with the live state, and write the waiting lines when there is room."""
+    kills = [(1, "op", 4)]
+    settings = ("run.name=full", "checkpoint.every_steps=6", "log.validate_every_steps=6")
+    done = disturbed(corpus, 3, kills, *settings, first=FULL_DISK)
+    assert "the run goes on with its state in memory" in done.stdout
+    (line,) = losses(corpus / "runs/full")
+    assert "lost in step 4; 2 ranks go on" in line and "from live state of step 3, " in line
+    kept = [record["loss"] for record in records(corpus / "runs/full") if "loss" in record]
+    alone = [record["loss"] for record in records(undisturbed) if "loss" in record]
+    assert kept == alone
+
+
 @pytest.mark.long
 def test_a_spare_rank_takes_over_from_the_checkpoint(corpus, undisturbed):
     """The only holder of the second stage dies while step 4 is saved: step 2 is what there is."""

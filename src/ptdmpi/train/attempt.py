@@ -77,6 +77,7 @@ class Attempt:
         # the fastest kernels that `ptdmpi probe` has measured on this machine
         self.own = world.on_root(lambda: _measured(config.run.cluster))
         self.live = start.load is not None
+        self.unwritten = start.unwritten
         self.skipped: list[str] = []
         self.how = "begins"
         self.why = ""
@@ -183,7 +184,9 @@ class Attempt:
         """
         if self.idle or self.world.rank:
             return None
-        directory = RunDirectory(self.path, to_toml(self.config), concluded, show)
+        directory = RunDirectory(
+            self.path, to_toml(self.config), concluded, show, handed_over=self.unwritten
+        )
         self.history = History(self.path)
         changed = list(self.course.answer.changed)
         self._keep(

@@ -5,7 +5,7 @@ transfer to the ranks that continue.
 import itertools
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class Handover:
     trained for. If `load` is None, a checkpoint is read. `unfinished` is the last step of the live
     state, if a rank was lost before that step was recorded, validated and saved. `answer` describes
     the data of the steps before and after this state. `lost` is True if ranks were lost.
+    `unwritten` has the lines, by file name, that wait for a disk that has failed; None if there is
+    no live state.
     """
 
     resume: str
@@ -49,6 +51,7 @@ class Handover:
     unfinished: Completed | None = None
     answer: Answer | None = None
     lost: bool = False
+    unwritten: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Account:
     `place` has the coordinates that the rank had in the last process grid. `step` is the number of
     steps that the rank's state was trained for; None means that the rank has no state. `saved` has
     the step and the path of the newest checkpoint. `asked` is the signal that asked the run to
-    stop. `answer` describes the data on which the state was trained.
+    stop. `answer` describes the data on which the state was trained. `unwritten` has, by file name,
+    the lines that rank 0 could not write.
     """
 
     place: Coordinates | None = None
@@ -69,6 +73,7 @@ class Account:
     saved: tuple[int, str] | None = None
     asked: signal.Signals | None = None
     answer: Answer | None = None
+    unwritten: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

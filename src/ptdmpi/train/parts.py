@@ -128,7 +128,7 @@ def _with_state(
     tasks = Tasks(engine, feed.course, world, journal)
     validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
     attempt.take_owed(validation.owed(attempt.first))
-    if not attempt.idle:
+    if not attempt.idle and not attempt.live:  # live state goes on, and waits for space
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)

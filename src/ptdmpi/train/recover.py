@@ -204,8 +204,15 @@ class Survivors:
             engine.policy.replicas_lost()
             return step
 
-        unfinished = _unfinished(accounts, step)
-        return Handover(resume, load, unfinished, accounts[source].answer)
+        return Handover(
+            resume,
+            load,
+            unfinished=_unfinished(accounts, step),
+            answer=accounts[source].answer,
+            unwritten=next(
+                (dict(account.unwritten) for account in accounts if account.unwritten), {}
+            ),
+        )
 
     def _put_away(self) -> None:
         """Close the training loop. Keep only the state, which the next attempt may need, and the
@@ -220,6 +227,7 @@ class Survivors:
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
         # if this is False, the state is incomplete, because messages of neighbours have not arrived
         settled = loop.engine.policy.settled
+        directory = loop.journal.directory
         account = Account(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done if settled else None,
@@ -229,6 +237,7 @@ class Survivors:
             asked=self.signals.received,
             saved=loop.saving.newest,
             answer=loop.feed.course.answer,
+            unwritten={} if directory is None else directory.unwritten,
         )
         self.holding = live.hold(loop.engine, account)
 

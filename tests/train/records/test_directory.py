@@ -24,6 +24,23 @@ def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("No space left on device; its lines wait") == 1
 
 
+def test_live_state_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
+    """The lines that waited come first, and a start without live state is refused."""
+    path, shown = tmp_path / "run", []
+    RunDirectory(path, "", 0).record(step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_whole", _no_space)
+        with pytest.raises(InputError, match="No space left"):
+            RunDirectory(path, "", 2, shown.append)
+        lines = {"metrics.jsonl": '{"step": 2}\n'}
+        directory = RunDirectory(path, "", 2, shown.append, handed_over=lines)
+        assert directory.unwritten == lines
+    assert len(shown) == 1 and "goes on with its state in memory" in shown[0]
+    directory.record(step=3)
+    assert (path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert directory.unwritten == {}
+
+
 def _no_space(path, lines):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

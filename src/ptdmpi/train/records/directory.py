@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +32,45 @@ class RunDirectory:
     """
 
     def __init__(
-        self, path: Path, config_text: str, resumed_step: int, show: Callable[[str], None] = _show
+        self,
+        path: Path,
+        config_text: str,
+        resumed_step: int,
+        show: Callable[[str], None] = _show,
+        *,
+        handed_over: Mapping[str, str] | None = None,
     ) -> None:
         """Open the directory `path` at step `resumed_step` (0: a new run); `show` prints a line.
 
-        Raises InputError if the directory cannot be written.
+        `handed_over` has the lines, by file name, that surviving ranks could not write before
+        (`unwritten`); None means that no rank has live state. Raises InputError if the directory
+        cannot be written and no rank has live state. With live state the run goes on, after a
+        warning.
         """
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.show = show
-        self._waiting: dict[Path, str] = {}
+        self._waiting = {path / name: text for name, text in (handed_over or {}).items()}
         self._sinks: Sinks | None = None
         self._resumed_step = resumed_step
         self._dropped = False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_whole(path / "config.toml", config_text)
             (path / DONE).unlink(missing_ok=True)
             if self.metrics.exists():
                 self._dropped = self._drop_records()
             self._drop_timelines()
+            write_whole(path / "config.toml", config_text)
         except OSError as error:
-            raise InputError(f"run.dir = {path}: {error}") from None
+            if handed_over is None:
+                raise InputError(f"run.dir = {path}: {error}") from None
+            show(f"warning: run.dir = {path}: {error}; the run goes on with its state in memory")
+
+    @property
+    def unwritten(self) -> dict[str, str]:
+        """Return the lines, by file name, that wait because the disk has failed."""
+        return {path.name: text for path, text in self._waiting.items()}
 
     def _drop_records(self) -> bool:
         """Remove the records after the resumed step, and damaged lines. Return True if a line was
@@ -74,7 +90,8 @@ class RunDirectory:
             for line, step in zip(lines, steps, strict=True)
             if step is not None and step <= self._resumed_step
         ]
-        write_whole(self.metrics, b"".join(kept))
+        if b"".join(kept) != content:
+            write_whole(self.metrics, b"".join(kept))
         return len(kept) < len(lines)
 
     def _drop_timelines(self) -> None:

@@ -139,12 +139,12 @@ def test_a_checkpoint_records_every_key_that_it_is_asked_for():
 
 
 def test_a_key_without_a_declaration_or_with_two_does_not_import():
-    with pytest.raises(TypeError, match=r"Undeclared\.size declares 0 meanings"):
+    with pytest.raises(TypeError, match=r"Undeclared\.size declares 0 effects"):
 
         class Undeclared(Section):
             size: int = 1
 
-    with pytest.raises(TypeError, match=r"Twice\.size declares 2 meanings"):
+    with pytest.raises(TypeError, match=r"Twice\.size declares 2 effects"):
 
         class Twice(Section):
             size: Bound[Free[int]] = 1

@@ -86,7 +86,7 @@ def test_a_frozen_weight_is_named_beneath_adapters(comm):
     result = engine.step(1, batches)
     with pytest.raises(SystemExit):
         Skips(engine, str, 3, said.append).after(1, result, batches)
-    assert "adapt.base has a weight that is not a number" in said[1]
+    assert "adapt.base has a weight that is not finite" in said[1]
 
 
 @parallel(ranks=[4])

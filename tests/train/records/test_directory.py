@@ -33,7 +33,8 @@ def test_live_state_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="No space left"):
             RunDirectory(path, "", 2, shown.append)
         lines = {"metrics.jsonl": '{"step": 2}\n'}
-        directory = RunDirectory(path, "", 2, shown.append, handed_over=lines)
+        later = {"metrics.jsonl": '{"step": 2}\n{"step": 3}\n'}  # step 3 is trained again
+        directory = RunDirectory(path, "", 2, shown.append, handed_over=later)
         assert directory.unwritten == lines
     assert len(shown) == 1 and "goes on with its state in memory" in shown[0]
     directory.record(step=3)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,39 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.show = show
-        self._waiting = {path / name: text for name, text in (handed_over or {}).items()}
-        self._sinks: Sinks | None = None
         self._resumed_step = resumed_step
+        self._waiting = {path / name: text for name, text in (handed_over or {}).items()}
+        if records := self._waiting.pop(self.metrics, ""):  # the last step may be trained again
+            kept = [line for line in records.splitlines(True) if self._is_kept(line.encode())]
+            if kept:
+                self._waiting[self.metrics] = "".join(kept)
+        self._sinks: Sinks | None = None
         self._dropped = False
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / DONE).unlink(missing_ok=True)
-            if self.metrics.exists():
-                self._dropped = self._drop_records()
-            self._drop_timelines()
-            write_whole(path / "config.toml", config_text)
-        except OSError as error:
-            if handed_over is None:
-                raise InputError(f"run.dir = {path}: {error}") from None
-            show(f"warning: run.dir = {path}: {error}; the run goes on with its state in memory")
+        for prepare in (partial(self._write_config, config_text), self._drop_later):
+            try:
+                prepare()
+            except OSError as error:
+                if handed_over is None:
+                    raise InputError(f"run.dir = {path}: {error}") from None
+                show(
+                    f"warning: run.dir = {path}: {error}; the run goes on with its state in memory"
+                )
+
+    def _write_config(self, text: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / "config.toml", text)
+
+    def _drop_later(self) -> None:
+        """Remove all files and records of later steps than the resumed one."""
+        (self.path / DONE).unlink(missing_ok=True)
+        if self.metrics.exists():
+            self._dropped = self._drop_records()
+        self._drop_timelines()
+
+    def _is_kept(self, line: bytes) -> bool:
+        """Return True if a line is the record of a step up to the resumed one."""
+        step = _step(line)
+        return step is not None and step <= self._resumed_step
 
     @property
     def unwritten(self) -> dict[str, str]:
@@ -85,11 +104,7 @@ class RunDirectory:
                 f"{counted(damaged, 'damaged line')} {'is' if damaged == 1 else 'are'} left out"
             )
             self.say(f"warning: {self.metrics}: {left_out}; {DAMAGED} has the file as it was")
-        kept = [
-            line + b"\n"
-            for line, step in zip(lines, steps, strict=True)
-            if step is not None and step <= self._resumed_step
-        ]
+        kept = [line + b"\n" for line in lines if self._is_kept(line)]
         if b"".join(kept) != content:
             write_whole(self.metrics, b"".join(kept))
         return len(kept) < len(lines)

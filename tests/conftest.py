@@ -34,6 +34,21 @@ def _stop(number: int, frame: object) -> None:
     pytest.exit("ended by SIGTERM", returncode=128 + number)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long the cases of each parametrised test that `make test` does not need."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("long", "slurm"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("cases")
+        short = covering(of_test)[: marker.args[0] if marker else None]
+        for item in of_test:
+            if item not in short:
+                item.add_marker(pytest.mark.long)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
     """Return the scheduler of tests for pytest-xdist."""
@@ -45,6 +60,21 @@ class ByRoom(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return room_of(nodeid)
+
+
+def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return cases of one test that have each value of each of its parameters at least once.
+
+    Each next case has as many new values as possible; of equals, the first one.
+    """
+    # by identity: a product of settings has each value as one object, and not all can be hashed
+    left = {case: {(k, id(v)) for k, v in case.callspec.params.items()} for case in cases}
+    chosen, missing = [], set().union(*left.values())
+    while missing:
+        best = max(left, key=lambda case: len(left[case] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return chosen
 
 
 def room_of(nodeid: str) -> str:

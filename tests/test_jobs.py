@@ -129,6 +129,7 @@ def test_bash_accepts(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("settings", "end", "requeued"),
     [
@@ -152,6 +153,7 @@ def test_requeues_until_complete(tmp_path, settings, end, requeued):
     assert called[1:] == ["scontrol requeue 9"] * requeued
 
 
+@pytest.mark.long
 def test_gives_up_where_nothing_is_saved(tmp_path):
     """Attempts without a new checkpoint end the job; a new checkpoint, or job, counts anew."""
 
@@ -263,6 +265,7 @@ def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):
     assert yields(RANKS="100000")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "script",
     ["pbs-gpu.sh", pytest.param("cpu-mpirun.sh", marks=pytest.mark.long), "slurm-cpu.sbatch"],

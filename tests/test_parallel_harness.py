@@ -101,6 +101,7 @@ def test_messages_of_another_test_stay_away(comm):
     assert MPI.Comm.Compare(comm, MPI.COMM_WORLD) == MPI.CONGRUENT
 
 
+@pytest.mark.long
 def test_reports_each_kind_of_end(tmp_path):
     code, output, words = run_pytest(tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED

@@ -124,6 +124,7 @@ def test_it_does_so_where_two_axes_cut(comm, tmp_path, case):
     assert_same_as_unpacked(comm, tmp_path, *case)
 
 
+@pytest.mark.long
 @parallel(ranks=[1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "half",

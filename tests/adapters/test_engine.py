@@ -190,6 +190,7 @@ def test_a_base_has_weights_alone(comm, precision):
     assert foreseen.optimizer == 4 * own * (2 + (precision != "fp32"))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("targets", "mode"),

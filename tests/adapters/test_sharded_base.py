@@ -31,6 +31,7 @@ ALONE = {
 PIPELINED = layout(p=2, v=2, d=2) | {"model.layers": 4}
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_the_bits_are_those_of_a_base_that_is_whole(comm, precision):

@@ -129,6 +129,7 @@ def made(comm, folder, changes, **own):
     return Run(configuration(folder, changes), launch=launch, **own)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 2])
 def test_data_of_ones_own_comes_in_the_same_order_in_every_layout(comm, tmp_path):
     """Also after a resume; and padded validation samples do not count."""

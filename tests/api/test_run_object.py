@@ -74,6 +74,7 @@ def test_a_loop_of_ones_own_trains_as_the_command(comm, tmp_path):
         assert (tmp_path / "run/done").exists()
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_a_run_is_left_and_taken_up_again_with_the_state_of_its_hooks(comm, tmp_path):
     valid = {"run.steps": 5, "data.valid": str(tmp_path / "valid")}
@@ -142,6 +143,7 @@ def program(folder, body, ranks, **changes):
     return mpirun(ranks, [str(script), str(config)], timeout_s=60, check=False)
 
 
+@pytest.mark.long
 def test_a_program_trains_under_mpirun(tmp_path):
     done = program(tmp_path, AS_IT_IS, 2)
     assert done.returncode == 0, done.stderr
@@ -156,6 +158,7 @@ def test_a_mistake_of_one_rank_ends_all(tmp_path):
     assert "a mistake of mine" in done.stderr and "[rank 1 on " in done.stderr
 
 
+@pytest.mark.long
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     done = program(tmp_path, AS_IT_IS, 2, **{"model.heads": 3})
     assert done.returncode == 2 and "Traceback" not in done.stderr

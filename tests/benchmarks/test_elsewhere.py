@@ -37,6 +37,7 @@ def test_the_models_of_the_zero_bubble_paper_have_the_parameters_of_their_names(
     assert billions(51200) == [1.5, 6.3, 14.7, 28.4]
 
 
+@pytest.mark.long
 def test_rows_of_cut_sequences_have_the_throughput_of_their_source():
     """NeMo and Llama 3 publish FLOP/s, torchtitan tokens per second of a rank; runs are listed one
     by one."""

@@ -327,6 +327,7 @@ def test_rows_are_measured_once():
     assert measured == {"bad": {"failed": "RuntimeError: no triton"}, "good": {"s": 1.0}}
 
 
+@pytest.mark.long
 def test_rows_are_kept_while_their_part_goes_on(tmp_path, monkeypatch):
     """Whoever ends the measurement from outside loses ten seconds of it at most."""
     say = 'print(\'{"a": {"s": 1}}\', flush=True); import time; time.sleep(60)'

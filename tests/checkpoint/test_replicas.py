@@ -65,6 +65,7 @@ def test_each_replica_goes_on_with_its_own_bits_in_any_layout(comm, tmp_path, as
         one.close()
 
 
+@pytest.mark.long
 @parallel(ranks=[4], limit_s=90)
 def test_the_mean_is_taken_where_replicas_are_not_wanted(comm, tmp_path):
     """By a method without any, by one rank, and, when that is allowed, by another number of them;

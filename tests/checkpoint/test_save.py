@@ -52,6 +52,7 @@ def test_shares_are_even_and_whole(holders):
         assert abs(size - total / holders) < 4000 + 16384  # a row, or a box that stays whole
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(
     ("sizes", "then", "changes", "asynchronous"),
@@ -96,6 +97,7 @@ def test_resume_has_the_same_bits(comm, tmp_path, sizes, then, changes, asynchro
     assert world.on_root(lambda: check.problems(path)) == []
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("compute", ["fp32", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["gpt", "qwen3"])

@@ -64,6 +64,7 @@ def assert_equal(world: World, first: Path, second: Path) -> None:
     assert found == []
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4], limit_s=200)
 @pytest.mark.parametrize(
     ("zero", "sizes", "group", "changes"),
@@ -104,6 +105,7 @@ def test_every_layout_reads_what_every_layout_wrote(comm, tmp_path, zero, sizes,
         assert_equal(world, path, copied)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, long(4)], limit_s=200)
 @pytest.mark.parametrize(
     ("zero", "compute"), [(1, "bf16"), (3, "fp32"), long(1, "fp32"), long(2, "bf16")]

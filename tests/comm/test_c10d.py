@@ -199,6 +199,7 @@ def test_other_libraries_train_and_save_over_it(tmp_path):
     assert "losses" in done.stdout
 
 
+@pytest.mark.long
 def test_with_torchrun_s_environment_torch_meets_as_ever(tmp_path):
     """The way to meet without an address is only used where the environment names no rank."""
     program = (

@@ -153,6 +153,7 @@ def test_shares_of_a_checkpoint(comm, place):
     assert all(of_rank for of_rank in engine.axes.world.all_gather_object(len(mine)))
 
 
+@pytest.mark.cases(3)
 @parallel(ranks=[4])
 @pytest.mark.parametrize("place", PLACES)
 def test_replicas_on_the_new_axis_train_alike(comm, place):

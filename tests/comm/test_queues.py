@@ -26,6 +26,7 @@ class Runtime:
         del self.held[address]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "size",
     [

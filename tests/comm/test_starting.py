@@ -49,6 +49,7 @@ def test_a_rank_that_dies_at_the_start_ends_the_job(tmp_path: Path, name: str, w
     assert "died before MPI was initialized; start the same command again" in done.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.together
 @pytest.mark.parametrize("options", [(), ("--with-ft", "ulfm")])
 def test_ranks_that_live_come_up(tmp_path: Path, options: tuple[str, ...]):

@@ -47,6 +47,7 @@ ulfm.leave(world, 75)
 """
 
 
+@pytest.mark.long
 def test_survivors_wake_each_other_agree_and_shrink():
     done = mpirun(4, ["-c", PROGRAM], options=("--with-ft", "ulfm"), check=False, timeout_s=60)
     assert done.returncode == 75, done.stderr

@@ -226,6 +226,7 @@ ENGINE = (
 )
 
 
+@pytest.mark.long
 def test_a_failure_on_one_rank_ends_all_and_shows_the_place():
     """The others wait for a message that never comes: without the abort this would hang."""
     import socket
@@ -256,6 +257,7 @@ def test_bad_input_that_all_ranks_know_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_bad_input_of_one_process_is_one_line_and_no_word_of_mpi():
     program = START + "    raise InputError('shard 7 is truncated')\n"
     done = subprocess.run(

@@ -79,6 +79,7 @@ def curve(engine: Engine, steps: int = 2) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[] if one in SHORT else pytest.mark.long) for one in ROWS]

@@ -339,6 +339,7 @@ def test_the_self_check_fails_where_a_tensor_is_misplaced(tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == ["hf"]
 
 
+@pytest.mark.long
 def test_needs_neither_mpi_nor_transformers(tmp_path):
     source = saved(tmp_path / "hf", "llama")
     script = """

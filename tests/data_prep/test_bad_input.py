@@ -229,6 +229,7 @@ def test_output_that_is_a_file(good, monkeypatch, capsys):
     assert output.read_text() == "a file"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "limit",
     [100, 4_990_000, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 100_000, 5_010_000))],

@@ -37,6 +37,7 @@ def peak_kib(corpus, output):
     return int(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("txt", marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
     line = json.dumps({"text": "some words " * 100}) + "\n"

@@ -212,6 +212,7 @@ def test_same_bytes_for_any_number_of_ranks(corpus, reference, bpe, tmp_path):
     assert files(tmp_path / "v") == files(reference / "v")
 
 
+@pytest.mark.long
 def test_bad_input_ends_all_ranks_with_one_line(corpus, tmp_path):
     (tmp_path / "in").mkdir()
     for number in range(6):
@@ -349,6 +350,7 @@ def test_shards_end_at_documents_unless_one_is_too_long(tmp_path, monkeypatch, s
         assert [header.tokens for header in dataset.headers] == [10, 14, 14, 14, 9, 3]
 
 
+@pytest.mark.long
 def test_splitting_a_long_document_keeps_its_tokens(tmp_path, monkeypatch, bpe):
     text = "\n".join(
         line for line in "".join(make_texts(2600, seed=3)).splitlines() if line.strip()

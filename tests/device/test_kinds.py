@@ -40,7 +40,7 @@ KINDS = {
     "gemma2": {"model.kind": "gemma2"} | SGD,
     "mistral": {"model.kind": "mistral", "model.sliding_window": 8},
 }
-SHORT = ("qlora", "muon, mean of weights", "classes")
+SHORT = ("muon, mean of weights", "classes")
 
 
 @parallel(ranks=[1])
@@ -108,6 +108,7 @@ def own(waits: list[list[str]]) -> list[list[str]]:
     return [[where for where in step if "comm/" not in where] for step in waits]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_two_ranks_are_those_of_the_host(comm, name):

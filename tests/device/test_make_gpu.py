@@ -138,6 +138,7 @@ def test_replicas_are_traced(comm, tmp_path):
         assert json.loads(file.read_text())["traceEvents"]
 
 
+@pytest.mark.long
 @parallel(ranks=[1])
 def test_a_part_by_its_name(comm, tmp_path):
     """As the process does that is started for it."""

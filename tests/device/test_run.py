@@ -35,6 +35,7 @@ def run(comm, folder, changes: dict) -> list[dict]:
     return records(folder)
 
 
+@pytest.mark.long
 @parallel(ranks=[1])
 def test_a_run_and_on_from_its_checkpoint(comm, tmp_path):
     with pretended() as device, pytest.MonkeyPatch.context() as patch:

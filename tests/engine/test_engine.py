@@ -220,6 +220,7 @@ def test_pipeline_schedule_and_recomputation_change_no_bit(comm, precision, tied
         assert_same_bits(train(comm, changes | SAME_BITS[name], steps=2), expected)
 
 
+@pytest.mark.long
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=long), "bf16"])
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=long), True])
@@ -259,6 +260,7 @@ def test_pipeline_changes_no_bit_at_t_2_and_d_2(comm, precision):
     assert_same_bits(train(comm, changes | layout(t=2, p=2, v=3, d=2), steps=2), expected)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(("precision", "batch"), [("bf16", 12), ("fp32", 4)])
 def test_reproducible_sums_do_not_depend_on_d(comm, precision, batch):

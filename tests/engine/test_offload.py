@@ -70,6 +70,7 @@ def test_bits_are_those_of_state_on_the_device(comm, tmp_path, place, shape):
     check_bits(comm, tmp_path, place, {**SHAPES[shape], **layout(d=comm.size)})
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("place", "axes", "changes"),

@@ -111,6 +111,7 @@ def test_documents_have_the_bits_of_unsharded(comm, shape):
     assert plain[0] != whole[0]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, 4])
 def test_an_overflow_is_skipped_by_all_alike(comm):
     """fp16's scale falls and grows as unsharded, and with the same bits in one group. With 4 ranks
@@ -145,6 +146,7 @@ def test_an_overflow_is_skipped_by_all_alike(comm):
             assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @each_zero
 @pytest.mark.parametrize(
@@ -188,6 +190,7 @@ def beside(comm, zero, shape, axes):
         assert_same_bits(*both(World(comm), zero, sizes, changes))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @each_zero
 def test_several_microbatches_are_equal_to_rounding(comm, zero):
@@ -198,6 +201,7 @@ def test_several_microbatches_are_equal_to_rounding(comm, zero):
         assert_same_bits(*found)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @each_zero
 def test_groups_that_hold_copies_of_each_other(comm, zero):
@@ -212,6 +216,7 @@ def test_reproducible_with_sharded_optimizer(comm):
     assert_same_bits(*both(World(comm), 1, {"d": comm.size}, changes))
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("zero", "sizes", "changes"),

@@ -276,6 +276,7 @@ METHODS = {
 }
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_methods_that_tell_less_send_what_the_closed_forms_say(comm):
     """In each of two steps: with and without an average, or a measurement; in several pieces."""

@@ -48,6 +48,7 @@ def test_same_bits_as_1f1b(comm):
     check(comm, **DROPOUT)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     "changes",

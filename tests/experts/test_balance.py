@@ -107,6 +107,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize(
     "name",

@@ -10,6 +10,7 @@ from tests.experts.test_parity import MIXED
 from tests.parallel import parallel
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("balance", ["bias", "batch"])
 def test_a_run_goes_on_in_another_layout(comm, tmp_path, balance):

@@ -48,6 +48,7 @@ def run_directory(comm, tmp_path, kind):
     return tmp_path / "run"
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4])
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_layout_writes_the_same(comm, tmp_path, kind):

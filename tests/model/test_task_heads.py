@@ -102,6 +102,7 @@ def theirs(kind: str, shape: dict[str, int]) -> tuple[dict[str, Tensor], dict, T
     return weights, gradients, out.logits.detach(), float(out.loss.detach())
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("kind", list(TASKS))
 def test_bert_heads_equal_transformers(comm, kind):

@@ -89,6 +89,7 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
         assert not doctor.check_machine(World(comm), as_json=True)
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_a_red_row_fails_on_every_rank(comm):
     layout = ComparedLayout(tensor=2, micro_size=4)

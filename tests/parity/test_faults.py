@@ -69,6 +69,7 @@ def test_no_row_is_red_on_torchs_own_groups(comm, layout):
     assert red(comm, layout, wire="torch") == []
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_no_row_of_masked_models_and_documents_is_red_without_a_fault(comm):
     model = replace(MODEL, kind="bert", documents=True)
@@ -86,6 +87,7 @@ def forgotten_gather_of_masked_positions() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_fault_of_masked_models_turns_a_row_red(comm):
     with forgotten_gather_of_masked_positions():

@@ -100,6 +100,7 @@ def test_every_case_can_be_trained(compute):
             assert config.data_size == layout.data
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "ranks", [2, 4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3))]
 )

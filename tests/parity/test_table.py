@@ -38,6 +38,7 @@ def broken(**changes) -> list[Verdict]:
     return [replace(whole()[0], **changes), *whole()[1:]]
 
 
+@pytest.mark.long
 def test_table_of_all_layouts_is_markdown_of_120_columns():
     lines = table.text(whole(), 8, 20).splitlines()
     assert max(map(len, lines)) <= table.WIDTH

@@ -27,6 +27,7 @@ from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.traffic import StepTraffic
 from ptdmpi.preview.as_text import as_text
 from ptdmpi.preview.draft import SMALL, Wish, draft
+from ptdmpi.preview.dry_run import show
 from ptdmpi.preview.forecast import preview
 from ptdmpi.preview.ranks import RankCount, needed_ranks
 from ptdmpi.train.feed import open_datasets
@@ -86,6 +87,12 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     assert forecast["train"][0]["drawn"] == 40 and forecast["tokens"] == 5 * 8 * 16
     assert forecast["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
     assert forecast["time"]["step_s"] is None and forecast["checkpoint"]["fits"]
+
+
+def test_no_value_of_the_configuration_controls_the_terminal(corpus, capsys):
+    show(configured(corpus, {"run.dir": str(corpus / "red\x1b[31m")}), 1)
+    shown = capsys.readouterr().out
+    assert "red\\x1b[31m" in shown and "\x1b" not in shown
 
 
 def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
@@ -281,6 +288,7 @@ def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
     assert fine.exit_code == 0, fine.output
 
 
+@pytest.mark.long
 def test_init_writes_adapters_of_a_trained_model(corpus, monkeypatch):
     """The sections [model] and [adapt] fit the base. Two models, or adapters, are refused."""
     monkeypatch.chdir(corpus)
@@ -328,6 +336,7 @@ def test_init_takes_the_best_layout_of_a_cluster(corpus):
     assert resolve(tree, 8).optimizer.learning_rate == 6e-4  # as its source states it
 
 
+@pytest.mark.long
 def test_previewing_needs_no_mpi(corpus):
     """No GPU or launcher is needed: this may run on a login node."""
     code = "import sys; sys.modules['mpi4py'] = None\nfrom ptdmpi.cli import main; main()"

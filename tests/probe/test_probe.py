@@ -164,6 +164,7 @@ def test_wrong_results_end_the_probe_on_every_rank(comm):
         run(comm)
 
 
+@pytest.mark.long
 def test_a_bad_path_is_refused_before_anything_is_measured(tmp_path):
     code = ["-m", "ptdmpi", "probe", "--output", str(tmp_path / "none" / "here.toml")]
     result = mpirun(1, code, timeout_s=60, check=False)

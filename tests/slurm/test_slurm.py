@@ -1,6 +1,7 @@
 """The templates of jobs/ on a real Slurm: time limits, lost nodes and ranks, cancelling, chains.
 
-`make test-slurm` runs all of it; `make test` only `test_requeue_in_short`, where a Slurm is there.
+`make test-slurm` runs all of it; `make test-long` only `test_requeue_in_short`, where there is a
+Slurm.
 """
 
 import os
@@ -82,6 +83,7 @@ def _rank(run: Run, variable: str) -> int:
     raise AssertionError(f"no rank with {variable}")
 
 
+@pytest.mark.long
 def test_requeue_in_short(whole, folder):
     """Asked to stop, the job saves, requeues itself, and ends with the bits of its twin."""
     twin = Run(folder, "short-straight", *SHORT)

@@ -28,6 +28,7 @@ def undisturbed(folder):
     return folder / "undisturbed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_killed_rank(folder, undisturbed, victim):
     run = f"killed-{victim}"
@@ -56,6 +57,7 @@ def test_killed_rank_goes_on_from_memory(folder, undisturbed):
     same(folder / "memory", undisturbed)
 
 
+@pytest.mark.long
 def test_stopped_rank_hangs_and_is_started_anew(folder, undisturbed):
     settings = ("run.stall_s=3", "checkpoint.memory_every_steps=1")
     options = [word for setting in settings for word in ("--set", setting)]

@@ -139,6 +139,7 @@ def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     assert len(calls(tmp_path)) == 1
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("n", "options", "message"),
     [
@@ -215,6 +216,7 @@ def test_lost_host_spare_host_and_growth(job, tmp_path):
     assert "lost: b; starting 2 ranks again" in text and "room for 4 ranks again" in text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("second", "count"),
     [
@@ -233,6 +235,7 @@ def test_a_full_disk_does_not_end_a_run_that_could_grow(job, tmp_path, second, c
     assert not (tmp_path / "r" / "SAVE").exists()
 
 
+@pytest.mark.long
 def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
     """The daemon of the launcher that has just ended may still clean up there."""
     (tmp_path / "busy").mkdir()

@@ -86,6 +86,7 @@ def test_mistakes_are_said_once_under_mpirun(tmp_path):
     assert (done.stdout + done.stderr).count("No such option") == 1
 
 
+@pytest.mark.long
 def test_convert_under_mpirun_is_done_once(tmp_path):
     command = ["-m", "ptdmpi", "convert", "from-hf", "nowhere", "there"]
     done = mpirun(2, command, check=False, cwd=tmp_path)

@@ -180,6 +180,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize(
     ("compute", "mode"), [("bf16", "full"), pytest.param("fp32", "none", marks=LONG)]
@@ -229,6 +230,7 @@ def check_experts(comm, changes) -> float:
     return foreseen.standing
 
 
+@pytest.mark.long
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("kind", "method"),
@@ -278,6 +280,7 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": "bf16"})
 
 
+@pytest.mark.long
 @parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("kind", "mode"),
@@ -302,6 +305,7 @@ def test_partitioned_activations_in_a_pipeline(comm, schedule):
     check(comm, MODES["full"] | PARTITIONED | where | DROPOUT)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("schedule", "partitioned"),
@@ -326,6 +330,7 @@ def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
         assert left == memory.stages.kept_bytes(engine.config.layout, number)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("kind", "virtual", "mode"),
@@ -357,6 +362,7 @@ def test_split_backwards(comm, kind, schedule, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where)
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("sequence_parallel", "compute"), [pytest.param(False, "fp32", marks=LONG), (True, "bf16")]
@@ -367,6 +373,7 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
     check(comm, where | DROPOUT)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("zero", "compute"),
@@ -381,6 +388,7 @@ def test_shards(comm, zero, compute):
     check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
 
 
+@pytest.mark.long
 @parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("compute", "mode"), [("bf16", "full"), pytest.param("fp32", "none", marks=LONG)]
@@ -390,6 +398,7 @@ def test_shards_of_a_frozen_base(comm, compute, mode):
     check(comm, lora | {"precision.compute": compute} | MODES[mode] | SHARDED)
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("zero", "where"),

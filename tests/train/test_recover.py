@@ -179,6 +179,7 @@ def test_methods_that_tell_less_go_on_without_lost_replicas(corpus, method):
     assert all(np.isfinite(record["loss"]) for record in kept)
 
 
+@pytest.mark.long
 def test_a_launcher_that_would_end_the_job_is_refused(corpus):
     words = command("-m", "ptdmpi", "run.name=plain", "run.on_failure=shrink")
     refused = mpirun(1, words, cwd=corpus, check=False, timeout_s=100)

@@ -83,6 +83,7 @@ def test_a_run_that_gets_no_better_is_done(comm, tmp_path):
     assert attempts(run)[-1].first == 7
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_the_best_stay_and_are_named(comm, tmp_path):
     losses = [3.0, 2.0, 2.5, 1.5, 1.8, 2.2]

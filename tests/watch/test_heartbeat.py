@@ -208,6 +208,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
         assert waited_s > 0.5 and mine < made.lookout.durations[0] - 0.5
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_own_work_is_without_waiting_for_other_data_ranks(comm, tmp_path, zero):

@@ -115,6 +115,7 @@ def test_a_signal_during_a_save_is_obeyed_after_it(comm, tmp_path):
         assert records(tmp_path / "run")[-1]["step"] == 3
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
     def patch(made):

@@ -3,8 +3,7 @@ indices in every dim."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 
 def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
@@ -48,10 +47,10 @@ class Box:
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Box":
         """Return the slice that contains all elements of a tensor with this shape."""
-        return cls((0,) * len(shape), tuple(shape))
+        return Box((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -69,50 +68,49 @@ class Box:
         in a tensor or an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def along(self, dim: int, start: int, stop: int) -> Self:
+    def along(self, dim: int, start: int, stop: int) -> "Box":
         """Return the same slice, except that its range in dim `dim` is [start, stop)."""
-        return replace(
-            self,
-            start=(*self.start[:dim], start, *self.start[dim + 1 :]),
-            stop=(*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        return Box(
+            (*self.start[:dim], start, *self.start[dim + 1 :]),
+            (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
-    def rows(self, first: int, last: int) -> Self:
+    def rows(self, first: int, last: int) -> "Box":
         """Return the rows [first, last) of dim 0, counted from the first row of the slice."""
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
-    def slabs(self, rows: int) -> Iterator[Self]:
+    def slabs(self, rows: int) -> Iterator["Box"]:
         """Yield parts of the slice with `rows` rows each; the last part may have fewer."""
         height = self.size[0]
         for first in range(0, height, rows):
             yield self.rows(first, min(height, first + rows))
 
-    def overlap(self, other: "Box") -> Self | None:
+    def overlap(self, other: "Box") -> "Box | None":
         """Return the overlap of this slice and `other`; None if they do not overlap."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
             return None
-        return replace(self, start=start, stop=stop)
+        return Box(start, stop)
 
-    def relative(self, origin: "Box") -> Self:
+    def relative(self, origin: "Box") -> "Box":
         """Return the same slice with indices counted from the first element of `origin`. For
         example, `origin` may be the slice of a tensor that a rank stores."""
         return self._moved(origin, -1)
 
-    def within(self, origin: "Box") -> Self:
+    def within(self, origin: "Box") -> "Box":
         """Return the same slice with indices in the full tensor. The indices of this slice are
         counted from the first element of `origin`."""
         return self._moved(origin, 1)
 
-    def _moved(self, origin: "Box", sign: int) -> Self:
+    def _moved(self, origin: "Box", sign: int) -> "Box":
         start = tuple(a + sign * o for a, o in zip(self.start, origin.start, strict=True))
         stop = tuple(b + sign * o for b, o in zip(self.stop, origin.start, strict=True))
-        return replace(self, start=start, stop=stop)
+        return Box(start, stop)
 
-    def transposed(self) -> Self:
+    def transposed(self) -> "Box":
         """Return the slice that selects the same elements in the transposed tensor."""
-        return replace(self, start=self.start[::-1], stop=self.stop[::-1])
+        return Box(self.start[::-1], self.stop[::-1])
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdmpi.base.launched import launched_rank, launched_size
+from ptdmpi.base.words import printable
 from ptdmpi.config import InputError
 from ptdmpi.plan.search.choose import settled
 from ptdmpi.preview.as_text import as_text
@@ -42,7 +43,7 @@ def show(
     if as_json:
         print(json.dumps(forecast), flush=True)
     else:
-        print(f"{search}{as_text(forecast)}", flush=True)
+        print(printable(f"{search}{as_text(forecast)}"), flush=True)
     if "mistake" in forecast:
         raise InputError(forecast["mistake"])
 

@@ -111,6 +111,7 @@ def test_codes_of_local_steps_are_their_matrix_form(comm, compressor, feedback):
         assert (found == found[0]).all() == bool(step % 2)
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_codes_that_leave_nothing_out_are_averages(comm):
     """With ratio 1 CHOCO-SGD at rate 1 is X <- W (X - rate G), and local steps go on from their

@@ -73,6 +73,7 @@ EACH = [("top_k", "double_squeeze"), ("qsgd", "mem_sgd"), ("random_k", "neolithi
 EACH += [("sign", "none"), ("int8", "ef21"), ("int4", "mem_sgd")]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "compressor, feedback",
@@ -103,6 +104,7 @@ def test_as_simulated_workers_in_numpy(comm, compressor, feedback, data):
         assert abs(found - expected).max() <= 1e-10 * scale
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "compressor, feedback",
@@ -121,6 +123,7 @@ def test_ratio_one_is_the_sum_of_all(comm, compressor, feedback):
         torch.testing.assert_close(values, plain.parameters[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize("compressor, feedback", quick(EACH, ("qsgd", "mem_sgd")))
 def test_no_pipeline_changes_a_bit(comm, compressor, feedback):
@@ -133,6 +136,7 @@ def test_no_pipeline_changes_a_bit(comm, compressor, feedback):
     assert greatest_difference(one_bit.losses, plain.losses) <= 1e-6
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "compressor, feedback",

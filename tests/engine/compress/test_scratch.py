@@ -25,6 +25,7 @@ ALL += [("random_k", "compressed", "none"), ("qsgd", "compressed", "neolithic")]
 LONG = [pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in FEW]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(("compressor", "method", "feedback"), [*FEW, *LONG])
 def test_what_codes_are_made_in_is_counted(comm, compressor, method, feedback):

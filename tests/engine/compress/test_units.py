@@ -91,6 +91,7 @@ def test_the_tensor_axis_changes_no_bit(compressor, longest):
         assert every == set(names)
 
 
+@pytest.mark.long
 @given(st.integers(1, 5000))
 def test_batches_of_any_size_are_the_same(most):
     serial = order(0, 1)

@@ -27,6 +27,7 @@ LONG = [
 ]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(("name", "every"), [("random", 0), ("FILE", 0), ("ring", 3), *LONG])
 def test_training_is_the_matrix_form(comm, tmp_path, name, every):
@@ -84,6 +85,7 @@ WHERE = [
 ]
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_bits_do_not_depend_on_schedule_buckets_or_overlap(comm):
     more = {"data_parallel.topology": "random", "data_parallel.average_moments": True}

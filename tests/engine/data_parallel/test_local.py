@@ -7,6 +7,7 @@ from tests._matrix_form import EXACT, RATE, simulated, trained
 from tests.parallel import parallel
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("every", "rate", "momentum"),
@@ -46,6 +47,7 @@ def test_local_steps_are_their_matrix_form(comm, every, rate, momentum):
     assert (found == found[0]).all() == (every != 3)
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_sums_of_all_gradients_are_their_matrix_form(comm):
     def update(x, gradients, step: int):

@@ -177,6 +177,7 @@ def test_what_is_kept_is_what_is_counted(comm, method, momentum):
     assert counted == pytest.approx(held * used, rel=1e-6)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[3], limit_s=60)
 @pytest.mark.parametrize(
     ("method", "overlap"),

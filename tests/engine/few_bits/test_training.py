@@ -54,6 +54,7 @@ def test_gradients_are_of_rounded_weights_and_go_straight_through(comm, codes, p
     assert not torch.equal(after[name], rounded(after[name], form))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "changes",

@@ -135,6 +135,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("number", range(len(METHODS)))
 def test_a_run_without_faults_has_nothing_corrupt(comm, number):

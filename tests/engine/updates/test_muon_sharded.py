@@ -48,6 +48,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, pytest.param(3, marks=LONG)])
 @pytest.mark.parametrize(
     "shape",
@@ -119,6 +120,7 @@ def test_a_run_goes_on_in_another_layout(comm, tmp_path):
         assert torch.equal(one, two)
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("compute", "half"),

@@ -24,6 +24,7 @@ def ask(question, *arguments):
     return CliRunner().invoke(command, [question, *arguments], catch_exceptions=False)
 
 
+@pytest.mark.long
 def test_the_cheapest_by_a_deadline_is_the_cheapest_of_those_in_time():
     every = ranks.answer(SMALL, 32, 1e9).numbers
     costs = {one["ranks"]: one for one in every["choices"]}
@@ -65,6 +66,7 @@ def test_a_slower_network_is_never_faster():
     assert step_s["adapters half as fast"] <= step_s["adapters a quarter as fast"]
 
 
+@pytest.mark.long
 def test_pods_share_what_stays_in_them():
     """Pipelines across pods send at the tapered rate, data axes only where pods cut them."""
     cluster, model = SMALL.cluster, SMALL.model
@@ -125,6 +127,7 @@ QUESTIONS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_every_question_has_words_numbers_and_a_picture(question, tmp_path):
     picture = tmp_path / "answer.svg"

@@ -60,6 +60,7 @@ def test_equal_to_the_simulation_that_is_drawn_and_above_its_bound(case, kind):
     assert times.lower_bound_s(m) <= quick * (1 + 1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "p", "v", "m"),
     [

@@ -42,6 +42,7 @@ def deadlocks(orders, **way) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_what_the_wires_use_deadlocks_in_no_case_and_early_receives_do():
     """Receives that are begun early hang wherever messages share one queue, and in queues for each
     pair as soon as a device pauses; nothing hangs in the order that wires of devices are given."""

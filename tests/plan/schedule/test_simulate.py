@@ -109,6 +109,7 @@ def test_impossible_costs_are_refused(costs):
         Costs(*costs)
 
 
+@pytest.mark.long
 def test_a_large_schedule_is_simulated_whole():
     timeline = simulate(build("interleaved", 64, 4, 128), Costs())
     assert timeline.makespan_s == (128 * 4 + 63) * 3

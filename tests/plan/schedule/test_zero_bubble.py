@@ -42,6 +42,7 @@ def test_every_size_is_complete_ascending_and_executable(kind, p):
                     assert order.index(one) < order.index(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if kind == "zb-v" else pytest.mark.long) for kind in VIRTUAL],

@@ -124,6 +124,7 @@ def complexity(price):
     return sum(size > 1 for size in sizes), layout.virtual
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "memory_bytes"),
     [
@@ -265,6 +266,7 @@ def test_uneven_layouts_are_found_as_by_trying_all():
     assert uneven > 3
 
 
+@pytest.mark.long
 def test_gpipe_and_whole_messages_are_looked_at_too():
     """1F1B waits for a message behind every op, and small ones gain nothing by being scattered."""
     pricer = small("l=6,h=768,a=12", 80e9, 12)
@@ -302,6 +304,7 @@ def test_bounds_are_below_the_simulation(cluster, dp_overlap):
         assert bound_s <= price.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_bounds_hold_where_the_first_stage_has_few_layers():
     """The other ranks wait less for it than for an even one."""
     pricer = small("l=9,h=512,a=8,V=512", 80e9, 12)

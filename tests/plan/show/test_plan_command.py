@@ -176,6 +176,7 @@ def test_what_a_cut_sequence_sends_is_shown_apart():
     assert "context" not in run(*LONG, "--layout", "t=2,d=4").stdout
 
 
+@pytest.mark.long
 def test_a_long_sequence_is_searched_with_c_and_explained():
     asked = (*LONG, "--ranks", "32", "--why", "t=8,d=4")
     told = json.loads(run(*asked, "--json").stdout)

@@ -64,6 +64,7 @@ AXES: Mapping[str, Axis] = {
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
+UNLISTED = Axis()  # of an axis that is not in `AXES`
 # Names of groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the
 # same state. DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks
 # that have different positions of the same samples. SHARDS: ranks that shard the state. LOSSES:
@@ -252,7 +253,7 @@ class Grid:
 def axis_named(name: str) -> Axis:
     """Return the properties of the axis `name`. On an axis that is not in `AXES`, all ranks hold
     the same state and see the same tokens."""
-    return AXES.get(name, Axis())
+    return AXES.get(name, UNLISTED)
 
 
 def training_grid(

@@ -11,11 +11,11 @@ from mpi4py import MPI
 
 from ptdmpi.comm.world import World
 from ptdmpi.config.layout import Layout
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
-from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import Layers, ProbedModel
 
 # the numbers of layers of two models with the same embedding and head

@@ -26,9 +26,9 @@ from ptdmpi.model.kernels.choice import (
     OneDnnLinears,
     measured_choice,
 )
+from ptdmpi.model.kernels.timing.quickest import ATTENTION
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.probe.quickest import ATTENTION
 from ptdmpi.train.capacity import Memory
 
 REPEATS = 6

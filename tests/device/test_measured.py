@@ -12,8 +12,8 @@ from ptdmpi.comm.communicator import DONE
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import World
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.probe import collectives, sum_check
-from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.finding import MachineFinding
 from tests.device import _pretend
 from tests.device._pretend import is_pretended, pretended

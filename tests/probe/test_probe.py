@@ -16,15 +16,16 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.choice import BY_LIBRARY, HostChoice, measured_choice
+from ptdmpi.model.kernels.timing import bench, quickest
+from ptdmpi.model.kernels.timing.bench import ProbeError
+from ptdmpi.model.kernels.timing.quickest import TimedSizes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.fit import descend
 from ptdmpi.plan.machine.probed import KernelWays
-from ptdmpi.probe import bench, kernels, layers, quickest
-from ptdmpi.probe.bench import ProbeError
+from ptdmpi.probe import kernels, layers
 from ptdmpi.probe.layers import ProbedModel
 from ptdmpi.probe.machine import Effort, probe
-from ptdmpi.probe.quickest import TimedSizes
 from tests.parallel import mpirun, parallel
 
 TINY = Effort(

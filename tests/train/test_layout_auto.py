@@ -12,7 +12,8 @@ from tests.parallel import mpirun
 
 # the machine is measured as quickly as can be
 QUICK = """
-from ptdmpi.probe import bench, kernels, layers, machine
+from ptdmpi.model.kernels.timing import bench
+from ptdmpi.probe import kernels, layers, machine
 bench.TRIALS, bench.TRIAL_S = 2, 1e-4
 machine.CPU_EFFORT = machine.Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),

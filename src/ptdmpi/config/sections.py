@@ -43,6 +43,9 @@ LION_BETA2 = 0.99
 MUON_MOMENTUM = 0.95
 
 
+KernelFile = Annotated[PathText, Field(pattern=r"\.toml$")]
+
+
 class RunConfig(Section):
     """The section [run]: the name of the run, its number of steps, the random seed, and further
     options.
@@ -56,7 +59,7 @@ class RunConfig(Section):
     reproducible: Reported[bool] = False
     compile: Reported[bool] = False
     loss: Reported[str] = ""
-    kernels: Free[Literal["kept", "anew"]] = "kept"
+    kernels: Free[Literal["kept", "anew", "auto", "default"] | KernelFile] = "kept"
     max_minutes: Free[Annotated[float, Field(ge=0)]] = 0.0
     stall_s: Free[Annotated[float, Field(ge=0)]] = 600.0
     max_skips: Free[NonNegative] = 3

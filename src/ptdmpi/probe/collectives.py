@@ -11,8 +11,8 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.plan.layout.grid import training_grid
-from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.kernels import rising
 
 OVERLAP_BYTES = 1 << 20

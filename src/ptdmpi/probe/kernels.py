@@ -16,10 +16,10 @@ from ptdmpi.model.kernels import activation
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.norm import rms_norm
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
-from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
 # PER_PRODUCT is the number of measurements for each shape of a matrix multiplication. OTHERS is the

@@ -20,11 +20,11 @@ from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
-from ptdmpi.probe.bench import Bench
 
 STEPS = 6  # the first step is a warm-up
 MOST_TENSOR = 8
@@ -229,7 +229,7 @@ class Layers:
         works = (forward, lambda: stage.backward_microbatch(microbatch, None), update)
         times = [self._each_s(works, clock) for _ in range(STEPS)][1:]
         forward_s, backward_s, optimizer_s = (
-            self.bench.median(statistics.median(column)) for column in zip(*times, strict=True)
+            self.bench.agreed(statistics.median(column)) for column in zip(*times, strict=True)
         )
         self.bench.note(
             f"h={case.hidden}, s={case.seq_length}, b={case.micro_size}, t={tensor}: "
@@ -237,7 +237,7 @@ class Layers:
             f"forward {forward_s * 1e3:.2f} ms, backward {backward_s * 1e3:.2f} ms",
         )
         steps = [self._rest_s(engine, step, batch) for step in range(STEPS)]
-        rest_s = self.bench.median(min(steps))
+        rest_s = self.bench.agreed(min(steps))
         elements = engine.buffer.gradients.numel()
         self.bench.advance(1)
         return Taken(

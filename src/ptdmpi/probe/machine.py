@@ -16,12 +16,13 @@ from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.choice import measured_choice
+from ptdmpi.model.kernels.timing import quickest
+from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
-from ptdmpi.probe import collectives, kernels, quickest
-from ptdmpi.probe.bench import Bench
+from ptdmpi.probe import collectives, kernels
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name

@@ -5,8 +5,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ptdmpi.base.launched import is_supervised, launcher_kills
 from ptdmpi.base.words import counted, short
@@ -14,7 +14,7 @@ from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
-from ptdmpi.config import SharedInputError, to_toml
+from ptdmpi.config import Config, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
@@ -23,7 +23,8 @@ from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
 from ptdmpi.model.kernels.agreement import Choice, RunPlace
-from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries, HostChoice
+from ptdmpi.model.kernels.timing.here import measured_here
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
@@ -33,15 +34,22 @@ from ptdmpi.train.live import Handover
 from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
-def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the fastest kernels according to the measurements in the cluster file `cluster`.
-    Return {} if the file has no such measurements."""
-    if not cluster:
+def _measured(config: Config) -> Entries:
+    """Return the fastest kernels according to the file `run.kernels`, or else the cluster file
+    `run.cluster`. Return {} if the file has no such measurements. `run.kernels = "default"` means
+    PyTorch's kernels, whatever was measured."""
+    wish = config.run.kernels
+    if wish == "default":
+        return BY_PYTORCH
+    path = wish if wish.endswith(".toml") else config.run.cluster
+    if not path:
         return {}
     # the import is here, because a run without a cluster file does not need this module
-    from ptdmpi.plan.machine.cluster import load_cluster
+    from ptdmpi.plan.machine.cluster import load_cluster, load_kernels
 
-    return load_cluster(cluster).kernels.entries()
+    if path == wish:
+        return load_kernels(path).entries()
+    return load_cluster(path).kernels.entries()
 
 
 class Attempt:
@@ -75,7 +83,7 @@ class Attempt:
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
         # the fastest kernels that `ptdmpi probe` has measured on this machine
-        self.own = world.on_root(lambda: _measured(config.run.cluster))
+        self.own = world.on_root(lambda: _measured(config))
         self.live = start.load is not None
         self.unwritten = start.unwritten
         self.skipped: list[str] = []
@@ -113,11 +121,26 @@ class Attempt:
             compute = data_types(self.config.precision.compute).compute
             place = RunPlace(engine.device, compute, self.own)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
+            if self._measures_kernels(engine):
+                own = measured_here(self.world, engine.axes, self.config, compute, say=say)
+                place = replace(place, own=own)
             agreed = agreement.agreed(self.world, self.path, place, before, say=say)
             self.course.kernels = agreement.stored(agreed)
             self.choice = memory.settle(agreed, say)
             if isinstance(self.choice, HostChoice):
                 engine.compute_by(self.choice)
+
+    def _measures_kernels(self, engine: Engine) -> bool:
+        """Return True if this start of the run measures kernels: only a run that has no kernels
+        yet, on a CPU, and if kernels may differ from machine to machine."""
+        run = self.config.run
+        return (
+            run.kernels == "auto"
+            and not run.reproducible
+            and engine.device.type == "cpu"
+            and not self.course.kernels
+            and not self.world.on_root(lambda: agreement.is_recorded(self.path))
+        )
 
     def take_owed(self, owed: bool) -> None:
         """Set `pending` to True if `owed` is True and the run is not marked as done. `owed` is True

@@ -244,6 +244,11 @@ def _on_devices(
     return Agreed({"attention": kept}, DeviceChoice(tuple(taken)))
 
 
+def is_recorded(folder: Path) -> bool:
+    """Return True if the run directory `folder` has a record of the run's kernels."""
+    return bool(_kept(folder))
+
+
 def _kept(folder: Path) -> Stored | None:
     try:
         stored_choice = json.loads(read_file(folder / FILE))

@@ -78,6 +78,13 @@ class HostChoice:
 
 
 BY_LIBRARY = HostChoice()
+# entries that fit every host, by which PyTorch's kernels are chosen
+BY_PYTORCH: Entries = {
+    kind: [
+        {"capability": "", "type": dtype} for dtype in ("float64", "float32", "float16", "bfloat16")
+    ]
+    for kind in ("attention", "linear", "gelu")
+}
 
 
 def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:

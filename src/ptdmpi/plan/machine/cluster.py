@@ -246,6 +246,13 @@ def load_cluster(name: str) -> Cluster:
     return _validated(Cluster, tree, f"cluster {name}")
 
 
+def load_kernels(path: str) -> KernelWays:
+    """Return the fastest kernels in the section [kernels] of a file: a cluster file of `ptdmpi
+    probe`, or a file that a run with `run.kernels = "auto"` has written. Raises InputError if the
+    file cannot be read, or the section is not valid."""
+    return _validated(KernelWays, _read(Path(path)).get("kernels", {}), f"kernels {path}")
+
+
 def unknown_cluster(name: str) -> str:
     """Return the error message for a cluster name that is unknown."""
     near = nearest_cluster(name)

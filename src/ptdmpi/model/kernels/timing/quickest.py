@@ -23,7 +23,7 @@ from ptdmpi.model.kernels.choice import (
     OneDnnLinears,
 )
 from ptdmpi.model.kernels.stored import WORDS
-from ptdmpi.probe.bench import Bench
+from ptdmpi.model.kernels.timing.bench import Bench
 
 LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be due to chance
 # names of capabilities in torch.cpu.get_capabilities(), the rarest first

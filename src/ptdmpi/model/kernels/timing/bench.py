@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,8 @@ class Bench:
     `findings` collects the results that are printed at the end, as (name, text of the value).
     `clock` returns the seconds by which a rank's own work is timed. If a rank has a single thread
     and its own core, `clock` is the CPU time of the thread, which other programs on the machine do
-    not change. `kernels` are the kernels that are measured.
+    not change. `kernels` are the kernels that are measured. `over` chooses a result from the values
+    of all ranks.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
@@ -44,6 +45,7 @@ class Bench:
             self.clock = time.thread_time
         self.findings: list[tuple[str, str]] = []
         self.kernels = USUAL
+        self.over: Callable[[Sequence[float]], float] = statistics.median
         self.advance: Callable[[float], object] = lambda more: None
 
     @contextmanager
@@ -58,16 +60,17 @@ class Bench:
         """Store a finding, which is printed at the end."""
         self.findings.append((name, value))
 
-    def median(self, value: float) -> float:
-        """Return the median over all ranks. Every rank calls this."""
-        return statistics.median(self.everyone.all_gather_object(value))
+    def agreed(self, value: float) -> float:
+        """Return the value that `over` chooses, by default the median over all ranks. Every rank
+        calls this."""
+        return self.over(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:
         """Return the seconds of `work`, which sends no messages, while all ranks do it at the same
         time.
 
-        The result is the median, over ranks, of each rank's fastest trial, because other programs
-        on the machine only add time.
+        The result is the median over ranks (or what `over` chooses) of each rank's fastest trial,
+        because other programs on the machine only add time.
         """
         return self._least_s(work, self.clock)
 
@@ -79,7 +82,7 @@ class Bench:
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
         work()
         repeats = self._repeats(self._once(work, 1, clock))
-        least_s = self.median(min(self._once(work, repeats, clock) for _ in range(TRIALS)))
+        least_s = self.agreed(min(self._once(work, repeats, clock) for _ in range(TRIALS)))
         self.advance(1)
         return least_s
 

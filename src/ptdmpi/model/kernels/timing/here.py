@@ -1,0 +1,144 @@
+"""The measurement of kernels before the first training of a model on a machine (`run.kernels =
+"auto"`).
+
+The kernels are timed at the sizes of the model's own layers, on all ranks at the same time. The
+result is stored in the user's cache, so the next run of the same model on the same machine measures
+nothing. A run that has recorded its kernels (`agreement.FILE`) never measures.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomlkit
+import torch
+
+from ptdmpi.base.disk import read_file, write_whole
+from ptdmpi.config import Config
+from ptdmpi.model.kernels.choice import Entries
+from ptdmpi.model.kernels.timing.bench import Bench, ProbeError
+from ptdmpi.model.kernels.timing.quickest import TimedSizes, entries
+from ptdmpi.plan.machine.probed import KernelWays
+
+if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
+    from ptdmpi.comm.world import Axes, World
+
+# The limit of multiplications in a timed kernel: about 20 ms at 50 GFLOP/s. Longer kernels are
+# timed with fewer positions or heads, at which the same kernel is the fastest.
+MOST = 5e8
+LEAST_POSITIONS = 16
+
+
+def sizes_of(config: Config) -> TimedSizes:
+    """Return the sizes of the layers' kernels on one rank, reduced to at most `MOST`
+    multiplications for each kernel."""
+    model, tensor = config.model, config.parallel.tensor
+    positions = config.batch.micro_size * model.seq_length // config.parallel.context
+    queries = model.attention_width // tensor
+    keys = max(1, model.kv_heads // tensor) * model.head_size
+    width = (model.expert_hidden if model.experts else model.ffn_hidden) // tensor
+    hidden = model.hidden
+    shapes = ((hidden, queries + 2 * keys), (queries, hidden), (hidden, width), (width, hidden))
+    linears = sorted({(_fewer(positions, i * o), i, o) for i, o in shapes}, key=math.prod)
+    length = min(model.seq_length, math.isqrt(int(MOST) // model.head_size))
+    heads = int(MOST // (length**2 * model.head_size))
+    return TimedSizes(
+        lengths=(length,),
+        heads=max(1, min(model.heads // tensor, heads)),
+        head_size=model.head_size,
+        linears=tuple(linears),
+        gelu=(_fewer(positions, width), width),
+    )
+
+
+def _fewer(positions: int, each: int) -> int:
+    """Return the number of positions for a kernel with `each` multiplications for a position."""
+    return max(min(positions, LEAST_POSITIONS), min(positions, int(MOST // each)))
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The file in the user's cache with the measurements for one kind of machine, one division of
+    its cores among ranks, and one set of sizes (`key`)."""
+
+    key: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file. The folder follows the XDG base directory specification."""
+        folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+        return Path(folder) / "ptdmpi" / "kernels" / f"{digest[:16]}.toml"
+
+    def read(self) -> dict[str, list[dict[str, Any]]] | None:
+        """Return the measurements; None if there are none for this key, or the file is damaged."""
+        try:
+            tree = tomllib.loads(read_file(self.path).decode())
+            if tree.get("key") != self.key:
+                return None
+            return KernelWays.model_validate(tree.get("kernels")).entries()
+        except (OSError, ValueError):
+            return None
+
+    def write(self, measured: Entries) -> str:
+        """Store the measurements. Return the reason if the file cannot be written, else ""."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, tomlkit.dumps({"key": self.key, "kernels": measured}))
+        except OSError as error:
+            return f"not kept in {self.path}: {error.strerror}"
+        return ""
+
+
+def measured_here(
+    world: "World", axes: "Axes", config: Config, dtype: torch.dtype, *, say: Callable[[str], None]
+) -> Entries:
+    """Return the measurements of this machine for the layers of `config`, from the cache of rank 0
+    or measured now. All ranks call this, and get the same result. `say` prints one line.
+
+    The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, nothing
+    is returned, so that the table of the package decides.
+    """
+    sizes = sizes_of(config)
+    cached = Cached(_key(world, dtype, sizes))
+    known = world.on_root(cached.read)
+    if known is not None:
+        say(f"kernels as measured before ({cached.path})")
+        return known
+    bench = Bench(axes.world, torch.device("cpu"), world.local_size)
+    bench.over = max
+    start = time.monotonic()
+    try:
+        with bench.phase("kernels of this model", sizes.measurements(dtype)):
+            measured = entries(bench, dtype, sizes)
+    except ProbeError as error:
+        say(f"kernels not measured: {error}")
+        return {}
+    seconds = time.monotonic() - start
+    failure = world.on_root(lambda: cached.write(measured))
+    say(f"kernels measured in {seconds:.1f} s ({failure or cached.path})")
+    return measured
+
+
+def _key(world: "World", dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    """Return all on which the measured times depend."""
+    has = torch.cpu.get_capabilities()
+    return {
+        "cpu": str(has.get("cpu_name", "")),
+        "capabilities": sorted(name for name, value in has.items() if value is True),
+        "cores": len(os.sched_getaffinity(0)),
+        "ranks_per_node": world.local_size,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "ptdmpi": importlib.metadata.version("ptdmpi"),
+        "type": str(dtype).removeprefix("torch."),
+        "sizes": json.loads(json.dumps(asdict(sizes))),
+    }

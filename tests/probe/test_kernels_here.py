@@ -1,0 +1,173 @@
+"""`run.kernels = "auto"`: a first training measures its kernels, and no other one does."""
+
+import contextlib
+import json
+import math
+import time
+from unittest import mock
+
+import pytest
+import tomlkit
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.model.kernels import Kernels, agreement, host
+from ptdmpi.model.kernels.choice import BY_LIBRARY, BY_PYTORCH, HostChoice, measured_choice
+from ptdmpi.model.kernels.timing import bench, here, quickest
+from ptdmpi.model.kernels.timing.bench import ProbeError
+from ptdmpi.plan.layout.grid import training_grid
+from tests._configs import small
+from tests._runs import loop
+from tests.parallel import parallel
+
+CONFIG = small({"batch.micro_size": 2}, 1)
+ENTRY = {"capability": "", "type": "float32", "measured": "by hand"}
+PRODUCTS = {"attention": [ENTRY | {"way": "products"}]}
+AXES = ("tensor", "context")
+ONE_STEP = {"run.steps": 1, "optimizer.decay": "constant"}
+
+
+@contextlib.contextmanager
+def cache(folder):
+    """The user's cache in this folder, and short trials."""
+    with (
+        mock.patch.dict("os.environ", {"XDG_CACHE_HOME": str(folder)}),
+        mock.patch.object(bench, "TRIALS", 2),
+        mock.patch.object(bench, "TRIAL_S", 1e-4),
+    ):
+        yield
+
+
+def slowed(function, slow):
+    """Return `function`, with 3 ms more for kernels of which `slow` is true."""
+
+    def waits(*arguments):
+        timed = [value for value in arguments if isinstance(value, Kernels)]
+        if timed and slow(timed[0].chosen("cpu", torch.float32)):
+            end = time.thread_time() + 3e-3
+            while time.thread_time() < end:
+                pass
+        return function(*arguments)
+
+    return waits
+
+
+def measured(comm, dtype=torch.float32, config=CONFIG):
+    world, said = World(comm), []
+    axes = world.split(training_grid(data=world.size))
+    return here.measured_here(world, axes, config, dtype, say=said.append), said
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("slow", ["library", "sigmoid"])
+def test_a_slow_kernel_is_not_chosen(comm, tmp_path, slow):
+    """One rank on which it is slow suffices: the slowest rank counts."""
+
+    def is_slow(choice: HostChoice) -> bool:
+        return choice.gelu == slow and comm.rank == 0
+
+    with cache(tmp_path), mock.patch.object(quickest, "gelu", slowed(quickest.gelu, is_slow)):
+        entries, said = measured(comm)
+    other = {"library": "sigmoid", "sigmoid": "library"}[slow]
+    assert measured_choice(torch.float32, entries).gelu == other, entries["gelu"]
+    assert len(said) == 1 and said[0].startswith("kernels measured in ")
+
+
+@parallel(ranks=[2])
+def test_the_cache_is_read_unless_it_is_of_other_sizes_or_damaged(comm, tmp_path):
+    with cache(tmp_path):
+        first, _ = measured(comm)
+        comm.Barrier()
+        (path,) = (tmp_path / "ptdmpi/kernels").iterdir()
+        with mock.patch.object(here, "entries", side_effect=AssertionError):
+            again, said = measured(comm)
+        assert again == first and str(path) in said[0] and "before" in said[0]
+        measured(comm, torch.float64)
+        comm.Barrier()
+        assert len(list(path.parent.iterdir())) == 2
+        whole = path.read_text()
+        for damage in (b"\xff", b"key = 1", whole.replace("attention", "at").encode()):
+            comm.Barrier()
+            if comm.rank == 0:
+                path.write_bytes(damage)
+            comm.Barrier()
+            _, said = measured(comm)
+            assert said[0].startswith("kernels measured in "), damage
+
+
+@parallel(ranks=[1])
+def test_without_a_cache_or_with_wrong_kernels_training_goes_on(comm, tmp_path):
+    (tmp_path / "file").write_text("")
+    with cache(tmp_path / "file"):
+        entries, said = measured(comm)
+        assert set(entries) == {"attention", "linear", "gelu"} and "not kept in" in said[0]
+    wrong = mock.patch.object(here, "entries", side_effect=ProbeError("GELU is wrong on ranks 0"))
+    with cache(tmp_path), wrong:
+        assert measured(comm) == ({}, ["kernels not measured: GELU is wrong on ranks 0"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.seq_length": 32768, "model.hidden": 8192, "model.heads": 64},
+        {"model.kind": "llama", "model.kv_heads": 1, "parallel.tensor": 4},
+        {"model.kind": "llama", "model.experts": 4, "model.experts_per_token": 2},
+        {"parallel.context": 2, "model.seq_length": 16},
+    ],
+)
+def test_sizes_are_those_of_the_model_up_to_a_limit(changes):
+    config = small(changes, math.prod(changes.get(f"parallel.{key}", 1) for key in AXES))
+    sizes = here.sizes_of(config)
+    for positions, inputs, outputs in sizes.linears:
+        assert positions * inputs * outputs <= here.MOST or positions == here.LEAST_POSITIONS
+        assert config.model.hidden in (inputs, outputs)
+    (length,) = sizes.lengths
+    assert length**2 * sizes.head_size * sizes.heads <= here.MOST
+    assert sizes.heads * config.parallel.tensor <= config.model.heads
+
+
+@parallel(ranks=[1])
+def test_a_run_measures_once_and_keeps_what_it_chose(comm, tmp_path):
+    changes = ONE_STEP | {"run.kernels": "auto", "checkpoint.every_steps": 1}
+    other = {"run.dir": str(tmp_path / "other")}
+    resumed = other | {"checkpoint.resume": str(tmp_path / "run"), "run.steps": 3}
+    entries = mock.Mock(return_value=PRODUCTS)
+    with cache(tmp_path), mock.patch.object(here, "entries", entries):
+        for more in ({}, {"run.steps": 2}, resumed, {"run.dir": str(tmp_path / "third")}):
+            with loop(comm, tmp_path, changes | more) as made:
+                made.run()
+        again = {"run.dir": str(tmp_path / "same bits"), "run.reproducible": True}
+        with loop(comm, tmp_path, changes | again) as made:
+            made.run()
+    assert entries.call_count == 1  # the third run has it from the cache
+    for name in ("run", "other", "third"):
+        kept = json.loads((tmp_path / name / agreement.FILE).read_text())
+        assert kept["attention"] == ["products"], name
+    assert "kernels as measured before" in (tmp_path / "third/log.txt").read_text()
+
+
+@parallel(ranks=[1])
+def test_pytorch_s_kernels_or_those_of_a_file(comm, tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(tomlkit.dumps({"key": {}, "kernels": PRODUCTS}))
+    with loop(comm, tmp_path, ONE_STEP | {"run.kernels": str(path)}) as made:
+        made.run()
+    assert json.loads((tmp_path / "run" / agreement.FILE).read_text())["attention"] == ["products"]
+    plain = {"run.kernels": "default", "run.dir": str(tmp_path / "plain")}
+    with loop(comm, tmp_path, ONE_STEP | plain) as made:
+        made.run()
+    kept = json.loads((tmp_path / "plain" / agreement.FILE).read_text())
+    assert (kept["attention"], kept["linear"], kept["gelu"]) == (["library"],) * 3
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        with mock.patch.object(host, "has_fused", lambda: True):
+            assert measured_choice(dtype, BY_PYTORCH) == BY_LIBRARY
+    for name, text in (("none", None), ("odd", "[kernels]\nattention = 1")):
+        if text is not None:
+            (tmp_path / f"{name}.toml").write_text(text)
+        odd = ONE_STEP | {
+            "run.kernels": str(tmp_path / f"{name}.toml"),
+            "run.dir": str(tmp_path / "n"),
+        }
+        with pytest.raises(InputError, match=rf"{name}\.toml"), loop(comm, tmp_path, odd):
+            pass

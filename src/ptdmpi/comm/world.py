@@ -230,7 +230,7 @@ class World:
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """Return True on every rank if some tensor group has ranks on more than one node."""
         return any(
-            len({self.processes[peer].node for peer in grid.group(rank, "tensor")}) > 1
+            len({self.processes[peer].node for peer in grid.members(rank, "tensor")}) > 1
             for rank in range(self.size)
         )
 

@@ -211,7 +211,7 @@ class World:
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
             if control != MPI.COMM_NULL:
-                connected[group] = wire.connect(control, group)
+                connected[group] = wire.connect(control, grid.called(group))
                 self.connected.append(connected[group])
                 connected[group].made = self.made
         groups = {

@@ -40,13 +40,13 @@ def grids(size: int) -> Iterator[Grid]:
     some = [n for n in range(1, size + 1) if size % n == 0]
     for place, new, t, p in itertools.product(PLACES, (1, 2), some, some):
         if size % (new * t * p) == 0:
-            sizes = {"tensor": t, "pipeline": p, "replicate": size // (new * t * p)}
+            sizes = {"tensor_slice": t, "pipeline": p, "replicate": size // (new * t * p)}
             yield with_new_axis(place, new, sizes)
 
 
 @new_axis
 def test_grid(place, new):
-    grid = with_new_axis(place, new, {"tensor": 2, "replicate": 3, "pipeline": 2})
+    grid = with_new_axis(place, new, {"tensor_slice": 2, "replicate": 3, "pipeline": 2})
     assert grid.axes[place] == NEW and grid.size == 12 * new
     for rank in range(grid.size):
         assert grid.rank(grid.coordinates(rank)) == rank
@@ -66,13 +66,13 @@ def test_its_name_in_the_order_makes_its_size_legal(place, new):
     rows.insert(place, (NEW, Axis()))
     with patch("ptdmpi.plan.layout.grid.AXES", dict(rows)):
         grid = training_grid(**{"tensor": 2, NEW: new})
-    assert grid == with_new_axis(place, new, {"tensor": 2})
+    assert grid == with_new_axis(place, new, {"tensor_slice": 2})
 
 
 @new_axis
 def test_seats(place, new):
     """A spare rank takes the place of a lost one, and nobody moves; then replicas give way."""
-    grid = with_new_axis(place, new, {"tensor": 2, "replicate": 2, "pipeline": 2})
+    grid = with_new_axis(place, new, {"tensor_slice": 2, "replicate": 2, "pipeline": 2})
     lost = grid.size - 1
     held = [grid.coordinates(rank) for rank in range(grid.size) if rank != lost]
     order = seats(grid, [*held, None], [0] * grid.size)
@@ -86,7 +86,7 @@ def test_seats(place, new):
 
 @new_axis
 def test_live_state(place, new):
-    grid = with_new_axis(place, new, {"tensor": 2, "replicate": 1, "pipeline": 2})
+    grid = with_new_axis(place, new, {"tensor_slice": 2, "replicate": 1, "pipeline": 2})
     accounts = [Account(grid.coordinates(rank), step=7) for rank in range(grid.size)]
     assert live_step(accounts, grid) == 7
     alone = [
@@ -103,7 +103,7 @@ def test_live_state(place, new):
 @new_axis
 def test_whereabouts(place, new):
     """A rank that is not in a collective of the new axis holds up those that are."""
-    grid = with_new_axis(place, new, {"tensor": 2, "replicate": 2, "pipeline": 1})
+    grid = with_new_axis(place, new, {"tensor_slice": 2, "replicate": 2, "pipeline": 1})
     ranks = Ranks(grid, ["here"] * grid.size)
     inside = whereabouts.Report("training", 3, "forward", "F0.0", None, NEW, "all_reduce", 9.0)
     busy = inside._replace(axis="", collective="")
@@ -138,7 +138,7 @@ def test_shares_of_a_checkpoint(comm, place):
     """Every element of every tensor is written by one rank, with replicas on the new axis."""
     world = World(comm)
     t, d = (1, 1) if world.size == 2 else (2, world.size // 4)
-    grid = with_new_axis(place, 2, {"tensor": t, "replicate": d})
+    grid = with_new_axis(place, 2, {"tensor_slice": t, "replicate": d})
     engine = Engine(small(layout(t=t, d=d), t * d), world.split(grid), VOCAB_SIZE)
     mine = [(part.kind, part.name, part.box) for part in share(engine.state, engine.axes)]
     everyone = [one for of_rank in engine.axes.world.all_gather_object(mine) for one in of_rank]

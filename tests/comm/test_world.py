@@ -51,7 +51,7 @@ def test_ranks_are_numbered_node_by_node(comm):
     assert world.rank == (comm.rank % 2) * world.local_size + world.local_rank
     for grid in grids(world.size):
         crosses = world.tensor_axis_crosses_nodes(grid)
-        assert crosses == (grid["tensor"] > world.local_size), grid
+        assert crosses == (grid.size_of("tensor") > world.local_size), grid
 
 
 @parallel(ranks=[1, 4])

@@ -36,6 +36,8 @@ EXPERTS = {
 }
 # every token has all experts, so that every rank sends as many rows to each rank
 ALL_EXPERTS = {**EXPERTS, "model.experts_per_token": 4}
+# no expert is divided
+UNDIVIDED = {"parallel.expert_tensor": 1}
 ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
 RING = ULYSSES | {"parallel.context_method": "ring"}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
@@ -161,6 +163,23 @@ CASES = {
     | DIVIDED
     | {"parallel.expert": 2, "recompute.mode": "full"},
     "c2 d2 e4": layout(d=2) | ALL_EXPERTS | {"parallel.context": 2, "parallel.expert": 4},
+    "t2 undivided": layout(t=2) | EXPERTS | UNDIVIDED,
+    "t2 undivided sequence divided full": layout(t=2)
+    | EXPERTS
+    | UNDIVIDED
+    | DIVIDED
+    | {"model.balance": "sequence", "recompute.mode": "full"},
+    "t2 e2 undivided": layout(t=2) | ALL_EXPERTS | UNDIVIDED | {"parallel.expert": 2},
+    "t4 e2 undivided divided": layout(t=4)
+    | ALL_EXPERTS
+    | UNDIVIDED
+    | DIVIDED
+    | {"parallel.expert": 2},
+    "t2 p2 e2 undivided zb-h1": layout(t=2, p=2)
+    | ALL_EXPERTS
+    | UNDIVIDED
+    | {"parallel.expert": 2, "parallel.schedule": "zb-h1"},
+    "t2 d2 e4 undivided": layout(t=2, d=2) | ALL_EXPERTS | UNDIVIDED | {"parallel.expert": 4},
     "c2 d2 e2 zero 2": layout(d=2)
     | ALL_EXPERTS
     | {"parallel.context": 2, "parallel.expert": 2, "parallel.zero": 2},
@@ -214,7 +233,7 @@ FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
-FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2")
+FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -25,7 +25,8 @@ def dealt(e: int, c: int = 1, **sizes: int) -> dict[str, int]:
 BATCH = {"model.balance": "batch", "model.balance_coefficient": 0.02, "model.z_loss_coefficient": 1}
 FULL = {"recompute.mode": "full"}
 # name -> (ranks, shape, layout and how it is run)
-ROWS: dict[str, tuple[int, Changes, Changes]] = {
+Row = tuple[int, Changes, Changes]
+ROWS: dict[str, Row] = {
     "e2 d2": (2, MIXED, dealt(2, d=2)),
     "e2 d2 grouped batch full": (2, GROUPED | BATCH, dealt(2, d=2) | FULL),
     "e2 c2": (2, MIXED, dealt(2, c=2)),
@@ -59,8 +60,8 @@ def trained(engine: Engine, first: int, last: int) -> tuple[Curve, list[torch.Te
     return curve, [result.loads.tokens for result in results if result.loads is not None]
 
 
-def check(comm, name: str, steps: int) -> None:
-    ranks, shape, where = ROWS[name]
+def check(comm, row: Row, steps: int) -> None:
+    ranks, shape, where = row
     part, alone = World(comm).first(ranks), World(comm).first(1)
     if part is not None:
         engine = build(part, {**shape, **where})
@@ -86,14 +87,14 @@ def check(comm, name: str, steps: int) -> None:
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]
 )
 def test_parity_with_one_rank(comm, name):
-    check(comm, name, 3)
+    check(comm, ROWS[name], 3)
 
 
 @parallel(ranks=[4])
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_parity_after_twenty_steps(comm, name):
-    check(comm, name, 20)
+    check(comm, ROWS[name], 20)
 
 
 LONG_TYPES = [pytest.param(name, marks=pytest.mark.long) for name in ("bf16", "fp32")]

@@ -205,6 +205,20 @@ def test_experts_of_two_ranks(comm, compute, mode):
     )
 
 
+@parallel(ranks=[2])
+@pytest.mark.parametrize(
+    ("compute", "mode", "divided"),
+    [("bf16", "full", False), pytest.param("fp32", "none", True, marks=LONG)],
+)
+def test_experts_of_two_tensor_ranks(comm, compute, mode, divided):
+    """Each tensor rank has half of the experts, as wide as they are."""
+    layout = {"parallel.tensor": 2, "parallel.sequence_parallel": divided}
+    dealt = {"parallel.expert": 2, "parallel.expert_tensor": 1, "model.experts_per_token": 4}
+    changes = EXPERTS | MODES[mode] | layout | {"precision.compute": compute}
+    here = check_experts(comm, changes | dealt)
+    assert here == pytest.approx(check_experts(comm, changes), rel=0.01)
+
+
 def check_experts(comm, changes) -> float:
     """Check what a forward keeps, and the peak of a step; return the bytes of the state."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)

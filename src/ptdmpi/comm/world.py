@@ -211,7 +211,7 @@ class World:
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
             if control != MPI.COMM_NULL:
-                connected[group] = wire.connect(control, group)
+                connected[group] = wire.connect(control, grid.called(group))
                 self.connected.append(connected[group])
                 connected[group].made = self.made
         groups = {
@@ -230,7 +230,7 @@ class World:
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """Return True on every rank if some tensor group has ranks on more than one node."""
         return any(
-            len({self.processes[peer].node for peer in grid.group(rank, "tensor")}) > 1
+            len({self.processes[peer].node for peer in grid.members(rank, "tensor")}) > 1
             for rank in range(self.size)
         )
 

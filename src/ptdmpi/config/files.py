@@ -128,7 +128,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     if group == "node":
         # Tensor ranks, and ranks with different experts, are neighbours (`plan.layout.grid`). So
         # `near` is the number of ranks on a node that have the same part of the model.
-        near = (node_ranks or ranks) // (parallel.tensor * parallel.expert)
+        near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
         )

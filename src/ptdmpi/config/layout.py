@@ -8,7 +8,7 @@ planning, and `config` may not import `plan`. Code that plans, trains or compare
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.config.choices import default_schedule
@@ -19,11 +19,37 @@ LETTERS = {
     "t": "tensor",
     "c": "context",
     "e": "expert",
+    "et": "expert_tensor",
     "p": "pipeline",
     "d": "data",
     "v": "virtual",
     "b": "micro_size",
 }
+
+
+class Dealing(NamedTuple):
+    """How the experts of a layer are distributed: over `ranks` ranks. If `whole` is True, each
+    expert is on one of `tensor` tensor ranks; otherwise all tensor ranks divide the width of each
+    expert, and `tensor` is 1."""
+
+    ranks: int = 1
+    whole: bool = False
+    tensor: int = 1
+
+    @property
+    def near(self) -> int:
+        """Return the number of tensor ranks over which experts are distributed. Experts are
+        distributed over tensor ranks first."""
+        return math.gcd(self.ranks, self.tensor)
+
+    @property
+    def same(self) -> int:
+        """Return the number of tensor ranks that have the same undivided experts, and compute them
+        for different tokens; 1 if experts are divided."""
+        return self.tensor // self.near
+
+
+ON_ONE_RANK = Dealing()
 
 
 @dataclass(frozen=True)
@@ -35,18 +61,21 @@ class Layout:
     `partition_activations` each of the t tensor ranks keeps only 1/t of the inputs of recomputed
     layers (the P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `expert` (e) is the number of ranks over which the experts of each layer are distributed. These
-    e ranks are neighbours among the c d ranks that have the same layers (c: context-parallel size,
-    d: data-parallel size). There are c d / e copies of each expert.
+    `expert` (e) is the number of ranks over which the experts of each layer are distributed.
+    `expert_tensor` is the number of tensor ranks that divide the width of an expert; None means all
+    t tensor ranks. In this case the e ranks are neighbours among the c d ranks that have the same
+    layers (c: context-parallel size, d: data-parallel size), and there are c d / e copies of each
+    expert. If `expert_tensor` is 1, experts are not divided, and the e ranks are neighbours among
+    the t c d ranks that have the same layers.
 
-    `zero` is the stage of ZeRO, which shards state over the c d / e ranks that have the same part
-    of the model. Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3 also
-    the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the number
-    of neighbouring ranks in a group that shards the state; None means all c d / e ranks. Each group
-    has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload`
-    says where the optimizer's state is stored: on the device ("none"), in the host's memory
-    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers` is the
-    number of layers in the first stage; None means that the planner chooses the number.
+    `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
+    model (`copies`). Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3
+    also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the
+    number of neighbouring ranks in a group that shards the state; None means all of these ranks.
+    Each group has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2).
+    `offload` says where the optimizer's state is stored: on the device ("none"), in the host's
+    memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers`
+    is the number of layers in the first stage; None means that the planner chooses the number.
     `context_method` is the method by which attention gets the keys and values of other ranks on the
     context axis.
     """
@@ -70,6 +99,7 @@ class Layout:
     context: int = 1
     context_method: str = "all_gather"
     expert: int = 1
+    expert_tensor: int | None = None
 
     @classmethod
     def of(
@@ -89,6 +119,7 @@ class Layout:
             context=parallel.context,
             context_method=parallel.context_method,
             expert=parallel.expert,
+            expert_tensor=None if parallel.expert_tensor == "all" else parallel.expert_tensor,
             pipeline=parallel.pipeline,
             data=data,
             virtual=parallel.virtual,
@@ -123,21 +154,34 @@ class Layout:
     def copies(self) -> int:
         """Return the number of ranks that have the same part of the model but process different
         tokens: c d / e, for context-parallel size c, data-parallel size d and expert-parallel size
-        e.
+        e. If experts are also distributed over tensor ranks, e is replaced by the number of context
+        and data ranks over which experts are distributed.
         """
-        return max(1, self.token_ranks // self.expert)
+        return max(1, self.token_ranks // self.expert_tokens)
+
+    @property
+    def dealing(self) -> Dealing:
+        """Return how the experts of a layer are distributed over ranks."""
+        whole = self.expert_tensor == 1 and self.tensor > 1
+        return Dealing(self.expert, whole, self.tensor if whole else 1)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Return the number of context and data ranks over which experts are distributed."""
+        return self.expert // self.dealing.near
 
     @property
     def expert_context(self) -> int:
         """Return the number of context ranks over which experts are distributed. Experts are
-        distributed over context ranks first, and then over data ranks.
+        distributed over tensor ranks first (if they are not divided over them), then over context
+        ranks, and then over data ranks.
         """
-        return math.gcd(self.expert, self.context)
+        return math.gcd(self.expert_tokens, self.context)
 
     @property
     def expert_data(self) -> int:
         """Return the number of data ranks over which experts are distributed."""
-        return self.expert // self.expert_context
+        return self.expert_tokens // self.expert_context
 
     @property
     def sharing(self) -> Sharing:
@@ -212,6 +256,8 @@ class Layout:
         for letter in ("c", "e"):
             if sizes[letter] == 1:
                 del sizes[letter]
+        if sizes["et"] in (None, self.tensor):
+            del sizes["et"]
         return ",".join(f"{letter}={size}" for letter, size in sizes.items())
 
     def microbatches(self, batch: int) -> int:
@@ -239,6 +285,7 @@ class Layout:
         layers = "all" if self.recompute_layers is None else self.recompute_layers
         group = "all" if self.shard_group is None else self.shard_group
         parallel = {key: getattr(self, key) for key in (*names, *switches)}
+        parallel["expert_tensor"] = "all" if self.expert_tensor is None else self.expert_tensor
         parallel["first_layers"] = "auto" if self.first_layers is None else self.first_layers
         return {
             "parallel": {**parallel, "shard_group": group},
@@ -260,7 +307,7 @@ def parse(text: str) -> dict[str, int]:
         if letter not in LETTERS or not value.isdigit() or int(value) < 1:
             raise InputError(
                 f'layout {text}: "{part}" is not a size; write sizes such as t=8,p=8,d=1,v=3,b=1 '
-                "(c, e, d, v and b may be left out)"
+                "(c, e, et, d, v and b may be left out)"
             )
         if LETTERS[letter] in sizes:
             raise InputError(f"layout {text}: {letter} is given twice")
@@ -293,6 +340,7 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
         micro_size=micro_size,
         context=context,
         expert=expert,
+        expert_tensor=sizes.get("expert_tensor"),
     )
     if ranks is not None and layout.ranks != ranks:
         raise InputError(

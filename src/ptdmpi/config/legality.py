@@ -25,6 +25,14 @@ def shard_groups(data: int, context: int) -> list[int]:
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
+def expert_groups(layout: Layout) -> list[int]:
+    """Return, in ascending order, the legal numbers of ranks over which experts are distributed, in
+    a layout with the other sizes of `layout`. If experts are not divided over the tensor ranks,
+    such a group has some tensor ranks, or all tensor ranks of a group of context and data ranks."""
+    groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
+    return sorted({*divisors(tensor), *(tensor * size for size in groups)})
+
+
 def groups_to_shard(layout: Layout) -> list[int]:
     """Return the legal sizes of a shard group in this layout, in ascending order. A shard group
     contains only ranks that have the same experts."""
@@ -108,11 +116,11 @@ def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> It
 def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     yield _divides(layout, "heads", model.heads)
     yield _key_heads(layout, model)
-    width = "expert_hidden" if model.experts else "ffn_hidden"
-    yield _divides(layout, width, getattr(model, width))
+    yield _divides(layout, *_divided_width(layout, model))
     yield _chunks(layout, model)
     yield from _expert_rules(layout, model)
     yield _dealt_heads(layout, model)
+    yield _own_tokens(layout, model)
     yield Rule(
         "sequence",
         layout.sequence_parallel and model.seq_length % layout.tensor > 0,
@@ -144,6 +152,31 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     )
 
 
+def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
+    """Return the name and the value of the key whose value the tensor axis divides in an MLP. If
+    experts are not divided, only the shared experts are divided, as one MLP."""
+    if not model.experts:
+        return "ffn_hidden", model.ffn_hidden
+    if layout.dealing.whole:
+        return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
+    return "expert_hidden", model.expert_hidden
+
+
+def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
+    """Return the rule for undivided experts that the tensor ranks can divide the positions of a
+    context rank equally, because each of them sends its own positions to the experts."""
+    each = model.seq_length // layout.context
+    return Rule(
+        "expert_tokens",
+        layout.dealing.whole and not layout.sequence_parallel and each % layout.tensor > 0,
+        lambda: (
+            f"parallel.expert_tensor = 1: parallel.tensor = {layout.tensor} does not divide the "
+            f"{each} positions of a sequence on a rank; legal nearby: tensor "
+            f'{nearest(layout.tensor, divisors(each))}, or expert_tensor = "all"'
+        ),
+    )
+
+
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that a sequence can be divided into two chunks for each context rank, all of
     the same length. With sequence parallelism the number of tensor ranks must also divide this
@@ -168,10 +201,18 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
-    """Yield two rules: experts are distributed over ranks only if the model has experts, and all
-    these ranks get equally many experts.
+    """Yield three rules: experts are distributed over ranks only if the model has experts, as is
+    the number of tensor ranks that divide an expert; and all ranks get equally many experts.
     """
     expert, experts = layout.expert, model.experts
+    yield Rule(
+        "no_experts",
+        layout.expert_tensor is not None and experts == 0,
+        lambda: (
+            f"parallel.expert_tensor = {layout.expert_tensor} is about experts, but model.experts "
+            '= 0; legal: expert_tensor = "all"'
+        ),
+    )
     yield Rule(
         "no_experts",
         expert > 1 and experts == 0,
@@ -278,19 +319,33 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
     yield Rule(
         "zero", layout.zero not in STAGES, lambda: f"zero = {layout.zero}: must be 0, 1, 2 or 3"
     )
+    yield Rule(
+        "expert_tensor",
+        layout.expert_tensor not in (None, 1, layout.tensor),
+        lambda: (
+            f"parallel.expert_tensor = {layout.expert_tensor}: either all tensor ranks divide each "
+            'expert, or none; legal: 1 or "all"'
+        ),
+    )
     yield _expert_ranks(layout)
     yield from _shard_rules(layout)
 
 
 def _expert_ranks(layout: Layout) -> Rule:
     """Return the rule that the experts are distributed over some context ranks of one data rank, or
-    over all context ranks of some data ranks.
+    over all context ranks of some data ranks. If the tensor ranks do not divide experts, the rule
+    holds for tensor, context and data ranks (see `expert_groups`).
     """
-    expert, legal = layout.expert, shard_groups(layout.data, layout.context)
+    expert, legal = layout.expert, expert_groups(layout)
 
     def text() -> str:
         words = f"the data axis, {layout.data}"
-        if layout.context > 1:
+        if layout.dealing.whole:
+            words = (
+                f"t = {layout.tensor}, and is not t times a divisor of c = {layout.context}, or "
+                f"t c times a divisor of d = {layout.data}"
+            )
+        elif layout.context > 1:
             words = f"c = {layout.context}, and is not c times a divisor of d = {layout.data}"
         return (
             f"parallel.expert = {expert} does not divide {words}; legal nearby: "

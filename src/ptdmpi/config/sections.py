@@ -92,15 +92,16 @@ class RunConfig(Section):
 
 class ParallelConfig(Section):
     """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, the number
-    of ranks over which experts are distributed, and the pipeline schedule. `zero` is the stage of
-    ZeRO, which shards state over groups of `shard_group` ranks. `offload` moves the optimizer's
-    state off the device.
+    of ranks over which experts are distributed, the number of tensor ranks that divide an expert,
+    and the pipeline schedule. `zero` is the stage of ZeRO, which shards state over groups of
+    `shard_group` ranks. `offload` moves the optimizer's state off the device.
     """
 
     tensor: Reported[Positive] = 1
     context: Reported[Positive] = 1
     context_method: Reported[ContextMethod] = "all_gather"
     expert: Reported[Positive] = 1
+    expert_tensor: Reported[Positive | Literal["all"]] = "all"
     pipeline: Reported[Positive] = 1
     virtual: Reported[Positive] = 1
     data: Reported[Positive | Literal["auto"]] = "auto"

@@ -112,7 +112,10 @@ class Engine:
         )
         require_groups(config.optimizer, axes[PARAMETERS], self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
-        self.balance = Balance(config.model, axes, self.stages, self.state)
+        routes_apart = config.layout.dealing.whole
+        self.balance = Balance(
+            config.model, axes, self.stages, self.state, routes_apart=routes_apart
+        )
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
         # number of steps for which the state is trained; None while the state is being changed
@@ -341,7 +344,7 @@ def _stages(
 ) -> dict[int, Stage]:
     """Return the pipeline stages of this rank by number. The schedule assigns stages to ranks."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
-    experts = ExpertAxis(axes[EXPERTS])
+    experts = ExpertAxis(axes[EXPERTS], config.layout.dealing.whole)
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
     )

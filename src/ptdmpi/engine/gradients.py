@@ -162,8 +162,7 @@ class GradientReduction:
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         # True for each parameter that the tensor axis does not divide; copied to the device only
         # once
-        cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
-        whole = ["tensor" not in axes for axes in cuts]
+        whole = [buffer.entries[name].declaration.split is None for name in self.counted]
         self._whole = torch.tensor(whole, device=buffer.device)
         self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
 
@@ -288,20 +287,22 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return an all-reduce over the tensor axis for parameters that every tensor rank has
-    completely, but of whose gradient each tensor rank has only a part of the sum. The part comes
-    from the rank's heads or, under sequence parallelism, from its positions (Korthikanti et al.
-    2022, section 4.2).
+    """Return the all-reduces for parameters of whose gradient each tensor rank has only a part of
+    the sum, although every tensor rank, or several of them, have the complete parameter. The part
+    comes from the rank's heads or, under sequence parallelism, from its positions (Korthikanti et
+    al. 2022, section 4.2), or from the rows that a rank sends to an expert.
     """
     divided = any(stage.axis.divides_sequence for stage in stages.values())
-    shared = [
-        entry
-        for entry in buffer.entries.values()
-        if "tensor" in entry.declaration.partial_over(divided)
-    ]
+    over: dict[str, list[Entry]] = {}
+    for entry in buffer.entries.values():
+        for group in entry.declaration.partial_over(divided):
+            over.setdefault(group, []).append(entry)
     # a single rank already has the full gradient
-    alone = axes["tensor"].size == 1
-    return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
+    return [
+        PartialSum(axes[group], buffer, entries)
+        for group, entries in sorted(over.items())
+        if axes[group].size > 1
+    ]
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:

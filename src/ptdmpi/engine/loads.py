@@ -18,7 +18,7 @@ from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.output.losses import TOTAL, weights
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
-from ptdmpi.plan.layout.grid import LOSSES
+from ptdmpi.plan.layout.grid import LOSSES, TENSOR
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,18 @@ class Balance:
     the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(
-        self, model: ModelConfig, axes: Axes, stages: Mapping[int, Stage], state: State
+        self,
+        model: ModelConfig,
+        axes: Axes,
+        stages: Mapping[int, Stage],
+        state: State,
+        *,
+        routes_apart: bool = False,
     ) -> None:
+        """Use the layers of `stages`. `routes_apart` is True if each tensor rank chooses experts
+        only for its own tokens."""
         self.model = model
+        self.routes_apart = routes_apart
         self.axes = axes
         self.state = state
         self.mixtures: dict[int, Mixture] = {}
@@ -84,9 +93,10 @@ class Balance:
             every[layer, : self.model.experts] = mixture.counts
             for column, name in enumerate(names, self.model.experts):
                 every[layer, column] = mixture.losses[name]
-        # ranks at the same position of the pipeline have the same layers, and tensor ranks have the
-        # same loads
+        # ranks at the same position of the pipeline have the same layers
         self.axes[LOSSES].all_reduce(every)
+        if self.routes_apart:
+            self.axes[TENSOR].all_reduce(every)
         return self.axes["pipeline"].all_reduce(every)
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:

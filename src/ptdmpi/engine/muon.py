@@ -202,15 +202,16 @@ def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
     """Yield the slice of each matrix that a parameter contains. Each part of the parameter that the
-    tensor axis divides separately is one matrix."""
+    tensor axis divides separately is one matrix, also if the axis does not divide this parameter.
+    """
     whole = Box.whole(declaration.shape)
     split = declaration.split
+    dim, parts = 0, declaration.parts or declaration.shape[:1]
+    if split is not None:
+        dim, parts = split.dim, split.parts
     begin = 0
-    if split is None:
-        yield whole
-        return
-    for size in split.parts:
-        yield whole.along(split.dim, begin, begin + size)
+    for size in parts:
+        yield whole.along(dim, begin, begin + size)
         begin += size
 
 

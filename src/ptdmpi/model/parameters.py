@@ -18,7 +18,7 @@ from ptdmpi.base.box import Box
 from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
 from ptdmpi.plan.layer.low_bit import LowBit
-from ptdmpi.plan.layout.grid import SHARD_AXES, axis_named
+from ptdmpi.plan.layout.grid import SHARD_AXES, TENSOR, TENSOR_AXES, axis_named
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ class Declaration:
     every tensor rank has the full parameter. `init` is the standard deviation of a normal
     distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
     axes of the grid along which ranks have different parameters with this declaration, such as
-    different experts; gradients are not summed over these axes. If `shared_gradient` is True, then
+    different experts; gradients are not summed over these axes. `rows_over` has the groups of ranks
+    that use the parameter for different rows, in addition to the ranks with different tokens; the
+    gradient is summed over these groups. `parts` has the sizes of the matrices of which a parameter
+    without a division consists, along dim 0; if it is empty, the parameter is one matrix. If
+    `shared_gradient` is True, then
     under sequence parallelism each tensor rank applies the parameter only to its own positions, and
     the parameter's gradient must be summed over the tensor axis. If `partial_gradient` is True,
     each tensor rank applies the parameter only to its own heads, and the gradient must always be
@@ -95,6 +99,8 @@ class Declaration:
     init: float | str
     decay: bool
     apart: tuple[str, ...] = ()
+    rows_over: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
     shared_gradient: bool = False
     partial_gradient: bool = False
     trains: bool = True
@@ -117,16 +123,16 @@ class Declaration:
         the pipeline axis and the axes in `apart`, ranks have different parameters; along the other
         returned axes, they have different slices of the same parameter. Along all axes that are not
         returned, ranks have the same part."""
-        by_split = () if self.split is None else ("tensor",)
+        by_split = () if self.split is None else TENSOR_AXES
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """Return the axes over which the gradient must be summed because each rank computes only
+        """Return the groups over which the gradient must be summed because each rank computes only
         one term of the sum. The axes over which losses are summed are not included.
         `sequence_divided` is True under sequence parallelism."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
-            return ("tensor",)
-        return ()
+            return (TENSOR, *self.rows_over)
+        return self.rows_over
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Return the shape of one tensor rank's slice, including padding."""

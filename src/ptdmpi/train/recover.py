@@ -24,7 +24,7 @@ from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.config.zero import covers_state
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, SHARDS, grid_of
+from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, REPLICAS, SHARDS, TENSOR, grid_of
 from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
 from ptdmpi.train.hooks import Hooks
@@ -175,7 +175,7 @@ class Survivors:
         """Return the configuration with the layout of the current process grid."""
         data = self.grid.data_size
         shards = self.grid.size_of(SHARDS)
-        copies = self.grid.size_of(LOSSES) // self.grid.size_of(EXPERTS)
+        copies = shards * self.grid.size_of(REPLICAS)
         shard_group: int | Literal["all"] = "all"
         if covers_state(self.config.parallel.zero) and shards < copies:
             shard_group = shards
@@ -258,7 +258,7 @@ class Survivors:
 
     def _give_up(self) -> None:
         """Print that too few ranks are left, and end all living ranks with exit code 1."""
-        sizes = [f"t={self.grid['tensor']}", f"p={self.grid['pipeline']}"]
+        sizes = [f"t={self.grid.size_of(TENSOR)}", f"p={self.grid['pipeline']}"]
         if self.grid.size_of(EXPERTS) > 1:
             sizes.insert(1, f"e={self.grid.size_of(EXPERTS)}")
         if self.grid.size_of(CONTEXT) > 1:

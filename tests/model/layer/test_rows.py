@@ -21,6 +21,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import Layout, RecomputeConfig
 from ptdmpi.config.choices import ContextMethod
 from ptdmpi.model import transformer
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import compute_by
 from ptdmpi.model.operators import Context, run
@@ -66,13 +67,15 @@ def layer_of(
     *,
     widens: bool = False,
     context: ContextAxis | None = None,
+    whole: bool = False,
 ):
     """A layer with known weights, its rows' sizes, and the context of its forward; `widens`: its
     products of half types are in float32, on request. `context`: an axis that cuts its sequence,
-    whose messages are counted instead of the tensor axis'."""
+    whose messages are counted instead of the tensor axis'. `whole`: no expert is divided."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
-    block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context)
+    experts = ExpertAxis(whole=whole)
+    block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
     for part in (name for name, part in layer(model, 0).items() if not part.trains):
         for weight in block.get_submodule(part).parameters(recurse=False):
             weight.declaration = replace(weight.declaration, trains=False)
@@ -89,6 +92,8 @@ def layer_of(
         placed.layer.place_rotary(placed.rotary)
     divided = axis.sequence_parallel
     layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=divided, context=here.size)
+    if whole:
+        layout = replace(layout, expert_tensor=1)
     if context is not None:
         layout = replace(layout, context_method=context.method)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
@@ -156,14 +161,17 @@ def wrong(
     *,
     widens: bool = False,
     context: ContextAxis | None = None,
+    whole: bool = False,
 ) -> list[str]:
     """Return the rows whose account is not what was measured, and in which respect."""
-    placed, sizes, given = layer_of(name, axis, precision, widens=widens, context=context)
+    placed, sizes, given = layer_of(
+        name, axis, precision, widens=widens, context=context, whole=whole
+    )
     rows = measured(placed, given)
     mistakes = []
     described = operators(describe.layer(sizes.model, 0))
     for row in described:
-        mistakes += wrong_parts(row, placed.layer, sizes.layout.tensor)
+        mistakes += wrong_parts(row, placed.layer, sizes.layout)
         found = rows[row.name]
         kept = total_bytes(row.kept(sizes, "none")) + shared_bytes(row, sizes)
         if saved_by(rows, row) != kept:
@@ -180,13 +188,14 @@ def wrong(
     return mistakes
 
 
-def wrong_parts(row, layer, tensor: int) -> list[str]:
+def wrong_parts(row, layer, layout: Layout) -> list[str]:
     """Return the parts of a row whose parameters are not those of the layer's module."""
     modules, mistakes = dict(layer.named_modules()), []
-    for name, part in row.parts().items():
+    for name, part in row.held(layout.dealing).items():
         found = [weight.numel() for weight in modules[name].parameters(recurse=False)]
-        if found != list(part.weights(tensor)):
-            mistakes.append(f"{name}: has {found} elements, not {list(part.weights(tensor))}")
+        said = list(part.weights(layout.tensor))
+        if found != said:
+            mistakes.append(f"{name}: has {found} elements, not {said}")
     return mistakes
 
 
@@ -233,6 +242,18 @@ def row_output(row, sizes: Sizes) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_what_it_says(comm, name, sequence_parallel):
     assert wrong(name, tensor_axis(comm, sequence_parallel)) == []
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_experts_that_are_not_divided_do_what_they_say(comm, sequence_parallel):
+    axis = tensor_axis(comm, sequence_parallel)
+    for name in ("experts", "shared experts"):
+        for precision in ("fp64", "bf16"):
+            assert wrong(name, axis, precision, whole=True) == []
+            for recompute in ("none", "full"):
+                real, said = kept_by_layer(name, axis, precision, recompute, whole=True)
+                assert real == said, (name, precision, recompute)
 
 
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
@@ -288,12 +309,15 @@ def kept_by_layer(
     *,
     widens: bool = False,
     cut: ContextAxis | None = None,
+    whole: bool = False,
 ) -> tuple[int, int]:
     """Return (bytes that a whole layer keeps from its forward, bytes that its rows say); `cut`: an
-    axis that cuts its sequence."""
-    placed, sizes, context = layer_of(name, axis, precision, recompute, widens=widens, context=cut)
-    whole = random_tensor("x", (S, B, H), precision)
-    x = positions(context.positions.of(whole), axis).clone().requires_grad_()
+    axis that cuts its sequence; `whole`: no expert is divided."""
+    placed, sizes, context = layer_of(
+        name, axis, precision, recompute, widens=widens, context=cut, whole=whole
+    )
+    every = random_tensor("x", (S, B, H), precision)
+    x = positions(context.positions.of(every), axis).clone().requires_grad_()
     held = {x.untyped_storage().data_ptr(): x.untyped_storage()}
     weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
     tables = {table.untyped_storage().data_ptr() for table in placed.rotary}

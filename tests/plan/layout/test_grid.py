@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
-NAMES = ("tensor", "shard", "replicate", "pipeline", "context_shard", "context_replicate")
-NAMES += ("context_expert", "data_expert")
+NAMES = ("tensor_slice", "shard", "replicate", "pipeline", "context_shard", "context_replicate")
+NAMES += ("context_expert", "data_expert", "tensor_expert")
 GRIDS = st.permutations(NAMES).flatmap(
     lambda names: st.builds(
         lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
@@ -26,7 +26,9 @@ def test_ranks_and_coordinates_are_a_bijection(grid):
 
 @given(GRIDS)
 def test_groups_partition_the_ranks(grid):
-    for name in (*grid.axes, "replicas", "data", "context", "shards", "expert", "losses", "world"):
+    for name in grid.groups:
+        if name == "ends":  # not all ranks are at an end
+            continue
         groups = {grid.members(rank, name) for rank in range(grid.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
         assert all(sorted(group) == list(group) for group in groups)
@@ -51,15 +53,16 @@ def test_tensor_varies_fastest_then_data_then_pipeline():
     grid = training_grid(tensor=2, pipeline=2, data=3)
     context = ("context_expert", "context_shard", "context_replicate")
     data = ("data_expert", "shard", "replicate")
-    assert grid.axes == ("tensor", *context, *data, "pipeline") and grid.data_size == 3
+    tensor = ("tensor_expert", "tensor_slice")
+    assert grid.axes == (*tensor, *context, *data, "pipeline") and grid.data_size == 3
     here = dict.fromkeys(grid.axes, 0)
-    assert grid.coordinates(1) == {**here, "tensor": 1}
+    assert grid.coordinates(1) == {**here, "tensor_slice": 1}
     assert grid.coordinates(2) == {**here, "replicate": 1}
     assert grid.coordinates(6) == {**here, "pipeline": 1}
-    assert grid.group(7, "tensor") == (6, 7)
+    assert grid.members(7, "tensor") == (6, 7)
     assert grid.members(7, "data") == grid.group(7, "replicate") == (7, 9, 11)
     assert grid.group(7, "pipeline") == (1, 7)
-    assert grid.group(7, "pipeline", "tensor") == (0, 1, 6, 7)
+    assert grid.group(7, "pipeline", "tensor_slice") == (0, 1, 6, 7)
 
 
 def test_neighbours_on_the_data_axis_share_out_state_and_groups_of_them_copy_it():
@@ -123,8 +126,8 @@ def test_a_group_that_has_the_ranks_of_an_axis_names_it():
     assert training_grid(tensor=2, data=2).same_as("replicas") == "replicate"
     assert Grid({"replicate": 1, "new": 2}).same_as("replicas") == "new"
     assert Grid({"replicate": 2, "new": 2}).same_as("replicas") == "replicas"
-    assert Grid({"tensor": 2}).same_as("replicas") == "replicas"
-    assert training_grid(tensor=2).same_as("tensor") == "tensor"
+    assert Grid({"tensor_slice": 2}).same_as("replicas") == "replicas"
+    assert training_grid(tensor=2).same_as("tensor") == "tensor_slice"
 
 
 def test_what_is_outside_the_grid_is_refused():
@@ -133,11 +136,11 @@ def test_what_is_outside_the_grid_is_refused():
         with pytest.raises(ValueError, match="outside"):
             grid.coordinates(rank)
     with pytest.raises(ValueError, match="outside"):
-        grid.rank({"tensor": 0, "data": 1, "pipeline": 0})
+        grid.rank({"tensor_slice": 0, "data": 1, "pipeline": 0})
     with pytest.raises(ValueError, match="outside"):
-        grid.rank({"tensor": 0})
+        grid.rank({"tensor_slice": 0})
     with pytest.raises(
-        ValueError, match='"size" is no axis: tensor, context_expert, context_shard, context_repl'
+        ValueError, match='"size" is no axis: tensor_expert, tensor_slice, context_expert, cont'
     ):
         grid.group(0, "size")
     with pytest.raises(ValueError, match='"experts" is no axis'):

@@ -46,9 +46,13 @@ def expert_rules(sections: Sections) -> Iterator[str]:
     yield from _form_rules(model)
     for key, legal in _excluded(sections):
         yield f"model.experts = {model.experts} excludes {key}; legal: {legal}, or experts = 0"
-    dealt = 1 if sections.parallel is None else sections.parallel.expert
+    parallel = sections.parallel
+    dealt = 1 if parallel is None else parallel.expert
     for key, legal in _dealing(sections) if dealt > 1 else ():
         yield f"parallel.expert = {dealt} excludes {key}; legal: {legal}, or expert = 1"
+    if parallel is not None and parallel.expert_tensor == 1 < parallel.tensor:
+        for key, legal in _sending(sections):
+            yield f'parallel.expert_tensor = 1 excludes {key}; legal: {legal}, or "all"'
 
 
 def _unused_keys(model: ModelConfig) -> Iterator[str]:
@@ -141,14 +145,19 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # experts the gradient of one microbatch is on several ranks
         yield "run.reproducible = true", "reproducible = false"
     log = sections.log
-    if log is None:
-        return
-    if log.gradient_noise_every_steps:
+    if log is not None and log.gradient_noise_every_steps:
         # the gradient of an expert is computed from the tokens of several data ranks, even before
         # the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
-    if log.tasks_every_steps:
-        # data ranks answer different questions, so they would not exchange tokens equally often
+    # data ranks answer different questions, so they would not exchange tokens equally often
+    yield from _sending(sections)
+
+
+def _sending(sections: Sections) -> Iterator[tuple[str, str]]:
+    """Yield (setting, legal alternative) for each setting that needs sequences of other lengths
+    than `model.seq_length`."""
+    log = sections.log
+    if log is not None and log.tasks_every_steps:
         yield f"log.tasks_every_steps = {log.tasks_every_steps}", "0"
 
 

@@ -156,9 +156,11 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 @dataclass(frozen=True)
 class ExpertAxis:
     """The group of ranks, `comm`, among which the experts of the same layers are divided. The ranks
-    also have different tokens."""
+    also have different tokens. If `whole` is True, the tensor axis does not divide the width of an
+    expert, and each tensor rank has different tokens (`tokens.py`)."""
 
     comm: Communicator = field(default_factory=OneRank)
+    whole: bool = False
 
     @property
     def size(self) -> int:

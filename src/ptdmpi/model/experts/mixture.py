@@ -3,7 +3,8 @@ the experts' outputs.
 
 No token is dropped. The output of a token is a sum over its experts, in ascending order of the
 experts' numbers. Therefore the output does not depend on other tokens, or on how the batch is
-divided. The tensor axis divides the width of each expert. Tensor ranks therefore have partial
+divided. The tensor axis divides the width of each expert, or experts are whole and each tensor
+rank routes its own tokens (`tokens.py`). If the axis divides experts, tensor ranks have partial
 outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in the
 partial gradients, so the router needs no separate message in the layer. Its contribution to the
 input's gradient is summed over the tensor ranks together with the contribution of the experts. The
@@ -23,14 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
-from ptdmpi.model.experts.routing import Chosen, Routing, Segment
+from ptdmpi.model.experts.routing import Chosen, Routing, Segment, SequenceLoads
+from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.parameters import Parameter, declare
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
-from ptdmpi.plan.layout.grid import EXPERT_AXES
+from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
 
 class Router(nn.Module):
@@ -47,19 +50,26 @@ class Router(nn.Module):
 
 class Expert(nn.Module):
     """The two linears of an expert. The mixture does not call these modules, but uses only their
-    weights. `apart` are the axes along which ranks have different experts."""
+    weights. If `dealt.whole` is True, a tensor rank has all of the expert."""
 
-    def __init__(self, row: MixExperts, axis: TensorAxis, apart: tuple[str, ...]) -> None:
+    def __init__(self, row: MixExperts, axis: TensorAxis, dealt: ExpertAxis) -> None:
         super().__init__()
         up, down = row.up, row.down
+        if dealt.whole:
+            axis = TensorAxis(OneRank())
         self.up = ColumnParallelLinear(
             axis, up.inputs, up.outputs, bias=False, init_std=up.init_std
         )
         self.down = RowParallelLinear(
             axis, down.inputs, sum(down.outputs), bias=False, init_std=down.init_std
         )
-        for linear in (self.up, self.down):
-            linear.weight.declaration = replace(linear.weight.declaration, apart=apart)
+        apart = EXPERT_AXES if dealt.size > 1 else ()
+        for linear, parts in ((self.up, up.outputs), (self.down, ())):
+            declaration = replace(linear.weight.declaration, apart=apart)
+            if dealt.whole:
+                over = (SAME_EXPERTS,)
+                declaration = replace(declaration, split=None, rows_over=over, parts=parts)
+            linear.weight.declaration = declaration
 
 
 class ExpertWeights(NamedTuple):
@@ -81,7 +91,7 @@ class MixturePass:
     experts: Sequence[ExpertWeights]
     dealt: ExpertAxis
     routing: Routing
-    axis: TensorAxis
+    tokens: TensorTokens
     kernels: Kernels
     activate: Callable[[Tensor], Tensor]
     factors: Mapping[str, float]
@@ -162,17 +172,24 @@ class MixturePass:
 
         weight.accumulate(add)
 
-    def losses(self, logits: Tensor, chosen: Tensor, sequences: int) -> dict[str, Tensor]:
-        """Return the router's losses by name, each summed over the microbatch."""
-        return self.routing.losses(logits, chosen, sequences, self.router.balance)
+    def loads(self, chosen: Tensor, sequences: int) -> SequenceLoads | None:
+        """Return the loads of the experts in each sequence, for the choice [T, k]; None if no loss
+        with a gradient needs them."""
+        if not self.factors or self.routing.model.balance != "sequence":
+            return None
+        return self.tokens.loads(chosen, self.routing.model.experts, sequences)
 
-    def trained(self, logits: Tensor, chosen: Tensor, sequences: int) -> list[Tensor]:
+    def losses(self, logits: Tensor, loads: SequenceLoads | None) -> dict[str, Tensor]:
+        """Return the router's losses by name, each summed over this rank's tokens."""
+        return self.routing.losses(logits, loads, self.router.balance)
+
+    def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
         """Return the router's losses, multiplied by their factors. Their gradient is a part of this
-        rank's partial gradient. All tensor ranks have the same losses, so only the first tensor
-        rank returns them, and all other tensor ranks return an empty list."""
-        if not self.factors or self.axis.rank > 0:
+        rank's partial gradient. If all tensor ranks route the same tokens, they have the same
+        losses, so all tensor ranks except the first return an empty list."""
+        if not self.factors or not self.tokens.first:
             return []
-        losses = self.losses(logits, chosen, sequences)
+        losses = self.losses(logits, loads)
         return [self.factors[name] * loss for name, loss in losses.items()]
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
@@ -208,14 +225,15 @@ class _Mixture(Function):
     def forward(
         ctx: Any, x: Tensor, layer: MixturePass, chosen: Chosen, *parameters: Parameter
     ) -> Tensor:
-        whole = layer.axis.gather(x)
-        rows = whole.flatten(0, 1)
+        own = layer.tokens.taken(x)
+        rows = own.flatten(0, 1)
         logits = layer.logits(rows)
         scores = layer.routing.scores(logits)
         if chosen.indices is None:
             chosen.indices = layer.routing.choose(scores, layer.router.balance)
-            if layer.factors:
-                chosen.losses = layer.losses(logits, chosen.indices, x.shape[1])
+        ctx.loads = layer.loads(chosen.indices, x.shape[1])
+        if layer.factors and not chosen.losses:
+            chosen.losses = layer.losses(logits, ctx.loads)
         dispatch = layer.dispatch(chosen.indices)
         weights = dispatch.pairs(layer.routing.weights(scores, chosen.indices))
         rows = dispatch.rows(rows)
@@ -227,19 +245,19 @@ class _Mixture(Function):
         ctx.counts = dispatch.counts
         arrived = () if ctx.counts is None else (rows, weights)
         ctx.save_for_backward(x, logits, chosen.indices, *arrived, *computed.ups)
-        return layer.axis.reduce(dispatch.summed(computed.total).view_as(whole))
+        return layer.tokens.combined(dispatch.summed(computed.total).view_as(own))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: MixturePass = ctx.layer
         x, logits, chosen, *ups = ctx.saved_tensors
-        axis, routing = layer.axis, layer.routing
-        dy = axis.gather(dy)
-        rows = axis.gather(x.detach()).flatten(0, 1)
+        tokens, routing = layer.tokens, layer.routing
+        dy = tokens.taken(dy)
+        rows = tokens.taken(x.detach()).flatten(0, 1)
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             weights = routing.weights(routing.scores(leaf), chosen)
-            trained = layer.trained(leaf, chosen, x.shape[1])
+            trained = layer.trained(leaf, ctx.loads)
         dispatch = layer.dispatch(chosen, ctx.counts)
         computed, arrived = rows, weights.detach()
         if ctx.counts is not None:
@@ -253,7 +271,7 @@ class _Mixture(Function):
         (by_logits,) = torch.autograd.grad(outputs, leaf, by_outputs)
         dx = dispatch.summed(gradients.rows).add_(layer.route_back(rows, by_logits))
         nothing = [None] * (len(ctx.needs_input_grad) - 1)
-        return axis.reduce(dx.view_as(dy)), *nothing
+        return tokens.combined(dx.view_as(dy)), *nothing
 
 
 class Mixture(Computing):
@@ -266,16 +284,15 @@ class Mixture(Computing):
         super().__init__()
         self.dealt = dealt
         self.routing = routing
-        self.axis = axis
+        self.tokens = TensorTokens(axis, dealt.whole)
         self.function = row.function
         self.is_gated = len(row.up.outputs) == 2
         self.weights: list[ExpertWeights] = []
         # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
         self.losses: dict[str, Tensor] = {}  # the router's losses, summed over these microbatches
-        apart = EXPERT_AXES if dealt.size > 1 else ()
         for number in dealt.own(row.count):
-            expert = Expert(row, axis, apart)
+            expert = Expert(row, axis, dealt)
             self.add_module(str(number), expert)
             self.weights.append(ExpertWeights(expert.up.weight, expert.down.weight))
 
@@ -296,7 +313,7 @@ class Mixture(Computing):
             experts=self.weights,
             dealt=self.dealt,
             routing=self.routing,
-            axis=self.axis,
+            tokens=self.tokens,
             kernels=self.kernels,
             activate=self._activate,
             factors=factors or {},

@@ -7,7 +7,7 @@ tokens, so it depends only on the token's own activation.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,14 +69,15 @@ class Routing:
         return weights * self.model.router_scale
 
     def losses(
-        self, logits: Tensor, chosen: Tensor, sequences: int, balance: Tensor | None
+        self, logits: Tensor, loads: "SequenceLoads | None", balance: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the router's losses by name, each summed over the microbatch and multiplied by its
+        """Return the router's losses by name, each summed over the T tokens and multiplied by its
         coefficient. They are computed from the router's outputs `logits` [T, E]; the T tokens are
-        the positions [s, sequences] in row-major order.
+        the positions [s, b] of b sequences in row-major order.
 
-        No gradient is computed for the choice [T, k] and the numbers `balance` [E]. Each loss is a
-        sum over sequences or over tokens, so its value is the same in every layout.
+        No gradient is computed for the loads (needed only for a balance loss of each sequence) and
+        the numbers `balance` [E]. Each loss is a sum over tokens, so the sum over the ranks that
+        have the tokens is the same in every layout.
         """
         model = self.model
         shares = self.scores(logits)
@@ -86,28 +87,48 @@ class Routing:
         for name in model.router_losses:
             match name:
                 case "sequence_balance":
-                    loss = model.balance_coefficient * _by_sequence(shares, chosen, sequences)
+                    assert loads is not None, "the choices of whole sequences"
+                    loss = model.balance_coefficient * loads.loss(shares)
                 case "batch_balance":
                     # Fedus et al. 2021 (arXiv 2101.03961), equations 4 to 6, but with the loads of
                     # the previous global batch: 1 + balance is an expert's load in that batch / the
                     # mean load
                     assert balance is not None, "the loads of the previous step"
-                    loads = 1.0 + balance.to(shares.dtype)
-                    loss = model.balance_coefficient * (shares * loads).sum()
+                    relative = 1.0 + balance.to(shares.dtype)
+                    loss = model.balance_coefficient * (shares * relative).sum()
                 case _:  # Zoph et al. 2022 (arXiv 2202.08906), equation 5
                     loss = model.z_loss_coefficient * logits.logsumexp(-1).square().sum()
             losses[name] = loss
         return losses
 
 
-def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
-    """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv
-    2412.19437, equations 17 to 20), for normalized scores `shares` [T, E] and a choice [T, k]."""
-    experts, each = shares.shape[1], chosen.shape[1]
-    is_chosen = torch.zeros_like(shares).scatter(-1, chosen, 1.0)
-    loads = is_chosen.view(-1, sequences, experts).mean(0)
-    means = shares.view(-1, sequences, experts).mean(0)
-    return (loads * means).sum() * experts / each
+class SequenceLoads(NamedTuple):
+    """The experts' loads in each of b sequences: `counts` [b, E] of float64 has the number of the
+    sequence's tokens that chose the expert. A sequence has `positions` tokens with `each` experts
+    each. This rank may have only some of these tokens."""
+
+    counts: Tensor
+    positions: int
+    each: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int, sequences: int) -> Self:
+        """Return the loads in the choice [T, k] of T tokens, the positions [s, sequences] in
+        row-major order."""
+        tokens, each = chosen.shape
+        sequence = torch.arange(tokens, device=chosen.device) % sequences
+        pairs = (sequence.unsqueeze(-1) * experts + chosen).flatten()
+        counts = pairs.new_zeros(sequences * experts).scatter_add_(0, pairs, torch.ones_like(pairs))
+        return cls(counts.view(sequences, experts).double(), tokens // sequences, each)
+
+    def loss(self, shares: Tensor) -> Tensor:
+        """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv
+        2412.19437, equations 17 to 20), for this rank's normalized scores `shares` [T, E]. The loss
+        is linear in the scores, so ranks with other tokens compute other terms of the sum."""
+        sequences, experts = self.counts.shape
+        loads = (self.counts / self.positions).to(shares.dtype)
+        means = shares.view(-1, sequences, experts).sum(0) / self.positions
+        return (loads * means).sum() * experts / self.each
 
 
 class Chosen:

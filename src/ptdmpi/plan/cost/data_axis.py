@@ -90,12 +90,12 @@ class DataAxis:
     def shard_group(self, layout: Layout) -> Group:
         """Return the group of ranks that together hold one copy of the state. Neighbours in the
         group differ by t e in their rank, where t is the tensor-parallel size and e the number of
-        ranks over which experts are distributed."""
-        return self._group(layout.shards, layout.tensor * layout.expert)
+        context and data ranks over which experts are distributed."""
+        return self._group(layout.shards, layout.tensor * layout.expert_tokens)
 
     def replicas(self, layout: Layout) -> Group:
         """Return the group of ranks with copies of the same shard: one in each shard group."""
-        stride = layout.tensor * layout.expert * layout.shards
+        stride = layout.tensor * layout.expert_tokens * layout.shards
         return self._group(layout.copies // layout.shards, stride)
 
     # -- after the pipeline ----------------------------------------------------------------------
@@ -104,7 +104,7 @@ class DataAxis:
         """Return the seconds of messages after the last backward. They include the sum of a tied
         table's gradients over the first and the last stage of the pipeline."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
-        gradients_s += self._dense_s(layout, elements)
+        gradients_s += self._dense_s(layout, elements) + self._experts_s(layout, elements)
         for unit, count in self._units(layout, elements):
             groups = self.shard_group(layout), self.replicas(layout)
             each = self._behind(layout.sharing, unit, *groups)
@@ -117,18 +117,30 @@ class DataAxis:
         parameters outside experts. If state is sharded, each rank sums only its shard of these
         gradients. The estimate assumes that embedding and head have the same fraction of expert
         parameters as layers."""
-        if layout.expert == 1:
+        if layout.expert_tokens == 1:
             return 0.0
         dense = self._dense_elements(layout.tensor)
-        share = dense / self.layer_elements(layout.tensor, layout.expert)
+        share = dense / self.layer_elements(layout.tensor, layout.dealing)
         size = share * elements * self.gradient_bytes / layout.sharing.state_shards
-        return self.machine.all_reduce_s(size, self._group(layout.expert, layout.tensor))
+        return self.machine.all_reduce_s(size, self._group(layout.expert_tokens, layout.tensor))
+
+    def _experts_s(self, layout: Layout, elements: float) -> float:
+        """Return the seconds in which tensor ranks with the same undivided experts sum the
+        gradients of these experts, with the assumptions of `_dense_s`."""
+        dealing = layout.dealing
+        if dealing.same == 1:
+            return 0.0
+        share = 1 - self._dense_elements(layout.tensor) / self.layer_elements(
+            layout.tensor, dealing
+        )
+        size = share * elements * self.gradient_bytes / layout.sharing.state_shards
+        return self.machine.all_reduce_s(size, self._group(dealing.same, dealing.near))
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return (number of elements, number of messages) for the messages after the pipeline: one
         message of all `elements`, or one message for each whole layer among them and one for the
         remaining elements."""
-        layer = self.layer_elements(layout.tensor, layout.expert)
+        layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
             return [(elements, 1)]
@@ -224,13 +236,13 @@ class DataAxis:
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
-        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor, expert=layout.expert)
+        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor, dealing=layout.dealing)
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(layer, group)
             if not layout.shards_weights:
                 return 0.0
             return layers * (_gathers(layout) * gathered_s + summed_s)
-        unit = self.layer_elements(layout.tensor, layout.expert)
+        unit = self.layer_elements(layout.tensor, layout.dealing)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
         if not layout.shards_weights:
             return layers * summed_s

@@ -28,8 +28,8 @@ class HeldParts:
         self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
         self.last = self.placed.stages - 1
         self.table = {
-            "layer": parameters.layer(self.model, expert=layout.expert),
-            "idle": parameters.layer(self.model, 0, layout.expert),
+            "layer": parameters.layer(self.model, dealing=layout.dealing),
+            "idle": parameters.layer(self.model, 0, layout.dealing),
             "embedding": parameters.embedding(self.model, model.vocab_size),
             "head": parameters.head(self.model, model.vocab_size),
         }

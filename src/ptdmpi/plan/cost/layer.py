@@ -96,7 +96,8 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        dealt = Group(layout.expert, min(layout.expert, max(1, near // tensor)))
+        between = tensor // layout.dealing.tensor  # neighbours in the group differ by this number
+        dealt = Group(layout.expert, min(layout.expert, max(1, near // between)))
         self.groups = {
             "tensor": self.group,
             "context": Group(layout.context, inside),

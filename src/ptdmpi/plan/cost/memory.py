@@ -441,7 +441,7 @@ class MemoryModel:
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
     """Return the settings that determine the memory of a rank's ops. Sharding is not one of these
     settings, so a search that tries all shardings of a layout reuses the result."""
-    axes = (layout.tensor, layout.context, layout.expert, layout.pipeline)
+    axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
     return *sizes, *how, layout.first_layers, rank, microbatches

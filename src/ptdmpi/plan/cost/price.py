@@ -153,7 +153,7 @@ class Pricer:
     def _rough(self, layout: Layout) -> tuple[float, float]:
         """Return two times in seconds: the work of the mean rank, and the time of one layer for
         which other ranks wait. Both are the same for any number of chunks."""
-        axes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
+        axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
         key = (
@@ -188,7 +188,7 @@ class Pricer:
         """Return (seconds after the pipeline, seconds that each microbatch adds): the part of
         `rough_bound_s` that depends on sharding."""
         layers = self._trained_layers / layout.pipeline
-        each = self.times.data.layer_elements(layout.tensor, layout.expert)
+        each = self.times.data.layer_elements(layout.tensor, layout.dealing)
         elements = self._trained_layers * each
         elements //= layout.pipeline
         after_s, each_s = self.times.update.optimizer_s(layout, elements), 0.0
@@ -209,7 +209,7 @@ class Pricer:
         optimizer state, whatever the other settings of the layout are."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
-        each = self.times.data.layer_elements(t, layout.expert)
+        each = self.times.data.layer_elements(t, layout.dealing)
         train = self._trained_layers / layout.pipeline * each
         frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)

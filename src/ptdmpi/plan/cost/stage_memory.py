@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.choices import RECOMPUTE_MODES
+from ptdmpi.config.layout import Dealing
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.layer import describe, folds
@@ -61,22 +62,22 @@ class SplitBytes:
 class Cut(NamedTuple):
     """The properties of a layout that decide which part of the model each rank has: the placement
     of stages on ranks, the given number of layers of the first stage (None if it is not given), and
-    the number of ranks over which experts are distributed."""
+    the distribution of experts over ranks."""
 
     placed: Placement
     first: int | None
-    expert: int
+    dealing: Dealing
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
         """Return the properties of `layout` that decide which part of the model each rank has."""
-        first, expert = layout.first_layers, layout.expert
-        return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, expert=expert)
+        first, dealing = layout.first_layers, layout.dealing
+        return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, dealing=dealing)
 
 
 @lru_cache(maxsize=16384)
-def _cut(schedule: str, pipeline: int, virtual: int, *, first: int | None, expert: int) -> Cut:
-    return Cut(placement(schedule, pipeline, virtual), first, expert)
+def _cut(schedule: str, pipeline: int, virtual: int, *, first: int | None, dealing: Dealing) -> Cut:
+    return Cut(placement(schedule, pipeline, virtual), first, dealing)
 
 
 class ActivationKey(NamedTuple):
@@ -87,6 +88,7 @@ class ActivationKey(NamedTuple):
     context: int
     context_method: str
     expert: int
+    expert_tensor: int | None
     micro_size: int
     sequence_parallel: bool
     partition_activations: bool
@@ -140,7 +142,7 @@ class StageMemory:
 
     def _counted_parts(self, cut: Cut, tensor: int) -> tuple[ModelPart, ...]:
         layers = self.layers_of(cut)
-        return parameters.stage_parts(self.model, layers, tensor=tensor, expert=cut.expert)
+        return parameters.stage_parts(self.model, layers, tensor=tensor, dealing=cut.dealing)
 
     def trained(self, layout: Layout, rank: int) -> int:
         """Return the number of trained parameters of a pipeline rank."""
@@ -283,6 +285,7 @@ class StageMemory:
             context=layout.context,
             context_method=layout.context_method,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
             micro_size=layout.micro_size,
             sequence_parallel=layout.sequence_parallel,
             partition_activations=layout.partition_activations,
@@ -302,6 +305,7 @@ class StageMemory:
             context=key.context,
             context_method=key.context_method,
             expert=key.expert,
+            expert_tensor=key.expert_tensor,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         layer = describe.layer(self.model)

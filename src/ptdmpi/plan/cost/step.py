@@ -222,7 +222,7 @@ class StepTimes:
         group, t = self.kernels(layout)[0].group, layout.tensor
         each = (
             self.update.matrix_s(matrix, t, group)
-            for matrix in wholes(self.model.config, t, layout.expert)
+            for matrix in wholes(self.model.config, t, layout.dealing)
         )
         return layers * sum(each) / layout.shards
 
@@ -247,7 +247,7 @@ def _layer_key(layout: Layout) -> tuple[object, ...]:
         layout.tensor,
         layout.context,
         layout.exchange,
-        layout.expert,
+        layout.dealing,
         layout.micro_size,
         layout.sequence_parallel,
     )

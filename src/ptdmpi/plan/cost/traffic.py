@@ -22,7 +22,7 @@ from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Message, Phase
 from ptdmpi.plan.layer.folds import messages, operators, recomputed
 from ptdmpi.plan.layer.operator import Operator
-from ptdmpi.plan.layer.parts import ALIGNMENT
+from ptdmpi.plan.layer.parts import ALIGNMENT, elements
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.grid import (
     CONTEXT,
@@ -32,6 +32,7 @@ from ptdmpi.plan.layout.grid import (
     EXPERTS,
     LOSSES,
     PARAMETERS,
+    SAME_EXPERTS,
     SHARD_AXES,
     SHARDS,
     layout_grid,
@@ -40,6 +41,7 @@ from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
+from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 from ptdmpi.plan.shape.parameters import ModelPart, stage_parts
@@ -115,6 +117,7 @@ class StepTraffic:
             "pipeline": self._pipeline(rank),
             PARAMETERS: self._norms(norms),
             ENDS: self._ends(rank, shard),
+            SAME_EXPERTS: self._same_experts(rank),
         }
         if self.model.experts:
             self._add_loads(tallies)
@@ -131,6 +134,19 @@ class StepTraffic:
         size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
+        if layout.dealing.whole:  # each tensor rank has other tokens
+            tallies["tensor"].add("all_reduce", size)
+
+    def _same_experts(self, rank: int) -> Tally:
+        """Return the traffic that sums the gradients of undivided experts over the tensor ranks
+        that have them. If gradients are sharded, the count assumes that each rank has an equal
+        shard of these gradients."""
+        dealing = self.layout.dealing
+        tally = Tally(dealing.same)
+        parts = [part for name, part in self.held.of_rank(rank) if parameters.is_of_expert(name)]
+        if size := elements(parts) // self.layout.shards:
+            tally.add("all_reduce", size * self.sizes.wide_bytes)
+        return tally
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         """Return the traffic over the tensor axis: activations, partial gradients, norms, and the
@@ -333,7 +349,7 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     if not of.method.matrices:
         return Dealt()
     layout = of.layout
-    parts = stage_parts(of.model, of.held.layers, tensor=layout.tensor, expert=layout.expert)
+    parts = stage_parts(of.model, of.held.layers, tensor=layout.tensor, dealing=layout.dealing)
     held = ModelPart.joined([parts[stage] for stage in of.placed.stages_of(rank)])
     return dealt(of.model, of.vocab_size, held, layout.sharing)[shard]
 

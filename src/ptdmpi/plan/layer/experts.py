@@ -1,15 +1,17 @@
 """Mixture of experts: several MLPs, of which a router chooses some for each token.
 
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
-tokens. The tensor axis divides the width of each expert. All tensor ranks choose the same experts.
-Each computes a summand of the outputs and of all gradients, including the gradient of the router.
-The usual sums over the tensor axis add these summands.
+tokens. If the tensor axis divides the width of each expert, all tensor ranks choose the same
+experts. Each computes a summand of the outputs and of all gradients, including the gradient of the
+router. The usual sums over the tensor axis add these summands. If experts are not divided, each
+tensor rank chooses experts for 1/t of the positions, and these experts compute complete outputs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer.account import (
     Elementwise,
     Item,
@@ -25,6 +27,7 @@ from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # an index of an expert or of a token
+LOAD_BYTES = 8  # the number of tokens of an expert
 # If experts are distributed over ranks, a rank has memory for this multiple of the mean number of
 # rows (tokens of its experts).
 FULLEST = 2
@@ -67,13 +70,16 @@ class MixExperts(Operator):
         return f"{self.name.rpartition('.')[0]}.router"
 
     def parts(self) -> dict[str, Part]:
-        return self.held(1)
+        return self.held(ON_ONE_RANK)
 
-    def held(self, expert: int) -> dict[str, Part]:
+    def held(self, dealing: Dealing) -> dict[str, Part]:
         parts: dict[str, Part] = {self.router_name: self.router}
-        for number in range(self.count // expert):
-            parts[f"{self.expert(number)}.up"] = self.up
-            parts[f"{self.expert(number)}.down"] = self.down
+        up, down = self.up, self.down
+        if dealing.whole:
+            up, down = replace(up, split=None), replace(down, split=None)
+        for number in range(self.count // dealing.ranks):
+            parts[f"{self.expert(number)}.up"] = up
+            parts[f"{self.expert(number)}.down"] = down
         return parts
 
     def multiplications(self, model: ModelConfig) -> float:
@@ -83,30 +89,38 @@ class MixExperts(Operator):
 
     # -- sizes ------------------------------------------------------------------------------------
 
+    def _tokens(self, sizes: Sizes) -> int:
+        """Return the number of tokens for which a rank chooses experts."""
+        return sizes.tokens // sizes.layout.dealing.tensor
+
+    def _divided_by(self, sizes: Sizes) -> int:
+        """Return the number of tensor ranks that divide the width of an expert."""
+        return sizes.layout.tensor // sizes.layout.dealing.tensor
+
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts together: one row for each token and each of its
         experts. If experts are distributed over ranks, a rank has this number of rows on average,
         and they come from all ranks of its expert group."""
-        return sizes.tokens * self.chosen
+        return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
         """Return the number of rows for which a rank has memory."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
-        every = expert * sizes.tokens * min(self.chosen, self.count // expert)
+        every = expert * self._tokens(sizes) * min(self.chosen, self.count // expert)
         return min(FULLEST * pairs, every)
 
     def _width(self, sizes: Sizes) -> int:
         """Return the width of an expert on one tensor rank."""
-        return self.down.local(sizes.layout.tensor)[0]
+        return self.down.local(self._divided_by(sizes))[0]
 
     def _up_width(self, sizes: Sizes) -> int:
         """Return the number of outputs of an expert's first linear on one tensor rank."""
-        return self.up.local(sizes.layout.tensor)[1]
+        return self.up.local(self._divided_by(sizes))[1]
 
     def _scores(self, sizes: Sizes) -> int:
-        return sizes.tokens * self.count
+        return self._tokens(sizes) * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
         """Return (number of experts that have tokens, number of rows of each of these experts). The
@@ -134,7 +148,7 @@ class MixExperts(Operator):
         c, h = sizes.compute_bytes, self.up.inputs
         pairs, width = self._pairs(sizes), self._width(sizes)
         used, _ = self._groups(sizes)
-        yield MatrixProduct(sizes.tokens, self.count, h)
+        yield MatrixProduct(self._tokens(sizes), self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
         if sizes.layout.expert > 1:  # rows are sorted by expert, results are added to tokens
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
@@ -162,13 +176,13 @@ class MixExperts(Operator):
         yield self._products(sizes, h, self._up_width(sizes))
         yield MemoryPass(3 * pairs * h * c, used)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        yield MatrixProduct(sizes.tokens, h, self.count)
+        yield MatrixProduct(self._tokens(sizes), h, self.count)
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from weight_gradient(sizes, self.router.inputs, self.count, sizes.tokens)
+        yield from weight_gradient(sizes, self.router.inputs, self.count, self._tokens(sizes))
         used, rows = self._groups(sizes)
         for linear in (self.up, self.down):
-            inputs, outputs = linear.local(sizes.layout.tensor)
+            inputs, outputs = linear.local(self._divided_by(sizes))
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
             if sizes.layout.expert > 1:  # the gradients are cleared, and added to the sum
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
@@ -181,6 +195,12 @@ class MixExperts(Operator):
             return
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
         gathered = Message("all_gather", size)
+        if sizes.layout.dealing.whole:
+            if not sizes.divides_sequence:  # the output, or the gradient of the input
+                yield gathered
+            if phase == "forward" and self._counts_sequences(sizes):
+                yield Message("all_reduce", self._sequence_loads(sizes) * LOAD_BYTES)
+            return
         if phase == "forward":
             if sizes.divides_sequence:
                 yield gathered
@@ -190,6 +210,14 @@ class MixExperts(Operator):
             yield gathered
             yield gathered
         yield summed(sizes, size)
+
+    def _counts_sequences(self, sizes: Sizes) -> bool:
+        """Return True if the balance loss needs the loads of the experts in each sequence."""
+        return sizes.model.balance == "sequence"
+
+    def _sequence_loads(self, sizes: Sizes) -> int:
+        """Return the number of loads: one for each expert and each sequence of a microbatch."""
+        return sizes.layout.micro_size * self.count
 
     def _exchanges(self, sizes: Sizes, phase: Phase) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
@@ -216,6 +244,8 @@ class MixExperts(Operator):
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
         yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")
+        if self._counts_sequences(sizes):
+            yield Item(f"{self.name}.loads", self._sequence_loads(sizes), LOAD_BYTES, "full")
         yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
         if sizes.layout.expert > 1:  # rows received from other ranks, and their weights
             yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
@@ -231,7 +261,7 @@ class MixExperts(Operator):
         width = 2 * h + self._width(sizes) + self._up_width(sizes)
         yield Item(f"{self.name}.rows", self._most_rows(sizes) * width, c)
         yield Item(f"{self.name}.scores_gradient", self._scores(sizes), wide)
-        yield Item(f"{self.name}.wide_input", sizes.tokens * h, wide)
+        yield Item(f"{self.name}.wide_input", self._tokens(sizes) * h, wide)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
         if len(self.inputs) > 1:
@@ -242,10 +272,12 @@ class MixExperts(Operator):
         """Return the bytes of the gradient of the input, of gathered tensors, of the router's
         tensors, and of the tensors of one expert, which may have all tokens of the microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
-        tokens = sizes.tokens
+        tokens = self._tokens(sizes)
         whole = tokens * h * (2 * c + (wide if wide > c else 0))
-        if sizes.divides_sequence:
+        if sizes.divides_sequence and not sizes.layout.dealing.whole:
             whole += 2 * tokens * h * c
+        elif sizes.layout.dealing.whole:  # the gradient of the input is gathered
+            whole += sizes.local_tokens * h * c
         scores = 8 * self._scores(sizes) * wide + 4 * self._pairs(sizes) * INDEX_BYTES
         expert = tokens * (3 * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)) * c
         if wide > c:
@@ -261,9 +293,11 @@ class MixExperts(Operator):
         all tokens of the microbatch. If experts are distributed over ranks, each gradient is stored
         completely before it is added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
-        shape = self.up.local(sizes.layout.tensor)
+        shape = self.up.local(self._divided_by(sizes))
         inputs, outputs = shape
         alone = inputs * outputs * wide * (sizes.layout.expert > 1)
         if wide == c:
             return alone
-        return alone + max(copied_bytes(sizes, shape, sizes.tokens), inputs * outputs * (c + wide))
+        return alone + max(
+            copied_bytes(sizes, shape, self._tokens(sizes)), inputs * outputs * (c + wide)
+        )

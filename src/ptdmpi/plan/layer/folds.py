@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer.account import Item, Message, Phase, kept, total_bytes
 from ptdmpi.plan.layer.describe import Sublayer
 from ptdmpi.plan.layer.low_bit import CHUNK_BYTES, chunk_elements
@@ -25,12 +26,12 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
     return tuple(row for sublayer in sublayers for row in sublayer.operators)
 
 
-def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
-    """Return the parts of these operators, trained or frozen, by name. If experts are distributed
-    over `expert` ranks, the result has only the experts of the first rank."""
+def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[str, Part]:
+    """Return the parts of these operators, trained or frozen, by name. If `dealing` distributes
+    experts over ranks, the result has only the experts of the first rank."""
     parts: dict[str, Part] = {}
     for row in rows:
-        parts |= row.held(expert)
+        parts |= row.held(dealing)
     return parts
 
 

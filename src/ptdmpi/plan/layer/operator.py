@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.layout import Dealing
 from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.sizes import Sizes
@@ -41,10 +42,10 @@ class Operator:
         """Return the parts of the model that the operator trains or multiplies with, by name."""
         return {}
 
-    def held(self, expert: int) -> dict[str, Part]:
-        """Return the operator's `parts` that one rank has if experts are distributed over `expert`
-        ranks. The names are the names on the first of these ranks; all other ranks have parts of
-        the same shapes."""
+    def held(self, dealing: Dealing) -> dict[str, Part]:
+        """Return the operator's `parts` that one rank has if experts are distributed by `dealing`.
+        The names are the names on the first rank; all other ranks have parts of the same shapes.
+        """
         return self.parts()
 
     @property

@@ -21,12 +21,13 @@ class Axis:
     With `cuts_state` the ranks hold different parts of the training state, at least for some
     parameters; without it all ranks of the axis hold the same state. With `other_parameters` the
     ranks hold parameters with different names, so no rank knows the names of all parameters. With
-    `reads_samples` the ranks read different samples. With `cuts_sequence` the ranks have different
-    positions of the same samples.
+    `cuts_width` the ranks have slices of the same linears. With `reads_samples` the ranks read
+    different samples. With `cuts_sequence` the ranks have different positions of the same samples.
     """
 
     cuts_state: bool = False
     other_parameters: bool = False
+    cuts_width: bool = False
     reads_samples: bool = False
     cuts_sequence: bool = False
 
@@ -43,19 +44,20 @@ class Axis:
 
     @property
     def deals_experts(self) -> bool:
-        """Return True if the ranks of the axis see different tokens, and have different experts of
-        the same layers."""
-        return self.other_parameters and self.sums_losses
+        """Return True if the ranks of the axis have different experts of the same layers."""
+        return self.other_parameters and (self.sums_losses or self.cuts_width)
 
 
 # The axes of this trainer. The first axis varies fastest: consecutive ranks are neighbours on it.
 # Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
 # 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
-# microbatch, is last. The context ranks form three axes, and so do the data ranks: one axis of
-# ranks with different experts, one of ranks that shard the state (`zero`), and one of ranks with
-# copies of the state.
+# microbatch, is last. The tensor ranks form two axes: one of ranks with different experts, and one
+# of ranks with slices, or else copies, of the same experts. The context ranks form three axes, and
+# so do the data ranks: one axis of ranks with different experts, one of ranks that shard the state
+# (`zero`), and one of ranks with copies of the state.
 AXES: Mapping[str, Axis] = {
-    "tensor": Axis(cuts_state=True),
+    "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
+    "tensor_slice": Axis(cuts_state=True, cuts_width=True),
     "context_expert": Axis(cuts_state=True, other_parameters=True, cuts_sequence=True),
     "context_shard": Axis(cuts_state=True, cuts_sequence=True),
     "context_replicate": Axis(cuts_sequence=True),
@@ -65,17 +67,19 @@ AXES: Mapping[str, Axis] = {
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
 UNLISTED = Axis()  # of an axis that is not in `AXES`
-# Names of groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the
-# same state. DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks
-# that have different positions of the same samples. SHARDS: ranks that shard the state. LOSSES:
-# ranks that see different tokens for the same part of the model. EXPERTS: ranks that see different
-# tokens and hold different experts of the same layers. PARAMETERS: ranks that hold parameters with
-# different names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
-# table.
-WORLD, REPLICAS, DATA, CONTEXT, SHARDS = "world", "replicas", "data", "context", "shards"
+# Names of groups that are derived from the axes. WORLD: all ranks. TENSOR: ranks that have slices
+# of the same linears. REPLICAS: ranks that hold the same state. DATA: ranks that read different
+# samples for the same part of the model. CONTEXT: ranks that have different positions of the same
+# samples. SHARDS: ranks that shard the state. LOSSES: ranks that see different tokens for the same
+# part of the model. EXPERTS: ranks that send tokens to each other and hold different experts of the
+# same layers. PARAMETERS: ranks that hold parameters with different names. ENDS: the first and the
+# last rank of the pipeline axis, which both hold a tied table.
+WORLD, TENSOR = "world", "tensor"
+REPLICAS, DATA, CONTEXT, SHARDS = "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
 # Groups along several axes, each with the condition that selects its axes.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
+    TENSOR: lambda axis: axis.cuts_width,
     REPLICAS: lambda axis: not axis.cuts_state,
     DATA: lambda axis: axis.reads_samples,
     CONTEXT: lambda axis: axis.cuts_sequence,
@@ -87,6 +91,9 @@ ALONG: Mapping[str, Callable[[Axis], bool]] = {
 
 SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
 EXPERT_AXES = tuple(name for name, axis in AXES.items() if axis.deals_experts)
+TENSOR_AXES = tuple(name for name, axis in AXES.items() if axis.cuts_width)
+# the tensor ranks that have the same experts
+SAME_EXPERTS = next(name for name in TENSOR_AXES if name not in EXPERT_AXES)
 
 Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, counted from 0
 
@@ -95,8 +102,8 @@ Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, c
 class Grid:
     """A process grid: the names and sizes of its axes. The first axis varies fastest.
 
-    `Grid({"tensor": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
-    InputError unless each size is at least 1.
+    `Grid({"tensor_slice": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the axis
+    "tensor_slice". Raises InputError unless each size is at least 1.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -212,9 +219,11 @@ class Grid:
         """Return the name under which a group is printed for users.
 
         If one axis has all data ranks, it is called "data", whether these ranks shard the state or
-        hold copies of it. If one axis has all context ranks, it is called "context".
+        hold copies of it. If one axis has all context ranks, it is called "context", and if one
+        axis has all tensor ranks, "tensor".
         """
-        return next((name for name in (DATA, CONTEXT) if group == self.same_as(name)), group)
+        names = (TENSOR, DATA, CONTEXT)
+        return next((name for name in names if group == self.same_as(name)), group)
 
     def along(self, group: str) -> tuple[str, ...]:
         """Return the axes along which the ranks of a group in `ALONG` differ; () for another
@@ -257,24 +266,38 @@ def axis_named(name: str) -> Axis:
 
 
 def training_grid(
-    data: int = 1, shards: int = 1, context: int = 1, expert: int = 1, **sizes: int
+    data: int = 1,
+    shards: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    *,
+    tensor: int = 1,
+    whole_experts: bool = False,
+    **sizes: int,
 ) -> Grid:
     """Return a grid with all axes of `AXES`, in their order. `sizes` has sizes of axes by name;
     other axes have size 1.
 
     Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
     different experts. Such a group consists of some of the context ranks with one data coordinate,
-    or of all context ranks with several neighbouring data coordinates. Likewise, among the ranks
+    or of all context ranks with several neighbouring data coordinates. If `whole_experts` is True,
+    the `tensor` ranks do not divide experts, and such a group consists of some of the tensor ranks,
+    or of all tensor ranks of such context and data ranks. Likewise, among the ranks
     with the same experts, groups of `shards` neighbours shard the state. Raises ValueError for a
     name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
         raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(AXES)}')
-    context_expert, data_expert = _dealt(expert, data, context, "groups of experts")
+    near = math.gcd(expert, tensor) if whole_experts else 1
+    if near < min(tensor, expert) and whole_experts:
+        raise ValueError(f"{expert} groups of experts do not divide {tensor} tensor ranks")
+    context_expert, data_expert = _dealt(expert // near, data, context, "groups of experts")
     data, context = data // data_expert, context // context_expert
     context_shard, data_shard = _dealt(shards, data, context, "shards")
     named = {
+        "tensor_expert": near,
+        "tensor_slice": tensor // near,
         "context_expert": context_expert,
         "context_shard": context_shard,
         "context_replicate": context // context_shard,
@@ -312,5 +335,6 @@ def layout_grid(layout: Layout) -> Grid:
         layout.context,
         layout.expert,
         tensor=layout.tensor,
+        whole_experts=layout.dealing.whole,
         pipeline=layout.pipeline,
     )

@@ -3,7 +3,7 @@ only on its arguments, so all ranks compute the same assignment."""
 
 from collections.abc import Sequence
 
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import TENSOR, Coordinates, Grid
 
 # The axis that shrinks when ranks are lost. Fewer replicas then train the same batch.
 YIELDING = "replicate"
@@ -52,8 +52,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
     coordinates. So tensor groups stay on their nodes, and little state must be sent. An empty seat
     (coordinates whose rank was lost) goes to a survivor that holds the same state. If no survivor
-    holds this state, the seat goes to a survivor on the node of the seat's neighbours on the first
-    axis, or else to the first free survivor.
+    holds this state, the seat goes to a survivor on the node of the seat's tensor ranks, or else to
+    the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -94,9 +94,9 @@ def _in_replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
 
 
 def _fast(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks that should share a node with `rank`: its group on the grid's first axis,
+    """Return the ranks that should share a node with `rank`: the other ranks of its tensor group,
     which communicates most."""
-    return grid.group(rank, grid.axes[0])
+    return grid.members(rank, TENSOR)
 
 
 def _holds(grid: Grid, place: Coordinates | None, wanted: Coordinates) -> bool:

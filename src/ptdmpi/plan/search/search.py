@@ -32,7 +32,7 @@ from ptdmpi.base.near import divisors
 from ptdmpi.base.progress import SOON_S, progress
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import Layout
+from ptdmpi.config.layout import Dealing, Layout
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
@@ -241,10 +241,10 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
     `MOST_LAYOUTS` candidates."""
     collected = _Collected()
     reported = 0
-    known: dict[tuple[int, int, str, int, int, str], list[tuple[float, float, Sharding]]] = {}
+    known: dict[tuple[int, int, str, Dealing, int, str], list[tuple[float, float, Sharding]]] = {}
     with progress("collecting", None, "layout", SOON_S) as advance:
         for group in groups(space, pricer):
-            axes = (group.tensor, group.context, group.exchange, group.expert, group.pipeline)
+            axes = (group.tensor, group.context, group.exchange, group.dealing, group.pipeline)
             key = (*axes, group.recompute)
             if key not in known:
                 known[key] = [

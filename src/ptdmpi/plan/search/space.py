@@ -20,10 +20,10 @@ from ptdmpi.config.legality import (
     MOST_FORWARDS,
     breaks,
     chunk_rule,
+    expert_groups,
     groups_need_zero,
     groups_to_shard,
     layout_mistakes,
-    shard_groups,
     shards_of_a_node,
 )
 from ptdmpi.config.model import ModelConfig
@@ -107,13 +107,19 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
     return [1, *(size for size in range(2, most + 1) if model.seq_length % (2 * size) == 0)]
 
 
-def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
-    """Return the sizes of expert groups that the search tries for a layout, ascending from 1: the
-    sizes that give each rank equally many experts."""
+def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple[int, int | None]]:
+    """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. The
+    first pair does not distribute experts over ranks; all pairs give each rank equally many
+    experts."""
     if not space.deals_experts or not model.experts:
-        return [1]
-    sizes = shard_groups(layout.data, layout.context)
-    return [size for size in sizes if model.experts % size == 0]
+        return [(1, None)]
+    ways = (None, 1) if layout.tensor > 1 else (None,)
+    return [
+        (size, way)
+        for way in ways
+        for size in expert_groups(layout.changed(expert_tensor=way))
+        if model.experts % size == 0
+    ]
 
 
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
@@ -128,7 +134,7 @@ def context_methods(space: Space, context: int) -> tuple[str, ...]:
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
     """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
-    near = pricer.cluster.node.devices // (layout.tensor * layout.expert)
+    near = pricer.cluster.node.devices // (layout.tensor * layout.expert_tokens)
     context = layout.context // layout.expert_context
     return shards_of_a_node(layout.data // layout.expert_data, near, context=context)
 
@@ -236,12 +242,13 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                     parallel,
                     modes,
                 )
-                for method, expert, sequence_parallel, mode in ways:
+                for method, (expert, width), sequence_parallel, mode in ways:
                     layers = space.recompute_layers if mode == "full" else None
                     shared = mode == "full" and tensor > 1 and not sequence_parallel
                     layout = base.changed(
                         context_method=method,
                         expert=expert,
+                        expert_tensor=width,
                         sequence_parallel=sequence_parallel,
                         recompute=mode,
                         recompute_layers=layers,

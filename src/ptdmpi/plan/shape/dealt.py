@@ -135,13 +135,13 @@ def _cut(
         unit_layers = units
         units = 1
         front, ends = _elements_of_ends(model, vocab_size, part)
-    own = parameters.layer(model, expert=part.expert).values()
+    own = parameters.layer(model, dealing=part.dealing).values()
     length = unit_layers * _aligned(own, part.tensor) + ends
     grain = ALIGNMENT * sharing.ranks
     unit = range(-(-length // grain) * grain)
     for _ in range(units):
         place = front
-        for whole in wholes(model, part.tensor, part.expert) * unit_layers:
+        for whole in wholes(model, part.tensor, part.dealing) * unit_layers:
             yield whole, slices(range(place, place + whole.local), unit, sharing.ranks)
             place += aligned(whole.local)
 

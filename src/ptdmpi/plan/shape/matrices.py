@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.layer.parts import Linear, LowRankPair
 from ptdmpi.plan.shape.parameters import layer
@@ -33,11 +34,11 @@ class Whole(NamedTuple):
         return sum(map(math.prod, self.shapes))
 
 
-def wholes(model: ModelConfig, tensor: int, expert: int = 1) -> list[Whole]:
-    """Return the trained matrices of a layer, in order. If experts are distributed over `expert`
+def wholes(model: ModelConfig, tensor: int, dealing: Dealing = ON_ONE_RANK) -> list[Whole]:
+    """Return the trained matrices of a layer, in order. If `dealing` distributes experts over
     ranks, the result has the experts of the first rank."""
     matrices = list[Whole]()
-    for part in layer(model, expert=expert).values():
+    for part in layer(model, dealing=dealing).values():
         if isinstance(part, Linear) and part.trains:
             shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
             matrices.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.describe import WORD_TABLE
 from ptdmpi.plan.layer.folds import operators, parts_of
@@ -18,8 +19,8 @@ class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
     It has `layers` layers; the first `idle` of them have no backward. `first` is True if it has the
-    embedding, and `last` is True if it has the head. The experts of its layers are distributed over
-    `expert` ranks.
+    embedding, and `last` is True if it has the head. `dealing` says how the experts of its layers
+    are distributed over ranks.
     """
 
     layers: int
@@ -27,7 +28,7 @@ class ModelPart(NamedTuple):
     last: bool
     tensor: int = 1
     idle: int = 0
-    expert: int = 1
+    dealing: Dealing = ON_ONE_RANK
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":
@@ -46,7 +47,7 @@ class ModelPart(NamedTuple):
 
 
 def stage_parts(
-    model: ModelConfig, layers: Sequence[range], *, tensor: int, expert: int
+    model: ModelConfig, layers: Sequence[range], *, tensor: int, dealing: Dealing
 ) -> tuple[ModelPart, ...]:
     """Return the part of the model that each stage has. `layers` has the range of layers of each
     stage."""
@@ -58,17 +59,19 @@ def stage_parts(
             last=stage == last,
             tensor=tensor,
             idle=model.idle(own),
-            expert=expert,
+            dealing=dealing,
         )
         for stage, own in enumerate(layers)
     )
 
 
-def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:
+def layer(
+    model: ModelConfig, number: int | None = None, dealing: Dealing = ON_ONE_RANK
+) -> dict[str, Part]:
     """Return the parts of layer `number` by name. If `number` is None, it is the last layer, which
-    has adapters if any layer has adapters. If experts are distributed over `expert` ranks, the
-    result has only the experts of the first rank."""
-    return parts_of(operators(describe.layer(model, number)), expert)
+    has adapters if any layer has adapters. If `dealing` distributes experts over ranks, the result
+    has only the experts of the first rank."""
+    return parts_of(operators(describe.layer(model, number)), dealing)
 
 
 def is_of_expert(name: str) -> bool:
@@ -112,10 +115,10 @@ def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
     return elements(layer(model).values(), tensor)
 
 
-def trained_elements(model: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
+def trained_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
     """Return the number of trained parameters of one layer on one tensor rank, if experts are
-    distributed over `expert` ranks."""
-    return elements(trained(layer(model, expert=expert).values()), tensor)
+    distributed by `dealing`."""
+    return elements(trained(layer(model, dealing=dealing).values()), tensor)
 
 
 def dense_elements(model: ModelConfig, tensor: int) -> int:
@@ -156,7 +159,7 @@ def places(
         return elements((part for part in parts if part.trains == trains), stage.tensor)
 
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    own = partial(layer, model, expert=stage.expert)
+    own = partial(layer, model, dealing=stage.dealing)
     units = [[counted(own(0).values())]] * stage.idle
     units += [[counted(own().values())]] * (stage.layers - stage.idle)
     if stage.first:
@@ -175,7 +178,7 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
     table once. The second use of the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
-    own = partial(layer, model, expert=held.expert)
+    own = partial(layer, model, dealing=held.dealing)
     held_layers = ((held.idle, own(0)), (held.layers - held.idle, own()))
     held_ends = ((int(held.first), table), (int(held.last), head(model, vocab_size)))
     count = train = 0

@@ -27,7 +27,7 @@ PARTS = {
 
 KIND_WORDS = {kind: kind.replace("_", "-").removesuffix("s") for kind in KINDS}
 LEGEND = (
-    "t tensor, {c}{e}p pipeline, d data ranks, v chunks per pipeline rank, "
+    "t tensor, {c}{e}{et}p pipeline, d data ranks, v chunks per pipeline rank, "
     "b sequences per microbatch",
     "TFLOP/s: per rank, as MFU without recomputation; bubble: idle over working time, all ranks;",
     "comm: messages not overlapped, share of the step; memory: of the fullest rank",
@@ -173,9 +173,9 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the table. They explain c and e only if the sizes of a layout
-    include them."""
-    words = {"c": "c context, ", "e": "e expert, "}
+    """Return the lines that explain the table. They explain c, e and et only if the sizes of a
+    layout include them."""
+    words = {"c": "c context, ", "e": "e expert, ", "et": "et expert_tensor, "}
     for letter in words:
         if not any(f"{letter}=" in entry["layout"] for entry in entries):
             words[letter] = ""

@@ -1,0 +1,73 @@
+"""The tokens of a mixture of experts on one tensor rank, and how they are taken from the input and
+combined to the output.
+
+If the tensor axis divides each expert, every tensor rank computes all tokens: the rank has a part
+of the width of each expert, and the outputs are sums over the tensor ranks.
+
+If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and the experts
+of these tokens compute them completely. The walk of a token: under sequence parallelism a rank
+already has only its own positions. Otherwise all tensor ranks have the same activations, and each
+takes the block of positions with its number. The token is sent to its experts and back, so its
+output is complete on the rank that has routed it. Without sequence parallelism the outputs of all
+tensor ranks are then gathered. The walk of a gradient is the same: the gradient of the output is
+complete on every rank that has the position, so a rank takes its own positions of it, and sends
+them to the experts. The gradient of the input is complete at these positions, and is gathered if
+every rank needs it. So no activation and no gradient of an activation is summed over the tensor
+axis. The gradients of the router and of the experts are sums over tokens, so those of the ranks
+that have the same parameters are added at the end of the step.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ptdmpi.model.experts.routing import SequenceLoads
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+
+@dataclass(frozen=True)
+class TensorTokens:
+    """The division of a mixture's tokens over the tensor ranks of `axis`. If `whole` is True, each
+    tensor rank routes its own tokens to experts that the tensor axis does not divide."""
+
+    axis: TensorAxis
+    whole: bool
+
+    @property
+    def apart(self) -> bool:
+        """Return True if tensor ranks route different tokens."""
+        return self.whole and self.axis.size > 1
+
+    @property
+    def first(self) -> bool:
+        """Return True if this rank counts the losses of its tokens. If several tensor ranks route
+        the same tokens, only the first of them does."""
+        return self.apart or self.axis.rank == 0
+
+    def taken(self, x: Tensor) -> Tensor:
+        """Return the activations [s, b, hidden] that this rank routes, from the activations `x`
+        that it has between blocks."""
+        if not self.apart:
+            return self.axis.gather(x)
+        if self.axis.divides_sequence:
+            return x
+        return x.chunk(self.axis.size)[self.axis.rank]
+
+    def combined(self, y: Tensor) -> Tensor:
+        """Return the outputs at the positions that this rank has between blocks, from its outputs
+        `y` for the tokens that it routes."""
+        if not self.apart:
+            return self.axis.reduce(y)
+        if self.axis.divides_sequence:
+            return y
+        return self.axis.comm.all_gather(y.contiguous())
+
+    def loads(self, chosen: Tensor, experts: int, sequences: int) -> SequenceLoads:
+        """Return the loads of `experts` experts in whole sequences, for the choice [T, k] of this
+        rank's tokens. If tensor ranks route different tokens of the same sequences, their counts
+        are added; these are integers, so the sum is exact."""
+        loads = SequenceLoads.of(chosen, experts, sequences)
+        if not self.apart:
+            return loads
+        self.axis.comm.all_reduce(loads.counts)
+        return loads._replace(positions=loads.positions * self.axis.size)

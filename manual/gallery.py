@@ -192,6 +192,11 @@ CHAPTERS = (
                 "LoRA and full fine-tuning.",
                 "python -m benchmarks.tuning.lora_full MODEL",
             ),
+            Picture(
+                "mup.png",
+                "muP: activations by width, and losses by learning rate.",
+                "python -m benchmarks.tuning.mup",
+            ),
         ),
     ),
 )

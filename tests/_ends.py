@@ -66,6 +66,7 @@ FROZEN = {"adapt.method": "lora", "adapt.rank": 2, "adapt.first_layer": 1}  # al
 ENDS = {
     **SHAPES,
     **ADAPTED,
+    "wide gpt": {"model.mup_base_hidden": 8},
     "untied gpt": {"model.tie_embeddings": False},
     "tied llama": {"model.kind": "llama", "model.tie_embeddings": True},
     "capped llama": {"model.kind": "llama", "model.logit_softcap": 30.0},

@@ -27,6 +27,9 @@ def stored(folder, **model):
         {"tie_embeddings": False, "ffn_hidden": 40, "activation": "gelu_exact"},
         {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48, "rope_theta": 5e4},
         {"kind": "llama", "ffn_hidden": 48, "bias": True, "tie_embeddings": True},
+        # of whose factors the converted model knows nothing
+        {"mup_base_hidden": 12, "mup_base_head_size": 2},
+        {"kind": "qwen3", "ffn_hidden": 48, "mup_base_hidden": 8, "mup_base_head_size": 2},
     ],
     ids=lambda model: "-".join(map(str, model.values())) or "gpt",
 )

@@ -245,6 +245,8 @@ OTHERS = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
     "init_std": 0.01,
+    "mup_base_hidden": 4,
+    "mup_base_head_size": 4,
 }
 HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 

@@ -1,12 +1,16 @@
 """The supervisor with a stand-in for mpirun, which does what the test says at each start."""
 
 import contextlib
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
@@ -54,6 +58,9 @@ def done(to):
     step(to)
     (run / "done").write_text(json.dumps({{"steps": to}}))
 
+def end(why):
+    (run / "history.jsonl").write_text(json.dumps({{"attempt": 1, "event": "end", "why": why}}))
+
 def wait(code=75):
     while not asked:
         time.sleep(0.01)
@@ -97,7 +104,12 @@ def job(tmp_path):
     (tmp_path / "starts").mkdir()
     (tmp_path / "config.toml").write_text(CONFIG)
 
-    def run(*starts: str, options: tuple[str, ...] = (), n: int = 4) -> subprocess.Popen:
+    def run(
+        *starts: str,
+        options: tuple[str, ...] = (),
+        n: int = 4,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> subprocess.Popen:
         for number, text in enumerate(starts, 1):
             (tmp_path / "starts" / str(number)).write_text(text)
         path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
@@ -105,7 +117,7 @@ def job(tmp_path):
         return subprocess.Popen(
             [sys.executable, "-m", "ptdmpi", "run", "-n", str(n), *options, "config.toml"],
             cwd=tmp_path,
-            env={"PATH": path, "VIRTUAL_ENV": "/nowhere", **kept},
+            env={"PATH": path, "VIRTUAL_ENV": "/nowhere", **kept, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -373,3 +385,41 @@ def test_environment_is_the_scripts():
     found = mpi_environment({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
     assert found["OMP_NUM_THREADS"] == "3"
     assert json.dumps(found["OMPI_ALLOW_RUN_AS_ROOT"]) == '"1"'
+
+
+@pytest.mark.parametrize(
+    ("starts", "last"),
+    [
+        (("step(2); die()", "done(9)"), ("done", 9, "")),
+        (
+            ("step(2); die()", "fail()", "fail()"),
+            ("failed", 2, "the same step failed twice, after step 2: not started again"),
+        ),
+        (("step(2); die()", "end('stopped: SIGUSR1'); sys.exit(75)"), ("stopped", 2, "SIGUSR1")),
+    ],
+)
+def test_messages_are_sent_about_everything_that_the_supervisor_sees(job, starts, last):
+    got: list[dict] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        hook = {"HOOK": f"http://127.0.0.1:{server.server_port}/T0secret"}
+        _, text = ends(job(*starts, options=("--set", 'log.notify=["env:HOOK"]'), environ=hook))
+        server.shutdown()
+    events = [(message["event"], message["step"], message["why"]) for message in got]
+    assert events[0] == ("begins", 0, "4 ranks") and events[-1] == last
+    assert events[1][:2] == ("restarts", 2) and "exit code 137" in events[1][2]
+    assert [message["loss"] for message in got[:2]] == [None, 1.0]
+    assert "T0secret" not in text
+
+
+def test_a_missing_address_is_refused_before_a_launcher_starts(job, tmp_path):
+    code, text = ends(job("done(9)", options=("--set", 'log.notify=["env:HOOK"]')))
+    assert code == 2 and "the environment variable HOOK is not set" in text
+    assert not (tmp_path / "calls").exists()

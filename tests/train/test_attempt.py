@@ -5,6 +5,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -195,3 +196,47 @@ def test_history_of_attempts_that_were_killed_or_rolled_back(tmp_path):
         "begin",
         "end",
     ]
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize(
+    ("supervised", "last"),
+    [(False, {"done": "", "stopped": "file STOP", "failed": "ValueError: mine"}), (True, {})],
+)
+def test_each_start_sends_messages_about_its_beginning_and_its_end(
+    comm, tmp_path, supervised, last
+):
+    """Under `ptdmpi run` the ranks send nothing."""
+    sent: list[tuple[str, int, bool, str]] = []
+
+    def send(self: object, event: str, step: int, loss: float | None, why: str) -> None:
+        sent.append((event, step, loss is not None, why))
+
+    def fail(step: object) -> None:
+        raise ValueError("mine")
+
+    environ = {"PTDMPI_COPIES": str(tmp_path / "copies")} if supervised else {}
+    changes = {**SMALL, "run.steps": 3}
+    stop = tmp_path / "run/STOP"
+    with (
+        mock.patch("ptdmpi.sinks.notices.Notices.send", send),
+        mock.patch.dict(os.environ, environ),
+    ):
+        with loop(comm, tmp_path, changes) as made, pytest.raises(SystemExit):
+            stop.touch()
+            made.run()
+        stop.unlink(missing_ok=True)
+        with loop(comm, tmp_path, changes) as made, pytest.raises(ValueError, match="mine"):
+            made.hooks.step_ended = fail
+            made.run()
+        with loop(comm, tmp_path, changes) as made:
+            made.run()
+    if supervised:
+        assert sent == []
+        return
+    assert [event for event, *_ in sent[1::2]] == ["stopped", "failed", "done"]
+    assert all(event == "begins" for event, *_ in sent[::2])
+    assert sent[0][1:3] == (0, False) and sent[0][3] == "1 rank"
+    assert sent[-1][1:3] == (3, True)
+    for event, text in last.items():
+        assert any(kind == event and text in why for kind, _, _, why in sent), event

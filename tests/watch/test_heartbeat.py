@@ -357,8 +357,11 @@ def test_the_earliest_failure_comes_first(tmp_path):
     assert rank_0.look(now_s) and not rank_0.look(now_s)
     rank_0.hear(0, report(1.0, failure=(60.0, "early")), now_s)
     assert not rank_0.complete(now_s) and rank_0.complete(now_s + 9.0)
+    sent: list[str] = []
+    rank_0.ended = sent.append  # the messages of `log.notify`
     rank_0.pronounce(tmp_path)
     assert said[0] == "failed: rank 0 (a): early" and said[1] == "failed: rank 1 (b): late"
+    assert sent == said[:1]
 
 
 def test_signals_within_five_seconds_are_one():

@@ -3,8 +3,9 @@ lost."""
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from pydantic import ValidationError
@@ -12,9 +13,12 @@ from pydantic import ValidationError
 from ptdmpi.base.launched import launched_size
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
-from ptdmpi.config import InputError, RunConfig, load, resolve
+from ptdmpi.config import InputError, LogConfig, RunConfig, load, resolve
+from ptdmpi.config.section import Section
 from ptdmpi.terminal.options import SET, Number
 from ptdmpi.terminal.program import Command
+
+Read = TypeVar("Read", bound=Section)
 
 
 @click.command(
@@ -54,6 +58,7 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     the ranks are started again within the same job and continue from the newest state, on the nodes
     that are left.
     """
+    from ptdmpi.sinks.notices import Notices, require_receivers
     from ptdmpi.supervise.environment import mpi_environment
     from ptdmpi.supervise.place import place_of
     from ptdmpi.supervise.supervisor import SupervisedJob, Supervisor
@@ -61,7 +66,9 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     if launched_size() > 1:
         raise InputError("ptdmpi run starts the launcher itself: call it without mpirun or srun")
     tree = load(config, settings)
-    run = _run_section(config, tree)
+    run = _section(config, tree, "run", RunConfig)
+    log = _section(config, tree, "log", LogConfig)
+    require_receivers(log)
     environment = mpi_environment()
     place = place_of(options["hosts"], environment, options["launcher"])
     wanted = ranks or place.ranks
@@ -83,7 +90,10 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
         grow_s=options["grow_s"],
     )
     note(f"ptdmpi run: starting {counted(wanted, 'rank')} by {place.launcher}")
-    sys.exit(Supervisor(job, place, environment).run())
+    messages = Notices(log, run, partial(print, file=sys.stderr, flush=True))
+    code = Supervisor(job, place, environment, tell=messages.send).run()
+    messages.close()
+    sys.exit(code)
 
 
 def _require_layout(tree: dict[str, Any], ranks: int) -> None:
@@ -97,11 +107,11 @@ def _require_layout(tree: dict[str, Any], ranks: int) -> None:
         checked(tree, ranks)
 
 
-def _run_section(config: Path, tree: dict[str, Any]) -> RunConfig:
-    """Return the section [run]. Raise InputError, with a single line, if it cannot be used."""
+def _section(config: Path, tree: dict[str, Any], name: str, kind: type[Read]) -> Read:
+    """Return the section `name`. Raise InputError, with a single line, if it cannot be used."""
     try:
-        return RunConfig.model_validate(tree.get("run", {}))
+        return kind.model_validate(tree.get(name, {}))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{config}: run.{key}: {first['msg']}") from None
+        raise InputError(f"{config}: {name}.{key}: {first['msg']}") from None

@@ -182,6 +182,8 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
+    mup_base_hidden: Bound[NonNegative] = 0
+    mup_base_head_size: Bound[NonNegative] = 0
     # the section [adapt]: code that builds the model or counts its parameters must know the
     # adapters
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
@@ -278,8 +280,20 @@ class ModelConfig(Section):
     @property
     def attention_scale(self) -> float:
         """Return the factor by which the products of queries and keys are multiplied before the
-        softmax."""
-        return 1.0 / math.sqrt(self.query_scalar or self.head_size)
+        softmax. With muP it is that of the base's head size, and then falls as 1 / head size."""
+        base = self.mup_base_head_size or self.head_size
+        return base / self.head_size / math.sqrt(self.query_scalar or base)
+
+    @property
+    def width_ratio(self) -> float:
+        """Return how many times wider the model is than the base model of muP; 1 without muP."""
+        return self.hidden / (self.mup_base_hidden or self.hidden)
+
+    @property
+    def matrix_std(self) -> float:
+        """Return the initial standard deviation of the layers' matrices: `init_std`, which muP
+        divides by the square root of the width ratio (`ptdmpi.config.mup`)."""
+        return self.init_std / math.sqrt(self.width_ratio)
 
     def window_of(self, layer: int) -> int:
         """Return the size of the attention window of layer number `layer`: the maximum number of

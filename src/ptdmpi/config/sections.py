@@ -378,7 +378,9 @@ class LogConfig(Section):
     """The section [log]. A run with validation data validates every `validate_every_steps` steps
     and at its end; with 0 it validates only at its end. `tasks` are files of questions, as for
     `ptdmpi evaluate --tasks`; with `tasks_every_steps = 0` the questions are evaluated only at the
-    end. `tensorboard` and `wandb` (true means offline) need the extras of the same names.
+    end. `tensorboard`, `wandb` (true means offline) and `mlflow` need the extras of the same names.
+    `notify` are the receivers of messages about the run: "env:NAME" for the web address in the
+    environment variable NAME, or "mailto:ADDRESS".
     """
 
     every_steps: Free[Positive] = 1
@@ -391,6 +393,9 @@ class LogConfig(Section):
     tensorboard: Free[bool] = False
     wandb: Free[bool | Literal["offline", "online"]] = False
     wandb_project: Free[str] = "ptdmpi"
+    mlflow: Free[bool] = False
+    mlflow_experiment: Free[Annotated[str, Field(min_length=1)]] = "ptdmpi"
+    notify: Free[Annotated[tuple[str, ...], Field(strict=False)]] = ()
 
     @property
     def most_validated(self) -> int | None:
@@ -398,6 +403,14 @@ class LogConfig(Section):
         all samples.
         """
         return None if self.validate_samples == "all" else self.validate_samples
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, values: Any) -> Any:
+        # also with one receiver a mistake is reported by a rule, which does not print a web address
+        if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
+            return {**values, "notify": (values["notify"],)}
+        return values
 
 
 class CommConfig(Section):

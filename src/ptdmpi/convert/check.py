@@ -12,11 +12,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ptdmpi.config import ModelConfig
 from ptdmpi.convert.family import ConfigJson, Counterpart, Family
 from ptdmpi.convert.packed import UnpackedFiles
 from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.tensors import TYPES, WeightFiles
+from ptdmpi.inference.folded import fold
 from ptdmpi.inference.stored import StoredModel, loaded_layer
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
@@ -129,7 +131,7 @@ def _logits(
         for layer in range(config.model.layers):
             # the first stage contains the embedding, and the last stage contains the heads
             stage, buffer = loaded_layer(config, stored.vocab_size, layer, reader)
-            _round(buffer, by_parameter)
+            _round(buffer, by_parameter, config.model)
             x = stage.hidden(batch, x, None)
             if stage.last and question.classifies:
                 return (stage.scores(batch, x, None),)
@@ -139,10 +141,14 @@ def _logits(
     return tokens.transpose(0, 1), *orders
 
 
-def _round(buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]]) -> None:
-    """Round each slice of a parameter to the data type of the file tensor that contains this
-    slice."""
+def _round(
+    buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]], model: ModelConfig
+) -> None:
+    """Round each slice of a parameter to the data type of the file tensor that contains this slice.
+    The files have the values that are multiplied by the factors of muP."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):
-            whole[counterpart.box.index] = whole[counterpart.box.index].to(TYPES[dtype]).double()
+            box = counterpart.box
+            rounded = fold(model, name, box, whole[box.index]).to(TYPES[dtype]).double()
+            whole[box.index] = fold(model, name, box, rounded, inverse=True)

@@ -17,7 +17,7 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Damaged, Reader
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_for, family_of
@@ -28,6 +28,7 @@ from ptdmpi.convert.packed import PackedModel, UnpackedFiles
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
 from ptdmpi.data.chat_template import TEMPLATE
+from ptdmpi.inference.folded import fold, require_unpacked
 from ptdmpi.inference.stored import (
     KEPT,
     StoredModel,
@@ -99,12 +100,13 @@ def to_hf(
     with new_directory(target) as folder, stored.reader() as reader:
         require_weights(reader, needed)
         if quantized:
+            require_unpacked(stored.config().model)
             packed = PackedModel.of(contents.family, plan, reader)
             contents = _with_packed(contents, packed)
         size = sum(tensor.nbytes for tensor in contents.tensors.values())
         files.require_space(folder, size)
         _write_others(contents, folder)
-        values = _Values(reader, plan, contents.kept, packed)
+        values = _Values(stored.config().model, reader, plan, contents.kept, packed)
         for file, text in contents.headers.items():
             tensors.write_file(folder / file, text, values)
         config = ConfigJson(contents.config, "config.json")
@@ -380,9 +382,10 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """The elements of the tensors to write, which are read from a checkpoint and from the buffers
-    in `kept`."""
+    """The elements of the tensors to write, which are read from a checkpoint of `model` and from
+    the buffers in `kept`."""
 
+    model: ModelConfig
     reader: Reader
     plan: Plan
     kept: Path | None
@@ -417,7 +420,7 @@ class _Values:
                 self.reader.read(ours, box, array)
             except Damaged as error:
                 raise InputError(str(error)) from None
-            values = torch.from_numpy(array)
+            values = fold(self.model, counterpart.ours, box, torch.from_numpy(array))
             if counterpart.transposed:
                 values = values.t()
             yield values.to(TYPES[stored.dtype])

@@ -111,7 +111,9 @@ class Engine:
             axes, self.buffer, self.stages, policy, borrowed=borrowed
         )
         require_groups(config.optimizer, axes[PARAMETERS], self.buffer)
-        self.optimizer = Optimizer(config.optimizer, self.state, tensor)
+        self.optimizer = Optimizer(
+            config.optimizer, self.state, tensor, width_ratio=config.model.width_ratio
+        )
         routes_apart = config.layout.dealing.whole
         self.balance = Balance(
             config.model, axes, self.stages, self.state, routes_apart=routes_apart

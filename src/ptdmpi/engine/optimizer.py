@@ -3,7 +3,7 @@ loss scale of fp16."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.config import OptimizerConfig, PrecisionConfig, RateGroup, SharedInputError
+from ptdmpi.config.mup import learning_rate_factor
 from ptdmpi.config.sections import AVERAGE, MOMENTUM
 from ptdmpi.engine.muon import Matrix, Muon, is_matrix
 from ptdmpi.engine.offload import Alike, HostUpdate
@@ -23,6 +24,9 @@ from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.parameters import Entry
 from ptdmpi.model.state import Counters, Kind, State
 from ptdmpi.plan.layer.parts import aligned
+
+# a function that returns the weight decay of a parameter, and the factor of its learning rate
+RatesOf = Callable[[Entry], tuple[float, float]]
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
@@ -97,20 +101,26 @@ class Optimizer:
     """
 
     def __init__(
-        self, config: OptimizerConfig, state: State, tensor: Communicator | None = None
+        self,
+        config: OptimizerConfig,
+        state: State,
+        tensor: Communicator | None = None,
+        *,
+        width_ratio: float = 1.0,
     ) -> None:
         """Prepare the update of `state`. `tensor` is the communicator of the tensor axis, which
-        divides the matrices of Muon."""
+        divides the matrices of Muon. `width_ratio` is the ratio of widths in muP."""
         self.config = config
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
         # the step count in Adam's bias correction
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
-        self._groups = _alike(config, state)
+        rates = partial(_rates, config, width_ratio)
+        self._groups = _alike(config, state, rates)
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
-        self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
+        self._muon = Muon(config, _matrices(config, state, rates), buffer, tensor or OneRank())
 
     def compute_by(self, kernels: Kernels) -> None:
         """Use `kernels` for matrix products from now on."""
@@ -158,12 +168,13 @@ class Optimizer:
         counters.updates += 1
 
 
-def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
+def _alike(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Alike]:
     """Return this rank's part of the state in groups of elements that are updated by the same rule,
-    without the matrices that Muon updates."""
+    without the matrices that Muon updates. `rates_of` returns the weight decay of a parameter and
+    the factor of its learning rate."""
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
-    for alike, some in _ranges(config, buffer):
+    for alike, some in _ranges(config, buffer, rates_of):
         by_rates.setdefault(alike, []).append(some)
     kinds = [state.kinds[kind] for kind in config.moments]
     groups = []
@@ -204,7 +215,7 @@ class _Range(NamedTuple):
 
 
 def _ranges(
-    config: OptimizerConfig, buffer: ParameterBuffer
+    config: OptimizerConfig, buffer: ParameterBuffer, rates_of: RatesOf
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
     """Yield ((weight decay, factor of the learning rate), range) for this rank's part of each shard
     unit. A range consists of neighbouring parameters with the same weight decay and the same
@@ -216,7 +227,7 @@ def _ranges(
         updates, return None instead of the rates."""
         if is_matrix(config, own.entry):
             return own.unit, None
-        return own.unit, _rates(config, own.entry)
+        return own.unit, rates_of(own.entry)
 
     for (unit, rates), some in itertools.groupby(buffer.own_parts(), alike):
         parts = list(some)
@@ -227,15 +238,20 @@ def _ranges(
             yield rates, _Range(unit, slice(first.offset, stop), first.entry.name)
 
 
-def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
+def _rates(config: OptimizerConfig, width_ratio: float, entry: Entry) -> tuple[float, float]:
     """Return the weight decay of a parameter, and the factor by which its learning rate is
-    multiplied."""
+    multiplied. Every update multiplies the decay by the learning rate of the parameter, so the
+    factor of muP is removed from the decay."""
     group = group_of(config, entry.name)
+    in_layers = entry.name.startswith("layers.") and len(entry.declaration.shape) == 2
+    by_width = 1.0
+    if width_ratio != 1.0:
+        by_width = learning_rate_factor(config, width_ratio, in_layers=in_layers)
     decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
-    return decay, group.learning_rate_factor
+    return decay / by_width, group.learning_rate_factor * by_width
 
 
-def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
+def _matrices(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Matrix]:
     """Return this rank's parts of the matrices that Muon updates, in the order of the flat
     buffer."""
     buffer = state.buffer
@@ -246,7 +262,7 @@ def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
             master, gradient = (own.view(flat) for flat in (buffer.masters, buffer.reduced))
             kinds = (MOMENTUM, AVERAGE) if config.ema_decay else (MOMENTUM,)
             moments = [state.view(kind, entry.name) for kind in kinds]
-            matrices.append(Matrix(own, master, gradient, moments, *_rates(config, entry)))
+            matrices.append(Matrix(own, master, gradient, moments, *rates_of(entry)))
     return matrices
 
 

@@ -23,7 +23,7 @@ FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
-HEADS = ("heads", "kv_heads", "head_size")
+HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
 # keys above, the kind (which only sets the defaults of other keys), the size of the vocabulary
 # (which is checked by the shapes of the tensors), and the sequence length.

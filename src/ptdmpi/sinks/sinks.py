@@ -3,20 +3,30 @@ run."""
 
 import atexit
 import importlib.util
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError, LogConfig
+from ptdmpi.sinks.background import Background
 from ptdmpi.sinks.contract import Past, Sink
+from ptdmpi.sinks.notices import require_receivers
 
 
 def require(log: LogConfig) -> None:
-    """Raise InputError if the package of an enabled sink is not installed. The message names the
-    extra to install."""
+    """Raise InputError if the package of an enabled sink is not installed, or if the address of a
+    receiver of messages is missing. The error names the extra to install, or the variable to
+    set."""
     if log.tensorboard:
         _require_package("tensorboardX", "tensorboard", "true")
     if log.wandb:
         _require_package("wandb", "wandb", f'"{log.wandb}"')
+    if log.mlflow:
+        _require_package("mlflow", "mlflow", "true")
+    if not is_supervised():  # otherwise `ptdmpi run` sends the messages
+        require_receivers(log)
 
 
 def _require_package(package: str, key: str, text: str) -> None:
@@ -61,7 +71,8 @@ class Sinks:
                 self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        text = str(error).partition("\n")[0]
+        # the address of a server may contain a password
+        text = re.sub(r"//[^/@\s]*@", "//", str(error).partition("\n")[0])
         self._say(f"warning: log.{name} is given up: {type(error).__name__}: {text}")
 
 
@@ -77,4 +88,11 @@ def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
         from ptdmpi.sinks.wandb import WeightsAndBiases
 
         wanted.append(("wandb", WeightsAndBiases))
+    if log.mlflow:
+        from ptdmpi.sinks.mlflow import MlFlow
+
+        def in_background(config: Config, past: Past) -> Sink:
+            return Background("mlflow", partial(MlFlow, config, past))
+
+        wanted.append(("mlflow", in_background))
     return wanted

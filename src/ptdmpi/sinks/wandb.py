@@ -7,19 +7,15 @@ resumes at an earlier step, it uses a new id in the same group and writes the re
 again, because wandb cannot remove recorded steps.
 """
 
-import json
 import secrets
-from pathlib import Path
 from typing import Any
 
 import wandb
 
-from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.config import Config
+from ptdmpi.sinks.continued import keep_id, known_id
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
-
-STATE = "run.json"  # the file that has the id of the wandb run
 
 
 class WeightsAndBiases:
@@ -28,9 +24,9 @@ class WeightsAndBiases:
     def __init__(self, config: Config, past: Past) -> None:
         folder = past.path / "wandb"
         folder.mkdir(exist_ok=True)
-        known = None if past.dropped else _known_id(folder / STATE)
+        known = None if past.dropped else known_id(folder)
         identity = known or secrets.token_hex(4)
-        write_whole(folder / STATE, json.dumps({"id": identity}))
+        keep_id(folder, identity)
         # do not record the git commit, and do not copy the output on the terminal
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0
@@ -59,12 +55,3 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run of wandb."""
         self._run.finish()
-
-
-def _known_id(state: Path) -> str | None:
-    """Return the id in the file `state`, or None if the file is missing or damaged."""
-    try:
-        identity = json.loads(read_file(state))["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return identity if isinstance(identity, str) else None

@@ -14,12 +14,13 @@ SAVE = "SAVE"  # the file that asks the ranks to save
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The last recorded step of a run, and the number of ranks that trained this step. Both numbers
-    are 0 if no step is recorded.
+    """The last recorded step of a run, the number of ranks that trained this step, and its loss. If
+    no step is recorded, both numbers are 0 and the loss is None.
     """
 
     step: int = 0
     ranks: int = 0
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,13 @@ class RunProgress:
     def newest(self) -> RecordedStep:
         """Return the last recorded step."""
         with contextlib.suppress(OSError):
-            with open_file(self.path / "metrics.jsonl", "rb") as file:
-                size = file.seek(0, 2)
-                file.seek(max(0, size - TAIL_BYTES))
-                lines = file.read().splitlines()
-            for line in reversed(lines):
+            for line in reversed(_last_lines(self.path / "metrics.jsonl")):
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     record = json.loads(line)
                     if "loss" in record:
-                        return RecordedStep(int(record["step"]), int(record["rank_count"]))
+                        return RecordedStep(
+                            int(record["step"]), int(record["rank_count"]), float(record["loss"])
+                        )
         return RecordedStep()
 
     def done(self) -> int | None:
@@ -48,6 +47,16 @@ class RunProgress:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads(read_file(self.path / "done"))["steps"])
         return None
+
+    def why(self, since_s: float) -> str:
+        """Return the reason for its end that a start has recorded at the time `since_s` or later.
+        Return "" if there is none, because the ranks were killed."""
+        for name, reason in (("stacks/table.txt", _heading), ("history.jsonl", _recorded_reason)):
+            path = self.path / name
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+                if path.stat().st_mtime >= since_s:
+                    return reason(_last_lines(path))
+        return ""
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
         """Return the name of the newest checkpoint and the time of its save, in nanoseconds. Return
@@ -75,3 +84,23 @@ class RunProgress:
         if log.is_file():
             with contextlib.suppress(OSError), open(log, "a") as file:
                 file.write(line + "\n")
+
+
+def _heading(table: list[bytes]) -> str:
+    """Return the first line of the table of ranks, which the ranks write if one of them failed."""
+    return table[0].decode(errors="replace").removeprefix("failed: ")
+
+
+def _recorded_reason(history: list[bytes]) -> str:
+    """Return the reason in the last line of a history file. Raises KeyError if the line is about
+    the beginning of a start."""
+    why = str(json.loads(history[-1])["why"])
+    return why.removeprefix("failed: ").removeprefix("stopped: ")
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """Return the last lines of a file. Raises OSError if the file cannot be read."""
+    with open_file(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        return file.read().splitlines()

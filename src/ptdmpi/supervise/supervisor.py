@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,12 +21,14 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.supervise.environment import folder_of_copies
-from ptdmpi.supervise.judge import BAD_INPUT, STOPPED, Starts, judged
+from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
 AGAIN_S = 5.0  # a second request to stop has an effect only after this time
+# exit code -> the event in the last message; every other code is a failure
+EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -62,9 +64,18 @@ class Supervisor:
     """The supervisor of one job, from the first start of its ranks to the exit code."""
 
     def __init__(
-        self, job: SupervisedJob, place: LaunchPlace, environment: Mapping[str, str]
+        self,
+        job: SupervisedJob,
+        place: LaunchPlace,
+        environment: Mapping[str, str],
+        *,
+        tell: Callable[[str, int, float | None, str], None],
     ) -> None:
+        """Prepare the supervision of `job`. `tell` sends a message about an event of the run: the
+        name of the event, the last step, its loss and the reason."""
         self.job = job
+        self._send = tell
+        self._why = ""  # the reason for which the supervisor itself ends the run
         self.place = place
         self.environment = {**environment, COPIES: folder_of_copies()}
         self.progress = RunProgress(Path(job.run.dir), job.run.steps)
@@ -72,7 +83,7 @@ class Supervisor:
         self.ranks = job.ranks
         self.started_from = self.progress.newest_checkpoint()
         self.starts = 0
-        self._began_s = time.time()
+        self._began_s = self._started_s = time.time()
         self._start: LauncherStart | None = None
         self._requests = 0
         self._asked_s = 0.0
@@ -86,10 +97,17 @@ class Supervisor:
         """Start the ranks until the run has ended; return the exit code."""
         for number in REQUESTS:
             signal.signal(number, self._request)
+        self._tell("begins", counted(self.ranks, "rank"))
         try:
-            return self._supervised()
+            code = self._supervised()
         finally:
             self.place.remove(self.environment[COPIES], self.environment)
+        reasons = []
+        if code:
+            reasons = [self.progress.why(self._started_s), self._why]
+            reasons = [reason for reason in reasons if reason] or [f"exit code {code}"]
+        self._tell(EVENTS.get(code, "failed"), "; ".join(reasons))
+        return code
 
     def _supervised(self) -> int:
         nodes: Sequence[LaunchHost] = self.place.nodes
@@ -107,7 +125,8 @@ class Supervisor:
             nodes = self.place.living(self.environment)
             ranks = self._fitting(self.place.room(nodes))
             if not ranks:
-                self._say(f"{self.place.room(nodes)} of {self.job.ranks} ranks are left: too few")
+                self._why = f"{self.place.room(nodes)} of {self.job.ranks} ranks are left: too few"
+                self._say(self._why)
                 return ended.code or 1
             if self._requests:
                 return 75
@@ -125,6 +144,7 @@ class Supervisor:
         except OSError as error:
             raise InputError(f"{command[0]}: {error.strerror}") from None
         self.starts += 1
+        self._started_s = time.time()
         self._start = start
         self._first_after = self.progress.newest().step
         if self._requests:  # the request came before the launcher was started
@@ -183,6 +203,7 @@ class Supervisor:
         verdict = judged(ended, before, step, asked=asked, restarts=self.job.restarts)
         self.record = before.after(ended, step)
         if verdict.why:
+            self._why = verdict.why
             self._say(verdict.why)
         return verdict.code
 
@@ -264,10 +285,16 @@ class Supervisor:
         step = self.progress.newest().step
         lost = [node.name for node in self.place.nodes if node not in nodes]
         where = f"; lost: {', '.join(lost)}" if lost else ""
-        self._say(
+        text = (
             f"the ranks ended with exit code {ended.code} after step {step}{where}; starting "
             f"{counted(self.ranks, 'rank')} again (start {self.starts + 1})"
         )
+        self._say(text)
+        self._tell("restarts", text)
+
+    def _tell(self, event: str, why: str) -> None:
+        newest = self.progress.newest()
+        self._send(event, newest.step, newest.loss, why)
 
     def _say(self, line: str) -> None:
         text = f"ptdmpi run: {line}"

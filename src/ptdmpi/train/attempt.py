@@ -14,7 +14,7 @@ from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
-from ptdmpi.config import Config, SharedInputError, to_toml
+from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
@@ -58,7 +58,8 @@ class Attempt:
     `first` is the number of steps that were trained before this start. If `idle` is True, nothing
     is left to train, and nothing is written. `over` is the reason why the run has ended before its
     last step; otherwise it is empty. `how` describes the state from which the run begins. `why`
-    describes why the run ended, and is empty until then. `live` is True if the state came from the
+    describes why the run ended, and is empty until then; `event` is then the name of this end in
+    messages. `live` is True if the state came from the
     memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` has the
     checkpoints that could not be read, with reasons. `choice` has the kernels with which the run
     computes; None means that no kernels are chosen yet.
@@ -89,10 +90,12 @@ class Attempt:
         self.skipped: list[str] = []
         self.how = "begins"
         self.why = ""
+        self.event = "stopped"
         self.over = ""
         # True if the last step of the state is not completely recorded, validated and saved
         self.pending = start.unfinished is not None
         self.history: History | None = None
+        self.directory: RunDirectory | None = None
         self.choice: Choice | None = None
         # `steps_done` stays None until the state is loaded completely. If a rank is lost during the
         # loading, no survivor may continue from the incomplete state.
@@ -226,28 +229,37 @@ class Attempt:
         directory.open_sinks(self.config)
         if changed and self.first < self.config.run.steps:
             directory.record(step=self.first + 1, changed=changed)
+        ranks = counted(self.world.size, "rank")
+        directory.tell("begins", ranks if self.how == "begins" else f"{ranks}; {self.how}")
+        self.directory = directory
         return directory
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
         """Return a context. At its end, record in the history why the work inside the block ended,
-        and after how many steps."""
-        why = "done"
+        and after how many steps. Also send a message, unless this is left to the heartbeat: it
+        ends the job if a rank fails, and knows all ranks that failed."""
+        why = event = "done"
         try:
             yield
-            why = self.why or why
+            if self.why:
+                why, event = self.why, self.event
         except SystemExit as stop:
-            why = self.why or f"exit code {stop.code}"
+            why, event = self.why or f"exit code {stop.code}", self.event if self.why else "failed"
             raise
         except GeneratorExit:  # a user's program that trains step by step has left its loop
             self.why = why = "left before its last step"
+            event = "stopped"
             raise
         except BaseException as error:
             first_line, _, _ = str(error).partition("\n")
             why = f"failed: {type(error).__name__}: {first_line}"
+            event = "failed" if self.world.size == 1 or isinstance(error, InputError) else ""
             raise
         finally:
             self._keep(lambda history: history.end(steps_done(), why))
+            if self.directory is not None and event:
+                self.directory.tell(event, "" if why == event else why)
 
     def _keep(self, work: Callable[[History], None]) -> None:
         """Call `work` to write to the history. If the disk fails, print a warning, and continue the
@@ -271,6 +283,11 @@ class Attempt:
         if not self.idle:
             yield self._how_to_stop()
         yield self._size_line(vocab_size)
+        if config.model.mup_base_hidden:
+            yield (
+                f"muP: {config.model.width_ratio:g} times as wide as model.mup_base_hidden = "
+                f"{config.model.mup_base_hidden}"
+            )
         yield from base_told(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).description}"

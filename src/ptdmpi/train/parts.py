@@ -89,6 +89,8 @@ def assemble(
         # close the lookout now, because its threads would not end otherwise
         lookout.close()
         raise
+    if journal.directory is not None and lookout.judge is not None:
+        lookout.judge.ended = journal.directory.failed
     give_back()
     return parts
 

@@ -70,6 +70,7 @@ class Stopping:
         if more > 0:
             self.journal.say(f"corrupt state: {counted(more, 'more tensor')}")
         self.attempt.why = "stopped: corrupt state"
+        self.attempt.event = "corrupt"
         self.journal.say(
             "stopped: the state in memory is corrupt; the same command continues from a checkpoint"
         )

@@ -295,6 +295,8 @@ class Judge:
         )
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
+        # called with the first line about a failure or a stall, before the job ends
+        self.ended: Callable[[str], None] = lambda why: None
         self.stop_at_once = False
         self.stopping = False  # True if the training loop has already printed that it stops
         self._failed: list[int] = []
@@ -375,6 +377,7 @@ class Judge:
         for line in [*headings, *lines]:
             self.say(line)
         sys.stdout.flush()
+        self.ended(headings[0])
 
     def compute_s(self) -> dict[int, float]:
         """Return the seconds of each rank's own work in a step. The result is empty until all ranks

@@ -15,6 +15,7 @@ from ptdmpi.config.rules.experts import expert_rules
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.rules.methods import method_rules
 from ptdmpi.config.rules.model import masked_log_rules, quantize_rules, shape_rules
+from ptdmpi.config.rules.mup import mup_rules
 from ptdmpi.config.rules.optimizer import optimizer_rules
 from ptdmpi.config.rules.preference import preference_rules
 from ptdmpi.config.rules.ranks import (
@@ -69,6 +70,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from expert_rules(sections)
     yield from task_rules(sections)
     yield from preference_rules(sections)
+    yield from mup_rules(sections)
 
 
 def _comm_rules(comm: CommConfig) -> Iterator[str]:

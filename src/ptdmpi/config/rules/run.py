@@ -1,5 +1,6 @@
 """Rules about the section [run], and about validations, batches and compilation."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ptdmpi.config.sections import BatchConfig, DataConfig, LogConfig, ParallelC
 from ptdmpi.config.zero import covers_gradients
 
 MOST_SAMPLES = 2**63 - 1
+RECEIVER = re.compile(r"env:[A-Za-z_]\w*|mailto:[^@\s/?,]+@[^@\s/?,]+")
 
 
 def run_rules(run: RunConfig) -> Iterator[str]:
@@ -55,6 +57,7 @@ def validation_rules(sections: Sections) -> Iterator[str]:
                 f"{key} = {value} depends on validations: it needs log.validate_every_steps above 0"
             )
     yield from where_known(_task_file_rules, log)
+    yield from where_known(_notify_rules, log)
 
 
 def _task_file_rules(log: LogConfig) -> Iterator[str]:
@@ -62,6 +65,18 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
         yield f"log.tasks_every_steps = {log.tasks_every_steps} needs log.tasks = [FILE, ...]"
     twice = [path for path in dict.fromkeys(log.tasks) if log.tasks.count(path) > 1]
     yield from (f"log.tasks names {path} more than once" for path in twice)
+
+
+def _notify_rules(log: LogConfig) -> Iterator[str]:
+    """Yield a mistake for each receiver of messages that has no legal form. The mistake does not
+    contain the receiver, because a web address is a secret."""
+    for place, receiver in enumerate(log.notify):
+        if not RECEIVER.fullmatch(receiver):
+            yield (
+                f"log.notify: receiver {place} is neither env:NAME nor mailto:ADDRESS; a web "
+                "address belongs into an environment variable, because everybody who knows it can "
+                "write to its channel"
+            )
 
 
 def own_loss_rules(sections: Sections) -> Iterator[str]:

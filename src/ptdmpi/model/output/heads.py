@@ -61,6 +61,8 @@ class TokenOutput(Output):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
         self._add_transform(model, parts)
+        # muP multiplies the logits; to multiply the head's input is the same, and less work
+        self.factor = None if model.width_ratio == 1.0 else 1.0 / model.width_ratio
         self.head = built.output_head(parts["head"], self._head_axis(), model.logit_softcap)
         self.modules["head"] = self.head
 
@@ -73,7 +75,7 @@ class TokenOutput(Output):
 
     def transformed(self, x: Tensor) -> Tensor:
         """Return the input of the head, computed from the activations `x`."""
-        return x
+        return x if self.factor is None else x * self.factor
 
     def token_logits(self, x: Tensor) -> Tensor:
         """Return the logits [..., V/t] of activations [..., h]."""

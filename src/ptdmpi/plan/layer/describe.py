@@ -63,9 +63,9 @@ class LayerBuild:
     @property
     def residual_std(self) -> float:
         """Return the initial standard deviation of weights whose outputs are added to the residual
-        stream: `init_std` divided by sqrt(2 x number of layers) (Radford et al. 2019, GPT-2,
-        section 2.3)."""
-        return self.model.init_std / math.sqrt(2 * self.model.layers)
+        stream: that of other matrices divided by sqrt(2 x number of layers) (Radford et al. 2019,
+        GPT-2, section 2.3)."""
+        return self.model.matrix_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
         """Return the operator of a linear with its adapters. It reads the value `source` and writes
@@ -124,7 +124,7 @@ def attention(build: LayerBuild) -> Sublayer:
         inputs=model.hidden,
         outputs=(query, key_value, key_value),
         bias=model.qkv_bias,
-        init_std=model.init_std,
+        init_std=model.matrix_std,
         split="columns",
         most=(model.heads, model.kv_heads, model.kv_heads),
     )
@@ -175,7 +175,7 @@ def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
         inputs=model.hidden,
         outputs=(width,) * model.gates,
         bias=model.mlp_bias,
-        init_std=model.init_std,
+        init_std=model.matrix_std,
         split="columns",
     )
     return up, Linear(

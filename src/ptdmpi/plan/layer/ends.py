@@ -167,12 +167,19 @@ class Predict(Operator):
     def _columns(self, sizes: Sizes) -> int:
         return self.linear.local(sizes.layout.tensor)[1]
 
+    def _scaling(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the pass that multiplies the input, or its gradient, by the factor of muP."""
+        if sizes.model.width_ratio != 1.0:
+            yield MemoryPass(sizes.local_tokens * self.linear.inputs * 2 * sizes.compute_bytes)
+
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._scaling(sizes)
         yield MatrixProduct(sizes.predicted, self._columns(sizes), self.linear.inputs)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
+        yield from self._scaling(sizes)
         # A decoder's head has no bias. Its computing time nevertheless includes a pass over the
         # gradient of the logits, because the calibration against published steps included this
         # pass.

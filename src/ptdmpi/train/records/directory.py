@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.disk import open_file, read_file, write_whole
+from ptdmpi.base.launched import is_supervised
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
+from ptdmpi.sinks.notices import Notices
 from ptdmpi.sinks.sinks import Sinks
 
 DONE = "done"  # if this file exists, the run is complete
+FAILED_S = 3.0  # seconds for the delivery of the message that the run has failed
 DAMAGED = "metrics.damaged.jsonl"  # a copy of the records before damaged lines were removed
 
 
@@ -59,6 +62,10 @@ class RunDirectory:
             if kept:
                 self._waiting[self.metrics] = "".join(kept)
         self._sinks: Sinks | None = None
+        self._messages: Notices | None = None
+        self._over = False
+        self._loss: float | None = None
+        self._step = resumed_step
         self._dropped = False
         for prepare in (partial(self._write_config, config_text), self._drop_later):
             try:
@@ -120,17 +127,40 @@ class RunDirectory:
         TensorBoard."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)
+        if not is_supervised():  # otherwise `ptdmpi run` sends the messages
+            self._messages = Notices(config.log, config.run, self.say)
+
+    def tell(self, event: str, why: str) -> None:
+        """Send a message about an event of the run to the receivers that `log.notify` names, with
+        the last step and its loss. Under `ptdmpi run` nothing is sent, because `ptdmpi run` sends
+        messages about all events. After the message about the end of the run nothing more is
+        sent."""
+        if self._messages is not None and not self._over:
+            self._over = event != "begins"
+            self._messages.send(event, self._step, self._loss, why)
+
+    def failed(self, why: str) -> None:
+        """Send the message that the run has failed, and wait some seconds for its delivery: the
+        process is ended afterwards."""
+        self.tell("failed", why.removeprefix("failed: "))
+        if self._messages is not None:
+            self._messages.close(FAILED_S)
 
     def record(self, **values: Any) -> None:
         """Append one record to `metrics.jsonl`, and send the record to the sinks."""
         self._append(self.metrics, json.dumps(values))
+        if "loss" in values:
+            self._step, self._loss = values["step"], values["loss"]
         if self._sinks is not None:
             self._sinks.record(values)
 
     def close(self) -> None:
-        """Close the sinks. Later records are written only to `metrics.jsonl`."""
+        """Close the sinks, and deliver all messages. Later records are written only to
+        `metrics.jsonl`."""
         if self._sinks is not None:
             self._sinks.close()
+        if self._messages is not None:
+            self._messages.close()
 
     def say(self, line: str, shown: bool = True) -> None:
         """Append a line to `log.txt`, and print it if `shown`."""

@@ -1,0 +1,168 @@
+"""`python -m benchmarks.tuning.mup`: muP compared with the standard parametrization, on one rank.
+
+Models of several widths are trained on the text of this documentation, with and without
+`mup_base_hidden`. The coordinate check (Yang et al. 2022, appendix D.1) shows the root mean square
+of activations after some steps, which must not grow with the width. The second measurement is the
+loss after a short training with several learning rates: with muP the best rate must not depend on
+the width. docs/pictures/mup.png is drawn, and a table is printed.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.launch import ROOT
+from ptdmpi.comm.world import World
+from ptdmpi.config import Config, Layout, synthetic_config
+from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.plan.layout.grid import grid_of
+
+PICTURE = ROOT / "docs/pictures/mup.png"
+VOCAB_SIZE = 256  # bytes
+BASE = 32  # hidden size of the base model
+WIDTHS = (32, 64, 128, 256)
+WIDER = (*WIDTHS, 512)  # for the coordinate check, which is short
+HEAD_SIZE = 16
+LENGTH = 64
+BATCH = 16
+CHECKED_STEPS = 4
+CHECKED_RATE = 2.0**-6
+STEPS = 60
+LAST = 10  # the loss of a training is the mean of this many last steps
+RATES = tuple(2.0**power for power in (-10, -9, -8, -7, -6, -5))
+NAMES = {False: "standard", True: "muP"}
+MEASURED = {"layers.1": "after the last layer", "head": "logits"}
+
+
+def text() -> torch.Tensor:
+    """Return the bytes of all pages of the documentation as token ids."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    return torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
+
+
+def configuration(width: int, rate: float, steps: int, *, mup: bool) -> Config:
+    """Return the configuration of a training of a model with hidden size `width`."""
+    model = {
+        "kind": "llama",
+        "layers": 2,
+        "hidden": width,
+        "heads": width // HEAD_SIZE,
+        "ffn_hidden": 4 * width,
+        "seq_length": LENGTH,
+        "mup_base_hidden": BASE if mup else 0,
+    }
+    sections: dict[str, Mapping[str, Any]] = {
+        "run": {"steps": steps},
+        "batch": {"global_size": BATCH},
+        "optimizer": {"learning_rate": rate, "decay": "constant", "weight_decay": 0.0},
+    }
+    return synthetic_config(Layout(1, 1, 1, micro_size=BATCH), model, **sections)
+
+
+def trained(
+    config: Config, world: World, ids: torch.Tensor, watch: Callable[[Engine], None]
+) -> list[float]:
+    """Train a model from random weights; return the loss of each step. `watch` gets the engine
+    before the first step."""
+    engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
+    watch(engine)
+    losses = []
+    for step in range(config.run.steps):
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(ids) - LENGTH - 1, (BATCH,), generator=generator)
+        rows = torch.stack([ids[start : start + LENGTH + 1] for start in starts], dim=1)
+        samples = torch.arange(BATCH) + step * BATCH
+        losses.append(engine.step(step, [Microbatch.of_ids(rows, samples)]).loss)
+    return losses
+
+
+def coordinates(world: World, ids: torch.Tensor, width: int, *, mup: bool) -> dict[str, float]:
+    """Return the root mean square of the activations in the last of a few steps: name of a module
+    -> value."""
+    sizes: dict[str, float] = {}
+
+    def watch(engine: Engine) -> None:
+        (stage,) = engine.stages.values()
+        for name in MEASURED:
+
+            def seen(module: Any, given: Any, output: torch.Tensor, name: str = name) -> None:
+                sizes[name] = output.detach().square().mean().sqrt().item()
+
+            stage.get_submodule(name).register_forward_hook(seen)
+
+    trained(configuration(width, CHECKED_RATE, CHECKED_STEPS, mup=mup), world, ids, watch)
+    return sizes
+
+
+def final_loss(world: World, ids: torch.Tensor, width: int, rate: float, *, mup: bool) -> float:
+    """Return the loss at the end of a training with a learning rate."""
+    config = configuration(width, rate, STEPS, mup=mup)
+    losses = trained(config, world, ids, lambda engine: None)[-LAST:]
+    return sum(losses) / len(losses)
+
+
+def draw(
+    sizes: Mapping[tuple[bool, int], Mapping[str, float]],
+    losses: Mapping[tuple[bool, int], Mapping[float, float]],
+) -> None:
+    """Draw the coordinate check, and the losses by learning rate, for both parametrizations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, *others) = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for mup, style in ((False, "--"), (True, "-")):
+        for color, (name, label) in enumerate(MEASURED.items()):
+            values = [sizes[mup, width][name] for width in WIDER]
+            left.plot(WIDER, values, f"C{color}o{style}", label=f"{label}, {NAMES[mup]}")
+    left.set(xscale="log", yscale="log", xlabel="hidden size", ylabel="root mean square")
+    left.set_xticks(WIDER, [str(width) for width in WIDER], minor=False)
+    left.minorticks_off()
+    left.set_title(f"activations after {CHECKED_STEPS} steps", fontsize=10)
+    left.legend(fontsize=7)
+    highest = max(losses[True, BASE].values())
+    for axes, mup in zip(others, NAMES, strict=True):
+        for width in WIDTHS:
+            curve = losses[mup, width]
+            axes.plot(list(curve), list(curve.values()), "o-", label=f"hidden {width}")
+            best = min(curve, key=lambda rate: curve[rate])
+            axes.plot([best], [curve[best]], "k*", markersize=9)
+        axes.set(xscale="log", xlabel="learning rate", ylabel=f"loss after {STEPS} steps")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(top=highest + 0.1)
+        axes.set_title(f"{NAMES[mup]} (star: best rate)", fontsize=10)
+        axes.legend(fontsize=7)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main() -> None:
+    """Measure, print and draw."""
+    torch.set_num_threads(1)
+    world, ids = World(), text()
+    sizes = {}
+    losses: dict[tuple[bool, int], dict[float, float]] = {}
+    print("| parametrization | hidden | " + " | ".join(MEASURED.values()) + " |")
+    for mup in NAMES:
+        for width in WIDER:
+            sizes[mup, width] = coordinates(world, ids, width, mup=mup)
+            values = " | ".join(f"{value:.3g}" for value in sizes[mup, width].values())
+            print(f"| {NAMES[mup]} | {width} | {values} |", flush=True)
+    if "--coordinates" in sys.argv[1:]:
+        return
+    for mup in NAMES:
+        for width in WIDTHS:
+            curve = {rate: final_loss(world, ids, width, rate, mup=mup) for rate in RATES}
+            losses[mup, width] = curve
+            values = " | ".join(f"{value:.3f}" for value in curve.values())
+            best = math.log2(min(curve, key=lambda rate: curve[rate]))
+            print(f"| {NAMES[mup]} | {width} | {values} | 2^{best:.0f} |", flush=True)
+    draw(sizes, losses)
+
+
+if __name__ == "__main__":
+    main()

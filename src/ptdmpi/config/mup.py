@@ -1,0 +1,33 @@
+"""The maximal update parametrization (muP: Yang et al. 2022, arXiv 2203.03466, Table 8 and appendix
+B.1): a model of any width trains with the learning rate that is best for a narrow base model.
+
+With m = hidden / mup_base_hidden and D = head_size, relative to a model without muP:
+
+                            embeddings, norms, biases   matrices of layers   head
+    initial variance                  1                        1/m            1
+    factor of the output              1                         1            1/m
+    learning rate: AdamW, Lion        1                        1/m            1
+                   SGD                m                         1             m
+                   Muon          as AdamW       1 (original), 1/sqrt(m)   as AdamW
+    attention scale       sqrt(mup_base_head_size) / D instead of 1 / sqrt(D)
+
+The head has the same initial values and learning rate as the table of the embedding, so the two may
+be tied. Muon with `muon_scale = "match_rms_adamw"` gives the elements of an update a fixed size.
+The spectral norm of an orthogonal update of such elements grows as sqrt(m), and must not grow (Yang
+et al. 2023, arXiv 2310.17813). The weight decay of a step does not depend on m: the factor of the
+learning rate is removed from it.
+"""
+
+from ptdmpi.config.sections import OptimizerConfig
+
+
+def learning_rate_factor(optimizer: OptimizerConfig, ratio: float, *, in_layers: bool) -> float:
+    """Return the factor by which muP multiplies the learning rate of a parameter, in a model that
+    is `ratio` times wider than its base. `in_layers` is True for a matrix of a layer."""
+    if optimizer.kind == "sgd":
+        return 1.0 if in_layers else ratio
+    if not in_layers:
+        return 1.0
+    if optimizer.kind == "muon":
+        return 1.0 if optimizer.muon_scale == "original" else ratio**-0.5
+    return 1.0 / ratio

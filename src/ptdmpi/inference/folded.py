@@ -1,0 +1,55 @@
+"""The factors of muP (`ptdmpi.config.mup`), folded into the weights, because models of
+`transformers` do not have these factors.
+
+The factor of the logits goes into the final norm, which is before the head; so the head may stay
+tied to the embedding. The factor of the products of queries and keys goes into the queries, or into
+their norm.
+"""
+
+import torch
+from torch import Tensor
+
+from ptdmpi.base.box import Box
+from ptdmpi.config import InputError, ModelConfig
+
+
+def fold(
+    model: ModelConfig, name: str, box: Box, values: Tensor, *, inverse: bool = False
+) -> Tensor:
+    """Return `values`, the slice `box` of the parameter `name`, multiplied by the factor of muP
+    that belongs to them, in float64; or, if `inverse` is True, divided by this factor. Return other
+    values, and all values of models without muP, unchanged."""
+    factor = query_factor(model)
+    rows = 0
+    if name.startswith("final_norm."):
+        factor = 1.0 / model.width_ratio
+        rows = len(values)
+    elif ".query_norm." in name:
+        rows = len(values)
+    elif ".attention.qkv." in name and not model.qk_norm:
+        rows = max(0, model.attention_width - box.start[0])
+    if factor == 1.0 or not rows:
+        return values
+    # a zero-centered norm stores its scale minus 1
+    is_scale = "norm." in name and name.endswith("weight")
+    offset = 1.0 if model.zero_centered_norm and is_scale else 0.0
+    folded = values.to(torch.float64, copy=True)
+    changed = folded[:rows] + offset
+    folded[:rows] = (changed / factor if inverse else changed * factor) - offset
+    return folded
+
+
+def query_factor(model: ModelConfig) -> float:
+    """Return the factor by which muP multiplies the products of queries and keys, compared with the
+    same model without muP."""
+    plain = model.model_copy(update={"mup_base_head_size": 0})
+    return model.attention_scale / plain.attention_scale
+
+
+def require_unpacked(model: ModelConfig) -> None:
+    """Raise InputError if queries would have to be changed, but stay quantized."""
+    if query_factor(model) != 1.0 and not model.qk_norm:
+        raise InputError(
+            f"model.mup_base_head_size = {model.mup_base_head_size}: the queries change, so they "
+            "cannot stay quantized; legal: to-hf without --packed"
+        )

@@ -54,13 +54,15 @@ def config_of(kind, tensor, scheduled, recompute, compute, switches=(False, True
     return small(changes, tensor * pipeline)
 
 
-def pricer_of(config, wide_products=False):
+def pricer_of(config, wide_products=False, on_host=True):
     """As a probe writes a cluster of this trainer, with nothing before the first tensor."""
     cluster = load_cluster("cpu-avx2")
     peaks = dict.fromkeys(COMPUTE, 1e12)
     device = cluster.device.model_copy(update={"peak_flops": peaks, "runtime_bytes": 0.0})
     software = TRAINER.model_copy(update={"wide_products": wide_products})
-    changes = {"device": device, "software": software, "measured": None}
+    changes = {"device": device, "software": software}
+    if not on_host:
+        changes["measured"] = None
     model = Model("m", config.model, VOCAB_SIZE)
     batch, compute = config.batch.global_size, config.precision.compute
     return Pricer.of(cluster.model_copy(update=changes), model, batch, compute)
@@ -135,7 +137,8 @@ def test_guard_and_plan_agree_on_context_ranks_that_shard(zero, changes, method)
     config = small(where, 4 * where.get("parallel.data", 1))
     memory = MemoryModel.of(config, VOCAB_SIZE, on_host=False)
     guard = Step(memory, config.layout, config.batch.global_size)
-    assert pricer_of(config).footprint(config.layout) == guard.largest()[1]
+    plan = pricer_of(config, on_host=False).footprint(config.layout)
+    assert plan == guard.largest()[1]
     shards = where.get("parallel.shard_group", 4 * where.get("parallel.data", 1))
     assert config.layout.shards == (shards if zero else 1)
 

@@ -203,4 +203,6 @@ class BlockedAttention(Function):
             dq[queries] = parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
+            # free them now, because the next block needs as much memory for its own
+            del parts
         return dq, dk, dv, None

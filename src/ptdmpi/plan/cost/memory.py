@@ -141,7 +141,7 @@ class MemoryModel:
         on_host: bool = True,
         method: RunMethod | None = None,
     ) -> None:
-        self.stages = StageMemory(model, vocab_size, precision, software)
+        self.stages = StageMemory(model, vocab_size, precision, software, on_host=on_host)
         self.model, self.vocab_size = model, vocab_size
         self.precision, self.software = precision, software
         self.method = method or RunMethod()

@@ -97,7 +97,7 @@ class ActivationKey(NamedTuple):
 
 class StageMemory:
     """Numbers of bytes and of parameters in the stages of one model, if the program `software`
-    trains it in the compute type `precision`.
+    trains it in the compute type `precision`, on hosts or (`on_host` is False) on devices.
 
     Results that several layouts have in common are computed once. `layers_of` returns the layers of
     each stage of a `Cut`. `elements_of` returns the result of `parameters.rank_elements` for (cut,
@@ -105,10 +105,16 @@ class StageMemory:
     """
 
     def __init__(
-        self, model: ModelConfig, vocab_size: int, precision: str, software: Software
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        precision: str,
+        software: Software,
+        *,
+        on_host: bool = True,
     ) -> None:
         self.model, self.vocab_size, self.precision = model, vocab_size, precision
-        self.software = software
+        self.software, self.on_host = software, on_host
         self._parts = cache(self._counted)
         self.layers_of = cache(self._split)
         self._parts_of = cache(self._counted_parts)
@@ -307,7 +313,7 @@ class StageMemory:
             expert=key.expert,
             expert_tensor=key.expert_tensor,
         )
-        sizes = Sizes(self.model, layout, self.precision, self.software)
+        sizes = Sizes(self.model, layout, self.precision, self.software, on_host=self.on_host)
         layer = describe.layer(self.model)
         embedding = self._embedding()
         head = self._head()
@@ -318,7 +324,7 @@ class StageMemory:
             idle=folds.idle_bytes(folds.operators(layer), sizes),
             embedding=folds.kept_bytes(embedding, sizes),
             head=folds.kept_bytes(head, sizes),
-            loss_works=max(row.backward_bytes(sizes) for row in head),
+            loss_works=folds.head_works(head, sizes),
             sent=sizes.boundary_bytes * keeps_sent,
             split=SplitBytes(
                 layer=folds.operand_bytes(folds.operators(layer), sizes),

@@ -17,9 +17,9 @@ from ptdmpi.plan.layer.account import (
     Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.chunks import scores_at_once
+from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.context import CoreShape, RingCore, keeps_outputs
-from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
+from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Sizes
@@ -119,6 +119,27 @@ class SplitHeads(Operator):
         for name, norm in self.norms:
             yield from norm_operands(sizes, name, norm)
 
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradient of the input and of what the rotation and the norms
+        need before it.
+
+        The gradients of queries and keys are joined before a rotation, and the rotation writes two
+        tensors of their size. Norms are computed one after the other, the queries' norm last, when
+        the gradients of queries and keys after the norms are in memory, too. The result is 0 for
+        programs of 2021, as that of `norm_backward`.
+        """
+        if not sizes.fused_attention:
+            return 0
+        heads, kv_heads = sizes.local_heads
+        each, c = sizes.tokens * sizes.model.head_size, sizes.compute_bytes
+        joined = each * (heads + 2 * kv_heads) * c
+        both = each * (heads + kv_heads) * c
+        if self.norms:
+            return both + max(joined, norm_backward(sizes, each * heads))
+        if self.rotates:
+            return both + max(joined, 2 * both)
+        return joined
+
 
 def _moved_bytes(sizes: Sizes, heads: int) -> int:
     """Return the number of bytes that a kernel moves if it reads and writes all positions of
@@ -132,8 +153,12 @@ class Attend(Operator):
 
     Explicit attention writes one score for each head of this rank, each query and each key to
     memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
-    `RingCore` describes the costs of ring attention.
+    `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear keeps
+    its input, which is the output of this operator. It is False if the linear is frozen and has no
+    adapters.
     """
+
+    feeds_kept: bool = True
 
     recomputed_selectively: ClassVar[bool] = True
 
@@ -205,13 +230,14 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors that are kept for the backward. The output of attention is one of them,
-        because the backward of the attention kernels reads it. The next operator also reads it as
-        its input."""
+        """Yield the tensors that are kept for the backward. The output of attention is one of them
+        if the next linear keeps it as its input, or if the backward of the kernel reads it."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0
-        if sizes.layout.exchange != "ulysses":
+        if sizes.layout.exchange != "ulysses" and (
+            self.feeds_kept or self._keeps_own_output(sizes, mode)
+        ):
             width = sizes.share(model.attention_width)
             yield Item(f"{self.name}.output", sizes.tokens * width, c)
         if _in_ring(sizes):
@@ -241,6 +267,14 @@ class Attend(Operator):
             yield from self._kept_scores(sizes)
         else:
             yield from self._kept_by_kernels(sizes)
+
+    def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
+        """Return True if the kernel's backward reads the output in the type in which the next
+        operator reads it. Widened kernels keep a wide output of their own."""
+        if _in_ring(sizes) or not sizes.fused_attention:
+            return True
+        same = sizes.operand_bytes == sizes.compute_bytes
+        return same and keeps_outputs(sizes.model, selective=mode == "selective")
 
     def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that Megatron-LM keeps according to Korthikanti et al. 2022 (arXiv
@@ -288,38 +322,74 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of queries, keys, values and the output, and of their float32
-        copies if matrix products need these."""
+        """Return the number of bytes of queries, keys, values and the output, of their float32
+        copies if matrix products need these, and of the scores that are in memory at once."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
         width = _core_shape(sizes).heads * sizes.model.head_size
-        return 2 * (_rows(sizes) + sizes.keys) * width * each
+        scores = capped_block_bytes(sizes)
+        if sizes.model.attention_dropout > 0.0:
+            # while the mask is drawn, the scores' softmax is in the type of sums
+            count = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
+            scores = self.drawing_bytes(sizes) + count * (sizes.wide_bytes - sizes.compute_bytes)
+        return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward. With explicit scores these are the gradients of
-        the softmax's output and input. For kernels that store no scores they are the gradients of
-        the operands."""
+        the softmax's output and input, the first gradient before and after dropout; a host also
+        copies the mask to their type; and the gradient of the values. For kernels that store no
+        scores they are the gradients of the operands and of the output, and the output if the
+        kernel reads it, because the next linear's backward has not freed it then."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
         heads = _core_shape(sizes).heads
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
-            return rows * model.seq_length * 2 * sizes.wide_bytes
+            scores = rows * model.seq_length * (2 + sizes.on_host) * sizes.wide_bytes
+            return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
         keys = heads * sizes.keys
         operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
-        if self._has_outputs_again(sizes):
+        if _in_blocks(sizes):
+            operands = max(operands, self._blocked_bytes(sizes))
+        if self._has_output_again(sizes):
             operands += rows * model.head_size * sizes.compute_bytes
+        if model.attention_softcap:
+            operands = max(operands, self._capped_bytes(sizes))
         return operands + capped_block_bytes(sizes)
 
-    def _has_outputs_again(self, sizes: Sizes) -> bool:
-        """Return True if the outputs are in memory only during the backward of the kernel that
-        reads them (`JoinHeads`). A kernel with widened operands keeps its own wide outputs."""
-        again = sizes.layout.exchange == "ulysses" and keeps_outputs(sizes.model, selective=False)
-        return again and sizes.operand_bytes == sizes.compute_bytes
+    def _has_output_again(self, sizes: Sizes) -> bool:
+        """Return True if the kernel's backward reads the output, although the output is counted as
+        freed: by the backward of the next linear, or before the output is sent back (`JoinHeads`).
+        A kernel with widened operands keeps its own wide output."""
+        reads = keeps_outputs(sizes.model, selective=False)
+        if sizes.operand_bytes != sizes.compute_bytes or not reads:
+            return False
+        if sizes.layout.exchange == "ulysses":
+            return True
+        return self.feeds_kept and sizes.fused_attention
+
+    def _blocked_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradients if a host computes blocks of queries: of the gradients
+        of operands and output, and of one block's gradients, which are added to them. A block has
+        up to all keys, the gradient of its queries, and copies of its output's gradient."""
+        shape, d = _core_shape(sizes), sizes.model.head_size
+        block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
+        rows = shape.heads * (2 * _rows(sizes) + 3 * block)
+        return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
+
+    def _capped_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of contiguous copies of the operands and of the output's gradient, of
+        the gradients of the operands, and of the queries and output gradients of one block. The
+        gradients of keys and values are in the type of sums."""
+        shape, d, c = _core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
+        block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
+        rows = shape.heads * (3 * _rows(sizes) + 2 * block)
+        keys = 2 * shape.kv_heads * sizes.keys
+        return (rows * c + keys * (c + sizes.wide_bytes)) * d
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that drawing the dropout mask needs: the hashes, and two
@@ -338,6 +408,14 @@ def _core_shape(sizes: Sizes) -> CoreShape:
 
 def _in_ring(sizes: Sizes) -> bool:
     return sizes.layout.exchange == "ring"
+
+
+def _in_blocks(sizes: Sizes) -> bool:
+    """Return True if a host computes causal attention in blocks of queries, each by one kernel."""
+    model = sizes.model
+    is_cut = _core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
+    is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
+    return sizes.on_host and sizes.fused_attention and (is_cut or is_long)
 
 
 def _rows(sizes: Sizes) -> int:
@@ -390,7 +468,8 @@ def capped_block_bytes(sizes: Sizes) -> int:
     keys.
 
     They are four tensors in the type of sums (float32 or wider), which are the scores, their tanh
-    and the gradients of both; and the attention weights in the type of matrix products.
+    and the gradients of both; and the attention weights in the type of matrix products, which a
+    host may convert to the type of sums.
     """
     model = sizes.model
     if not model.attention_softcap:
@@ -399,4 +478,5 @@ def capped_block_bytes(sizes: Sizes) -> int:
     heads = _core_shape(sizes).heads * micro_size
     group = model.heads // model.kv_heads * micro_size
     scores = scores_at_once(length, length, heads=heads, group=group)
-    return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)
+    weights = sizes.wide_bytes if sizes.on_host else sizes.operand_bytes
+    return scores * (4 * sizes.wide_bytes + weights)

@@ -196,8 +196,10 @@ class JoinHeads(_Dealing):
     rank's positions.
 
     If the kernel of attention keeps its outputs, their memory is freed, and the backward sends them
-    back before their gradients.
+    back before their gradients. `feeds_kept` is True if the next linear keeps its input.
     """
+
+    feeds_kept: bool = True
 
     def _elements(self, sizes: Sizes) -> int:
         return sizes.tokens * sizes.share(sizes.model.attention_width)
@@ -216,8 +218,11 @@ class JoinHeads(_Dealing):
             yield from super().messages(sizes, phase, input_trains)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the joined outputs, which are the input of the next operator."""
-        if size := self._bytes(sizes):
+        """Yield the joined outputs if the next linear keeps them as its input, or if the backward
+        sends them back."""
+        sends_back = keeps_outputs(sizes.model, selective=mode == "selective")
+        size = self._bytes(sizes)
+        if size and (self.feeds_kept or sends_back):
             each = sizes.compute_bytes
             yield Item(f"{self.name}.output", size // each, each)
 

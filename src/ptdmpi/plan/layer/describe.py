@@ -141,6 +141,8 @@ def attention(build: LayerBuild) -> Sublayer:
         head = norm_part(model, model.head_size, sees="heads", trains=trains)
         norms = (("attention.query_norm", head), ("attention.key_norm", head))
     rotates = model.positions == "rope"
+    product = build.product("attention.out", out, "y", "y")
+    keeps = product.keeps_input or bool(product.adapters)
     return build.sublayer(
         "attention",
         0,
@@ -154,9 +156,9 @@ def attention(build: LayerBuild) -> Sublayer:
         ),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),
-        Attend("attention.core", ("q", "k", "v"), ("y",)),
-        JoinHeads("attention.joined", ("y",), ("y",)),
-        replace(build.product("attention.out", out, "y", "y"), shares_input=True),
+        Attend("attention.core", ("q", "k", "v"), ("y",), feeds_kept=keeps),
+        JoinHeads("attention.joined", ("y",), ("y",), feeds_kept=keeps),
+        replace(product, shares_input=keeps),
     )
 
 

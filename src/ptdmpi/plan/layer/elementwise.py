@@ -28,6 +28,24 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
 
+def norm_backward(sizes: Sizes, elements: int) -> int:
+    """Return the number of bytes that the backward of a norm of `elements` elements needs.
+
+    A kernel of the whole backward needs only the gradient of the input. RMSNorm has such a kernel
+    on devices, if its weights have the type of the activations. Otherwise it computes in the type
+    of sums: the normalized input, the gradient before the weights, and the product of both. On a
+    host a product of two types also needs a copy of its narrower operand. The result is 0 for
+    programs of 2021, because the published lists of their tensors have none of these.
+    """
+    if not sizes.fused_attention:
+        return 0
+    model, c, wide = sizes.model, sizes.compute_bytes, sizes.wide_bytes
+    is_fused = not (sizes.on_host or model.zero_centered_norm)
+    if model.norm == "layernorm" or is_fused:
+        return elements * c
+    return elements * wide * (3 + (sizes.on_host and c < wide))
+
+
 @dataclass(frozen=True)
 class Normalize(Operator):
     """LayerNorm or RMSNorm over the last dim: [rows, hidden size] -> [rows, hidden size].
@@ -69,6 +87,10 @@ class Normalize(Operator):
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
         yield from norm_operands(sizes, self.name, self.norm)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of `norm_backward`."""
+        return norm_backward(sizes, self._elements(sizes))
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,13 @@ class AddResidual(Operator):
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         if sizes.drops:
             yield Item(self.mask, self._elements(sizes), 1)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradient before and after dropout's scaling. A host also copies
+        the mask to the type of the gradient. The published program does this in one kernel."""
+        if not sizes.drops or not sizes.fused_attention:
+            return 0
+        return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that drawing the dropout mask needs: the hashes, and two

@@ -12,6 +12,7 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer.account import Item, Message, Phase, kept, total_bytes
 from ptdmpi.plan.layer.describe import Sublayer
+from ptdmpi.plan.layer.elementwise import Normalize
 from ptdmpi.plan.layer.low_bit import CHUNK_BYTES, chunk_elements
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Part
@@ -99,6 +100,23 @@ def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
     """Return the number of bytes of the operands that a split backward keeps from I (gradient of
     the input) to W (gradients of the weights)."""
     return sum(total_bytes(row.operands(sizes)) for row in rows)
+
+
+def head_works(rows: Rows, sizes: Sizes) -> int:
+    """Return the largest number of bytes that the backward of the operators after the layers needs,
+    in addition to the bytes that they keep.
+
+    A norm comes after the logits are freed; the operator before it may still hold their gradient.
+    The other operators are counted as if all kept tensors were in memory."""
+    works = 0
+    freed = 0
+    after = 0
+    for row in reversed(rows):
+        needed = row.backward_bytes(sizes)
+        works = max(works, needed - freed if isinstance(row, Normalize) else needed)
+        freed += after
+        after = total_bytes(row.kept(sizes, "none"))
+    return works
 
 
 def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:

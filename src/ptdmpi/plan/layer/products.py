@@ -232,17 +232,20 @@ class Multiply(Operator):
             if isinstance(part, LowRankPair):
                 yield Item(f"{self.name}.adapter{number}", 2 * rows * part.rank, c)
             else:
-                yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
+                width = sum(part.weights(sizes.layout.tensor))
+                yield Item(f"{self.name}.scale{number}", rows * width, c)
         if not self.pairs:
             # the adapters only scale, so the gradient that they keep is a view of an existing
             # tensor: of the gradient of the output, or, if inputs are split, of the gradient of the
             # input
-            width = max(self.linear.local(sizes.layout.tensor))
+            width = self.linear.local(sizes.layout.tensor)[self.is_column]
             yield Item(f"{self.name}.gradient", rows * width, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        # the input of a frozen linear is freed after the forward if no gradient needs it
-        if not (self.keeps_input or self.adapters or self.shares_input):
+        # the input of a frozen linear is freed after the forward if no gradient needs it; scales
+        # need it only if they come before the linear
+        scales_input = bool(self.adapters) and not self.is_column
+        if not (self.keeps_input or scales_input or self.shares_input):
             return 0
         return self._input_elements(sizes) * sizes.compute_bytes
 
@@ -255,7 +258,8 @@ class Multiply(Operator):
         is added to the sum of gradients.
 
         A column-parallel linear computes the gradient of the input first. A row-parallel linear
-        computes the gradient of the weight first.
+        computes the gradient of the weight first. The result includes what the gradients of the
+        adapters need.
         """
         result = linear_backward(
             sizes,
@@ -264,7 +268,45 @@ class Multiply(Operator):
             adds_to_input=bool(self.pairs),
             weight_first=self.linear.split == "rows",
         )
+        if self.pairs:
+            result = self._backward_of_pairs(sizes, result)
+        elif self.adapters:
+            result = self._backward_of_scales(sizes, result)
         return result + self.gathered_bytes(sizes)
+
+    def _backward_of_pairs(self, sizes: Sizes, linear: int) -> int:
+        """Return the working bytes of the backward of a linear with low-rank adapters, if the
+        linear itself needs `linear` bytes. The gradients of A and B are computed after the gradient
+        of the input, when the inner gradients of all adapters are in memory."""
+        c, rows, tensor = sizes.compute_bytes, sizes.rows(self.rows), sizes.layout.tensor
+        dx = rows * self.linear.local(tensor)[0] * c
+        widened = sizes.wide_bytes * (c < sizes.wide_bytes)
+        most = max(max(pair.weights(tensor)) for pair in self.pairs)
+        gradient = most * (c + widened) * (c < sizes.wide_bytes)
+        inner = rows * c * sum(pair.rank for pair in self.pairs)
+        return max(linear, dx + gradient) + inner
+
+    def _backward_of_scales(self, sizes: Sizes, linear: int) -> int:
+        """Return the working bytes of the backward of a linear with (IA)^3 adapters, if the linear
+        itself needs `linear` bytes.
+
+        The backward of scales copies the gradient before it multiplies the copy by the scales.
+        """
+        c, rows = sizes.compute_bytes, sizes.rows(self.rows)
+        inputs, outputs = self.linear.local(sizes.layout.tensor)
+        products = self._scaled_bytes(sizes)
+        if self.is_column:  # the scales come after the linear, so their backward comes first
+            return max(products, rows * outputs * c + linear)
+        return max(linear, rows * inputs * c + max(products, rows * inputs * c))
+
+    def _scaled_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the products whose sums are the gradient of the widest scale. They
+        are computed in the type of sums. In half types one operand is converted, and a host also
+        copies the other."""
+        c, wide = sizes.compute_bytes, sizes.wide_bytes
+        widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
+        tensors = 1 if c == wide else 2 + sizes.on_host
+        return sizes.rows(self.rows) * max(widths) * wide * tensors
 
     def gathered_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the tensor that the backward of the linear gathers under sequence
@@ -285,6 +327,8 @@ class Multiply(Operator):
             side = max(pair.local(sizes.layout.tensor))
             works = 3 * sizes.tokens * side * sizes.operand_bytes
             most = max(most, works + pair.rank * side * (c + wide))
+        if self.adapters and not self.pairs:
+            most = max(most, self._scaled_bytes(sizes))
         return most
 
     def quantized_elements(self, sizes: Sizes) -> int:
@@ -331,7 +375,7 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
 
     They include the gathered operand. If gradients have a wider type than weights, the product is
     counted in both types. If the product is computed in float32, the float32 copies of the operands
-    and of the result are counted instead.
+    are counted instead, because its kernel adds to the sum.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -339,7 +383,7 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     if linear.split is not None and sizes.local_tokens < sizes.tokens:
         works = rows * (inputs if linear.split == "columns" else outputs) * c
     if sizes.operand_bytes > c:
-        works += copied_bytes(sizes, (inputs, outputs), rows)
+        works += rows * (inputs + outputs) * sizes.operand_bytes
     elif sizes.wide_bytes > c:
         works += inputs * outputs * (c + sizes.wide_bytes)
     return works

@@ -348,7 +348,7 @@ def test_a_planted_error_is_found(error):
     ],
 )
 def test_a_tensor_rank_keeps_the_operands_of_its_rows(comm, name):
-    """Of which sequence parallelism keeps those at this rank's positions alone."""
+    """Sequence parallelism keeps only those at this rank's positions."""
     for divides in (False, True):
         placed, sizes, context = layer_of(name, tensor_axis(comm, divides), "fp32")
         for row, work in works_of(placed, context, LEAST_LAUNCHED, (S, B, H)):

@@ -350,6 +350,8 @@ class Attend(Operator):
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             scores = rows * model.seq_length * (2 + sizes.on_host) * sizes.wide_bytes
+            if not sizes.fused_attention:  # the published lists have no gradient of the values
+                return scores
             return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
         keys = heads * sizes.keys
         operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes

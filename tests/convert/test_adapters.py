@@ -127,6 +127,23 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
 
 
 @parallel(ranks=[1])
+def test_the_base_has_its_name_on_the_hub(comm, tmp_path):
+    source = saved(tmp_path / "hf", "llama")
+    base, other = tmp_path / "base", tmp_path / "other"
+    from_hf(source, base, "org/name")
+    from_hf(source, other, "org/other")
+    adapter = kept(engine_over(comm, base, KINDS["llama"]), base, tmp_path / "adapter")
+    names = {"peft": "", "named": "mine/base"}
+    for folder, name in names.items():
+        export(adapter, tmp_path / folder, base_name=name)
+        config = json.loads((tmp_path / folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == (name or "org/name")
+    import_peft(tmp_path / "peft", base, tmp_path / "again")
+    with pytest.raises(InputError, match=r"= org/name, but .* was converted from org/other"):
+        import_peft(tmp_path / "peft", other, tmp_path / "wrong")
+
+
+@parallel(ranks=[1])
 def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
     base = tmp_path / "base"
     from_hf(saved(tmp_path / "hf", "llama"), base)

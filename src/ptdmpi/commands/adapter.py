@@ -62,14 +62,19 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @command.command("export")
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
+@click.option("--base-name", default="", help="Name or path of the base model that `peft` loads.")
 @EMA
-def to_peft(adapter: Path, target: Path, ema: bool) -> None:
-    """Write ADAPTER into the directory TARGET, in the format of the package `peft`."""
+def to_peft(adapter: Path, target: Path, base_name: str, ema: bool) -> None:
+    """Write ADAPTER into the directory TARGET, in the format of the package `peft`.
+
+    The files name the base model: by default its name on the Hugging Face hub, if it was converted
+    from there.
+    """
     launch.prepare()
     from ptdmpi.convert.peft.export import export
     from ptdmpi.inference.stored import kind_of
 
-    print(f"{target}: {short(export(adapter, target, kind_of(ema)))} parameters")
+    print(f"{target}: {short(export(adapter, target, kind_of(ema), base_name))} parameters")
 
 
 @command.command("import")

@@ -46,9 +46,11 @@ def from_hugging_face(source: str, target: Path, as_json: bool) -> None:
     from ptdmpi.convert.from_hf import MODEL_FILES, from_hf
 
     folder = Path(source)
+    name = ""
     if is_hub_name(source):
+        name = source
         folder = downloaded(source, "model", MODEL_FILES)
-    _print(lambda: from_hf(folder, target), as_json)
+    _print(lambda: from_hf(folder, target, name), as_json)
 
 
 @command.command("to-hf")

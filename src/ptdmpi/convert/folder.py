@@ -24,6 +24,7 @@ from ptdmpi.config import InputError
 
 HEADERS = "headers.json"
 BUFFERS = "buffers.safetensors"
+HUB_NAME = "hub_name.txt"  # the name of the model on the hub, if it came from there
 
 
 @dataclass(frozen=True)

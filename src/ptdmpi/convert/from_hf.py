@@ -23,7 +23,7 @@ from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_of
 from ptdmpi.convert.family import ConfigJson, Family
-from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.folder import BUFFERS, HEADERS, HUB_NAME, Converted, new_directory
 from ptdmpi.convert.heads import task_in, with_task
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
@@ -41,8 +41,9 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md",
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
 
-def from_hf(source: Path, target: Path) -> Converted:
-    """Convert the model directory `source` to a directory `target`. Raise InputError if the model
+def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
+    """Convert the model directory `source` to a directory `target`. If the model is from the hub,
+    `hub_name` is its name there, which `target` stores. Raise InputError if the model
     is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After an error
     `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
@@ -63,8 +64,12 @@ def from_hf(source: Path, target: Path) -> Converted:
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
-        _write_config(folder / CONFIG, model.model_dump(), task, origin=source, target=target)
+        _write_config(
+            folder / CONFIG, model.model_dump(), task, origin=hub_name or source, target=target
+        )
         _keep(folder / KEPT, theirs, plan)
+        if hub_name:
+            write_whole(folder / HUB_NAME, hub_name + "\n")
         difference = compare(open_model(folder), family, config, files=theirs, plan=plan)
     return Converted(
         target,
@@ -174,7 +179,7 @@ def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
 
 
 def _write_config(
-    path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: Path, target: Path
+    path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: str | Path, target: Path
 ) -> None:
     """Write a config.toml for runs that begin from the converted weights at `target`."""
     import tomlkit

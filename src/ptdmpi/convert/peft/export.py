@@ -16,19 +16,28 @@ from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.heads import head_names, with_task
-from ptdmpi.convert.peft.form import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_fused, module_of
+from ptdmpi.convert.peft.form import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    hub_name,
+    is_fused,
+    module_of,
+)
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 
-def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
+def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "") -> int:
     """Write the adapters that `source` names into the directory `target`, and return the number of
     their elements.
 
-    `kind` says which stored values are exported: the adapters' weights or their running average.
-    Raise InputError for adapters that are missing or damaged, or that `peft` cannot represent; then
-    `target` is not written.
+    `base_name` is the name or the path of the base model of `transformers`, which the files store.
+    By default it is the name on the hub from which the base was converted, or else the path of the
+    base. `kind` says which stored values are exported: the adapters' weights or their running
+    average. Raise InputError for adapters that are missing or damaged, or that `peft` cannot
+    represent; then `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt
@@ -53,6 +62,8 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
         else:
             converted[f"{PREFIX}{module}.ia3_l"] = _factors(adapter, own)
     config = _config(adapter, family, ranks)
+    if base_name:
+        config["base_model_name_or_path"] = base_name
     with new_directory(target) as folder:
         contiguous = {name: values.contiguous() for name, values in converted.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -122,7 +133,7 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
     else:
         names = {module: short[_ending(module)] for module in own}
     common: dict[str, Any] = {
-        "base_model_name_or_path": adapter.adapted.base.path,
+        "base_model_name_or_path": hub_name(Path(adapter.adapted.base.path)),
         "fan_in_fan_out": family.transposed,
         "inference_mode": True,
         "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapt.method],

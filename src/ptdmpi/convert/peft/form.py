@@ -1,9 +1,13 @@
 """The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters change."""
 
+import contextlib
+from pathlib import Path
+
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.adapters import AdapterPlace
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
+from ptdmpi.convert.folder import HUB_NAME
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -26,3 +30,12 @@ def is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
     False if there is one module for each output."""
     family = family_for(model)
     return len(family.modules[f"layers.{{i}}.{place.linear.split('.', 2)[2]}"]) == 1
+
+
+def hub_name(base: Path) -> str:
+    """Return the name on the Hugging Face hub of the model from which the checkpoint `base` was
+    converted. Return the path itself if the model did not come from the hub."""
+    for folder in (base, *base.parents[:2]):
+        with contextlib.suppress(OSError):
+            return (folder / HUB_NAME).read_text(encoding="utf-8").strip()
+    return str(base)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ptdmpi.base.hub import is_hub_name
 from ptdmpi.base.words import counted
 from ptdmpi.checkpoint.base import base_at
 from ptdmpi.config import AdaptConfig, InputError, ModelConfig, TaskConfig
@@ -25,7 +26,14 @@ from ptdmpi.convert.adapters import (
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
 from ptdmpi.convert.heads import head_names, made_up, with_task
-from ptdmpi.convert.peft.form import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_fused, module_of
+from ptdmpi.convert.peft.form import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    hub_name,
+    is_fused,
+    module_of,
+)
 from ptdmpi.convert.tensors import header_text, read_json
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.lineage.adapted import NO_TASK, Adapted
@@ -63,6 +71,7 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     stored = open_model(base)
     directory, origin = base_at(base)
     where = str(source / CONFIG_FILE)
+    _require_same_base(config, directory, where)
     for name, legal in LEGAL.items():
         if config.get(name, legal[0]) not in legal:
             shown = ", ".join(map(repr, legal))
@@ -74,6 +83,17 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     adapter = LoadedAdapter(Adapted(adapt, origin, task), model, own | head)
     write_adapter(target, adapter)
     return size_of(adapter.tensors)
+
+
+def _require_same_base(config: Mapping[str, Any], base: Path, where: str) -> None:
+    """Raise InputError if the adapters and the base model both have names on the hub, and these
+    differ."""
+    theirs, ours = config.get("base_model_name_or_path"), hub_name(base)
+    if isinstance(theirs, str) and is_hub_name(theirs) and is_hub_name(ours) and theirs != ours:
+        raise InputError(
+            f"{where}: base_model_name_or_path = {theirs}, but {base} was converted from {ours}; "
+            f"legal: the result of ptdmpi convert from-hf {theirs}"
+        )
 
 
 def _with_head(

@@ -247,6 +247,7 @@ ROUTED = {
     "shared_experts": 0,
     "balance": "none",
 }
+ALL_MIX = {"dense_layers": 0, "moe_every": 1}  # all layers have experts
 
 
 def _expert_keys(config: ConfigJson) -> dict[str, Any]:
@@ -270,14 +271,27 @@ def _mixtral_config(model: ModelConfig) -> dict[str, Any]:
     return {**_mistral_config(model), **_expert_config(model), **width}
 
 
+def _dense_layers(config: ConfigJson) -> dict[str, Any]:
+    """Return the keys of [model] that say which layers have no experts. Raise InputError for lists
+    of layers that these keys cannot express."""
+    every = require_whole(config, "decoder_sparse_step", config.get("decoder_sparse_step", 1))
+    dense = config.get("mlp_only_layers", [])
+    first = max(dense, default=-1) + 1
+    if {*dense} != {*range(first)}:
+        raise InputError(
+            f"{config.name}: mlp_only_layers = {dense} is not supported; legal: the first layers, "
+            "such as [0, 1]"
+        )
+    return {"dense_layers": first, "moe_every": every}
+
+
 def _qwen3_moe_keys(config: ConfigJson) -> dict[str, Any]:
-    config.only("decoder_sparse_step", 1)
-    config.only("mlp_only_layers", [])
     config.only("use_sliding_window", False)
     config.only("hidden_act", "silu", "swish")
     return {
         **_biases(config),
         **_expert_keys(config),
+        **_dense_layers(config),
         "kind": "qwen3",
         "expert_hidden": config.need("moe_intermediate_size"),
         "router_normalize": config.only("norm_topk_prob", False, True),
@@ -292,8 +306,8 @@ def _qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
         **_expert_config(model),
         "moe_intermediate_size": model.expert_hidden,
         "norm_topk_prob": model.router_normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "decoder_sparse_step": model.moe_every,
+        "mlp_only_layers": [*range(model.dense_layers)],
     }
 
 
@@ -319,7 +333,7 @@ MIXTRAL = Decoder(
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     keys=_mixtral_keys,
     config=_mixtral_config,
-    required={**MISTRAL.required, **ROUTED, "experts": None, "router_normalize": True},
+    required={**MISTRAL.required, **ROUTED, **ALL_MIX, "experts": None, "router_normalize": True},
 )
 QWEN2 = Decoder(
     model_type="qwen2",

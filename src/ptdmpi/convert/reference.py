@@ -94,8 +94,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         else:
             x = x + y
             normed = norm(f"{layer}.post_attention_layernorm", x)
-            mixed = config.get("num_local_experts", config.get("num_experts"))
-            mlp = _mixture if mixed else _gated_mlp
+            mlp = _mixture if _has_experts(config, i) else _gated_mlp
             x = x + mlp(config, get, f"{layer}.mlp", normed)
     x = norm("norm", x)
     if question.classifies:
@@ -189,6 +188,14 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
     opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
     inner = opened * _linear(get, f"{name}.up_proj", x, bias)
     return _linear(get, f"{name}.down_proj", inner, bias)
+
+
+def _has_experts(config: Json, layer: int) -> bool:
+    """Return True if layer number `layer` has experts."""
+    if not config.get("num_local_experts", config.get("num_experts")):
+        return False
+    every = config.get("decoder_sparse_step", 1)
+    return layer not in config.get("mlp_only_layers", []) and (layer + 1) % every == 0
 
 
 def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def from_hf(source: Path, target: Path) -> Converted:
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
-        _write_config(folder / CONFIG, model.model_dump(), task, origin=source, target=target)
+        write_config(folder / CONFIG, model.model_dump(), task, origin=source, target=target)
         _keep(folder / KEPT, theirs, plan)
         difference = compare(open_model(folder), family, config, files=theirs, plan=plan)
     return Converted(
@@ -173,7 +173,7 @@ def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
     return part.values()
 
 
-def _write_config(
+def write_config(
     path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: Path, target: Path
 ) -> None:
     """Write a config.toml for runs that begin from the converted weights at `target`."""

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE of Hugging Face, both ways: the same bytes, and the same logits."""
+"""Mixtral, Qwen3-MoE and OLMoE of Hugging Face, both ways: the same bytes, and the same logits."""
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ CASES = {
             "moe_intermediate_size": 24,
         },
     ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-dense-layers": (
         "qwen3_moe",
         {
@@ -63,7 +64,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     assert contents(tmp_path / "back") == contents(source)
 
 
-@pytest.mark.parametrize("case", ["mixtral-window-sharded", "qwen3", "qwen3-dense-layers"])
+@pytest.mark.parametrize("case", ["mixtral-window-sharded", "qwen3", "qwen3-dense-layers", "olmoe"])
 def test_the_reference_is_transformers(tmp_path, case):
     """The reference of the self-check computes the same as their own code."""
     family, changes = CASES[case]

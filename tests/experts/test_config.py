@@ -1,12 +1,14 @@
 """Wrong settings of experts: one line each, with what is legal."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.experts import may_deal
+from ptdmpi.plan.layer.legality import refusals
 from tests._configs import small
 
 MIXED = {"model.kind": "llama", "model.experts": 8, "model.experts_per_token": 2}
@@ -105,6 +107,13 @@ def test_the_tensor_axis_divides_the_width_of_an_expert():
     assert small(changes, 4).model.ffn_hidden == 42  # no layer has this width
     with pytest.raises(InputError, match=r"does not divide model\.ffn_hidden = 42"):
         small(changes | {"model.dense_layers": 1}, 4)
+
+
+def test_a_norm_over_all_heads_is_not_divided():
+    config = small(MIXED | {"model.qk_norm": "all"}, 2)
+    assert not [*refusals(config.layout, config.model)]
+    (line,) = refusals(replace(config.layout, tensor=2, data=1), config.model)
+    assert line.endswith("but parallel.tensor = 2 divides them; legal: tensor = 1")
 
 
 def test_an_expert_is_as_wide_as_the_dense_mlp_unless_it_is_said():

@@ -52,6 +52,11 @@ ROWS: dict[str, Row] = {
         MIXED | {"optimizer.kind": "muon"},
         dealt(2, d=4) | {"parallel.zero": 1},
     ),
+    "olmoe p2 c2": (
+        4,
+        MIXED | {"model.qk_norm": "all", "model.router_normalize": False},
+        dealt(1, c=2, p=2),
+    ),
     "some t2 p2 v2": (4, SOME, dealt(1, t=2, p=2, v=2)),
     "some e2 p2 v2 d2 batch full": (4, SOME | BATCH, dealt(2, p=2, v=2, d=2) | FULL),
     "some e2 d4 zero 3": (4, SOME, dealt(2, d=4) | {"parallel.zero": 3}),

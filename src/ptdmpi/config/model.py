@@ -137,7 +137,7 @@ class ModelConfig(Section):
     vocab_size: Bound[NonNegative] = 0
     norm: Bound[Literal["layernorm", "rmsnorm"]]
     zero_centered_norm: Bound[bool] = False
-    qk_norm: Bound[bool] = False
+    qk_norm: Bound[bool | Literal["all"]] = False
     activation: Bound[Literal["gelu", "gelu_exact", "swiglu", "geglu"]]
     experts: Bound[NonNegative] = 0
     experts_per_token: Bound[NonNegative] = 0

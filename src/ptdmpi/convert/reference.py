@@ -67,7 +67,7 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
     (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
-    2024, 2025) and Gemma 2 (Gemma Team 2024)."""
+    2024, 2025), OLMoE (Muennighoff et al. 2024) and Gemma 2 (Gemma Team 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
@@ -138,6 +138,8 @@ def _self_attention(
         size = q.shape[-1] // heads
         q = norm(f"{name}.q_norm", q.unflatten(-1, (-1, size))).flatten(2)
         k = norm(f"{name}.k_norm", k.unflatten(-1, (-1, size))).flatten(2)
+    if kind == "olmoe":  # one norm over all heads
+        q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
     q = _rotated(config, q, heads)
     k = _rotated(config, k, kv_heads)
     scalar = cap = None
@@ -421,7 +423,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # these decoders have experts
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), decoder),  # these decoders have experts
     "bert": bert,
     "megatron-bert": bert,
 }

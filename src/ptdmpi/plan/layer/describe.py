@@ -142,7 +142,11 @@ def attention(build: LayerBuild) -> Sublayer:
     if model.qk_norm:
         trains = not model.adapt.adapts
         head = norm_part(model, model.head_size, sees="heads", trains=trains)
-        norms = (("attention.query_norm", head), ("attention.key_norm", head))
+        query_norm = key_norm = head
+        if model.qk_norm == "all":
+            query_norm = norm_part(model, query, sees="all", trains=trains)
+            key_norm = norm_part(model, key_value, sees="all", trains=trains)
+        norms = (("attention.query_norm", query_norm), ("attention.key_norm", key_norm))
     rotates = model.positions == "rope"
     product = build.product("attention.out", out, "y", "y")
     keeps = product.keeps_input or bool(product.adapters)
@@ -156,6 +160,7 @@ def attention(build: LayerBuild) -> Sublayer:
             outputs=("q", "k", "v"),
             norms=norms,
             rotates=rotates,
+            joins_heads=model.qk_norm == "all",
         ),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),

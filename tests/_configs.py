@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdmpi.config import Config, resolve
+from ptdmpi.config.kinds import LayerKind, LayerRun, Runs
 
 SMALL = {
     "run": {"steps": 5},
@@ -33,6 +34,11 @@ def tree(changes: Changes | None = None) -> dict[str, dict[str, Any]]:
 def small(changes: Changes | None = None, ranks: int = 1) -> Config:
     """Return the configuration of a small GPT on `ranks` ranks."""
     return resolve(tree(changes), ranks)
+
+
+def alike(layers: int) -> Runs:
+    """Return the runs of a model whose layers are alike, and have no experts."""
+    return (LayerRun(LayerKind(), layers),)
 
 
 def layout(t: int = 1, p: int = 1, v: int = 1, d: int = 1) -> dict[str, int]:

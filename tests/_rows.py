@@ -27,6 +27,12 @@ SHAPES = {
     "gpt": {},
     "llama": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
     "qwen3": {"model.kind": "qwen3", "model.kv_heads": 4, "model.head_size": 6},
+    "norms of all heads": {
+        "model.kind": "llama",
+        "model.kv_heads": 4,
+        "model.head_size": 6,
+        "model.qk_norm": "all",
+    },
     "qwen2": {"model.kind": "qwen2", "model.kv_heads": 4},
     "gemma2": {"model.kind": "gemma2", "model.kv_heads": 4, "model.sliding_window": 4},
     "bert": {"model.kind": "bert"},

@@ -34,7 +34,7 @@ COMMANDS = {
     "report": CommandLine("Report on a run (table, plots, page, trace), or compare several."),
     "doctor": CommandLine("Check the machine, or the exactness of training on it.", all_ranks=True),
     "checkpoint": CommandLine("Inspect, verify, compare or prune checkpoints."),
-    "convert": CommandLine("Convert models from or to the format of Hugging Face."),
+    "convert": CommandLine("Convert models from or to Hugging Face; make mixtures of experts."),
     "adapter": CommandLine("Merge, split, export or import adapters."),
     "quantize": CommandLine("Quantize weights to 8 or 4 bits.", all_ranks=True),
     "generate": CommandLine("Continue prompts with a trained model.", all_ranks=True),

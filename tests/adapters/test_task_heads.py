@@ -226,9 +226,7 @@ def test_the_head_takes_the_time_of_what_trains():
 
     def weights_s(changes: dict) -> float:
         model = Model("small", small(changes).model, 101)
-        _, ends = Pricer.of(load_cluster("dgx-h100"), model, 8, "bf16").times.kernels(
-            Layout(1, 1, 1)
-        )
-        return ends.head_weights.total
+        times = Pricer.of(load_cluster("dgx-h100"), model, 8, "bf16").times
+        return times.ends(Layout(1, 1, 1)).head_weights.total
 
     assert weights_s(LABELS | LORA) == weights_s(LABELS) > 0 == weights_s(LORA)

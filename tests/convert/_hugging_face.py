@@ -19,6 +19,7 @@ DECODERS = {
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma2": "Gemma2",

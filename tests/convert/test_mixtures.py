@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE of Hugging Face, both ways: the same bytes, and the same logits."""
+"""Mixtral, Qwen3-MoE and OLMoE of Hugging Face, both ways: the same bytes, and the same logits."""
 
 import pytest
 import torch
@@ -32,6 +32,18 @@ CASES = {
             "moe_intermediate_size": 24,
         },
     ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "qwen3-dense-layers": (
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 5,
+            "mlp_only_layers": [0, 1],
+            "decoder_sparse_step": 2,
+        },
+    ),
 }
 
 
@@ -52,7 +64,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     assert contents(tmp_path / "back") == contents(source)
 
 
-@pytest.mark.parametrize("case", ["mixtral-window-sharded", "qwen3"])
+@pytest.mark.parametrize("case", ["mixtral-window-sharded", "qwen3", "qwen3-dense-layers", "olmoe"])
 def test_the_reference_is_transformers(tmp_path, case):
     """The reference of the self-check computes the same as their own code."""
     family, changes = CASES[case]
@@ -68,7 +80,7 @@ def test_the_reference_is_transformers(tmp_path, case):
     assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_dense_layers_among_experts_are_refused(tmp_path):
-    source = saved(tmp_path / "hf", "qwen3_moe", num_experts=4, mlp_only_layers=[0])
+def test_dense_layers_that_are_not_the_first_are_refused(tmp_path):
+    source = saved(tmp_path / "hf", "qwen3_moe", num_experts=4, mlp_only_layers=[1])
     with pytest.raises(InputError, match="mlp_only_layers"):
         from_hf(source, tmp_path / "ours")

@@ -41,6 +41,13 @@ SHAPES = [
         "model.experts_per_token": 2,
         "model.shared_experts": 1,
     },
+    {
+        "model.kind": "llama",
+        "model.expert_hidden": 16,
+        "model.experts": 4,
+        "model.experts_per_token": 2,
+        "model.dense_layers": 2,
+    },
 ]
 
 

@@ -41,7 +41,7 @@ NAMES = {
 }
 # `transformers` multiplies experts only in sizes that are multiples of 16 bytes, and stores them in
 # other tensors than its files. They are compared in tests/experts/test_hugging_face.py.
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 HEADS = {"gpt2": ["LMHeadModel"], **{family: ["ForCausalLM"] for family in DECODERS}}
 EPS = [1e-12, 1e-6, 1e-5, 1e-2]
 

@@ -38,6 +38,8 @@ EXPERTS = {
 ALL_EXPERTS = {**EXPERTS, "model.experts_per_token": 4}
 # no expert is divided
 UNDIVIDED = {"parallel.expert_tensor": 1}
+# only the last of four layers has experts
+SOME = ALL_EXPERTS | {"model.layers": 4, "model.dense_layers": 2, "model.moe_every": 2}
 ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
 RING = ULYSSES | {"parallel.context_method": "ring"}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
@@ -150,6 +152,14 @@ CASES = {
     "t2 p2 experts zb-h1": layout(t=2, p=2) | EXPERTS | {"parallel.schedule": "zb-h1"},
     "t2 experts muon": layout(t=2) | EXPERTS | MUON,
     "d2 experts zero 3": layout(d=2) | EXPERTS | {"parallel.zero": 3},
+    "t2 p2 v2 some experts divided full": layout(t=2, p=2, v=2)
+    | SOME
+    | DIVIDED
+    | {"recompute.mode": "full"},
+    "d2 p2 v2 some experts zero 3": layout(d=2, p=2, v=2) | SOME | {"parallel.zero": 3},
+    "d2 p2 some experts muon zero 1": layout(d=2, p=2) | SOME | MUON | {"parallel.zero": 1},
+    "d2 p2 e2 some experts": layout(d=2, p=2) | SOME | {"parallel.expert": 2},
+    "d4 e2 some experts zero 3": layout(d=4) | SOME | {"parallel.expert": 2, "parallel.zero": 3},
     "d2 e2": layout(d=2) | ALL_EXPERTS | {"parallel.expert": 2},
     "d4 e2 zero 1": layout(d=4) | ALL_EXPERTS | {"parallel.expert": 2, "parallel.zero": 1},
     "d4 e2 zero 3 full": layout(d=4)
@@ -234,6 +244,7 @@ FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
+FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

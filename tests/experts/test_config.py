@@ -1,12 +1,14 @@
 """Wrong settings of experts: one line each, with what is legal."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.experts import may_deal
+from ptdmpi.plan.layer.legality import refusals
 from tests._configs import small
 
 MIXED = {"model.kind": "llama", "model.experts": 8, "model.experts_per_token": 2}
@@ -22,6 +24,13 @@ RULES = [
         MIXED | {"model.router_groups": 8, "model.experts_per_token": 3},
         "the 8 groups contains 1 of the experts, and a token uses 3; legal: 3 to 8",
     ),
+    ({"model.dense_layers": 1}, "dense_layers = 1 has no effect without experts; legal: d"),
+    (MIXED | {"model.dense_layers": 3}, "dense_layers = 3 gives no layer experts.*legal: 0 to 2"),
+    (
+        MIXED | {"model.dense_layers": 2, "model.moe_every": 2},
+        "dense_layers = 2 gives no layer experts, since .* is layer 1; legal: 0 to 1",
+    ),
+    (MIXED | {"model.moe_every": 4}, "moe_every = 4 gives no layer experts.*legal: 1 to 3"),
     (
         MIXED | {"model.balance": "none", "model.balance_coefficient": 0.5},
         'balance_coefficient = 0.5 has no effect with balance = "none"; legal: 0.001',
@@ -94,6 +103,17 @@ def test_the_tensor_axis_divides_the_width_of_an_expert():
     changes = {**MIXED, "model.expert_hidden": 42, "parallel.tensor": 4}
     with pytest.raises(InputError, match=r"does not divide model\.expert_hidden = 42"):
         small(changes, 4)
+    changes |= {"model.expert_hidden": 40, "model.ffn_hidden": 42}
+    assert small(changes, 4).model.ffn_hidden == 42  # no layer has this width
+    with pytest.raises(InputError, match=r"does not divide model\.ffn_hidden = 42"):
+        small(changes | {"model.dense_layers": 1}, 4)
+
+
+def test_a_norm_over_all_heads_is_not_divided():
+    config = small(MIXED | {"model.qk_norm": "all"}, 2)
+    assert not [*refusals(config.layout, config.model)]
+    (line,) = refusals(replace(config.layout, tensor=2, data=1), config.model)
+    assert line.endswith("but parallel.tensor = 2 divides them; legal: tensor = 1")
 
 
 def test_an_expert_is_as_wide_as_the_dense_mlp_unless_it_is_said():

@@ -24,6 +24,9 @@ def dealt(e: int, c: int = 1, **sizes: int) -> dict[str, int]:
 
 BATCH = {"model.balance": "batch", "model.balance_coefficient": 0.02, "model.z_loss_coefficient": 1}
 FULL = {"recompute.mode": "full"}
+# only layers 3 and 5 of six have experts, so some stages have none
+SOME = GROUPED | {"model.layers": 6, "model.dense_layers": 2, "model.moe_every": 2}
+SOME |= {"model.ffn_hidden": 48}
 # name -> (ranks, shape, layout and how it is run)
 Row = tuple[int, Changes, Changes]
 ROWS: dict[str, Row] = {
@@ -49,8 +52,32 @@ ROWS: dict[str, Row] = {
         MIXED | {"optimizer.kind": "muon"},
         dealt(2, d=4) | {"parallel.zero": 1},
     ),
+    "olmoe p2 c2": (
+        4,
+        MIXED | {"model.qk_norm": "all", "model.router_normalize": False},
+        dealt(1, c=2, p=2),
+    ),
+    "some t2 p2 v2": (4, SOME, dealt(1, t=2, p=2, v=2)),
+    "some e2 p2 v2 d2 batch full": (4, SOME | BATCH, dealt(2, p=2, v=2, d=2) | FULL),
+    "some e2 d4 zero 3": (4, SOME, dealt(2, d=4) | {"parallel.zero": 3}),
+    "some p2 v2 d2 zero 3": (4, SOME, dealt(1, p=2, v=2, d=2) | {"parallel.zero": 3}),
+    "some p2 v2 zb-v": (2, SOME, dealt(1, p=2, v=2) | {"parallel.schedule": "zb-v"}),
+    "some p2 d2 muon zero 1": (
+        4,
+        SOME | {"optimizer.kind": "muon"},
+        dealt(1, p=2, d=2) | {"parallel.zero": 1},
+    ),
+    "some e2 t2 p2 v2 d2": (8, SOME, dealt(2, t=2, p=2, v=2, d=2)),
+    "some e2 p2 v2 d4 zero 3": (8, SOME, dealt(2, p=2, v=2, d=4) | {"parallel.zero": 3}),
 }
-SHORT = ("e2 d2 grouped batch full", "e2 c2", "e2 d4 zero 3 full", "e2 t2 d2 divided")
+WIDE = tuple(name for name, (ranks, _, _) in ROWS.items() if ranks > 4)
+SHORT = (
+    "some e2 p2 v2 d2 batch full",
+    "e2 d2 grouped batch full",
+    "e2 c2",
+    "e2 d4 zero 3 full",
+    "e2 t2 d2 divided",
+)
 
 
 def trained(engine: Engine, first: int, last: int) -> tuple[Curve, list[torch.Tensor]]:
@@ -84,15 +111,27 @@ def check(comm, row: Row, steps: int) -> None:
 
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
+        for name in ROWS
+        if name not in WIDE
+    ],
 )
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3)
 
 
+@parallel(ranks=[8], limit_s=180.0)
+@pytest.mark.long
+@pytest.mark.parametrize("name", WIDE)
+def test_parity_of_eight_ranks(comm, name):
+    check(comm, name, 3)
+
+
 @parallel(ranks=[4])
 @pytest.mark.long
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in WIDE])
 def test_parity_after_twenty_steps(comm, name):
     check(comm, ROWS[name], 20)
 

@@ -9,7 +9,8 @@ from tests.train.test_bert_run import texts
 
 EXPERTS = {
     "model.kind": "llama",
-    "model.layers": 2,
+    "model.layers": 3,
+    "model.dense_layers": 1,
     "model.expert_hidden": 16,
     "model.experts": 4,
     "model.experts_per_token": 2,

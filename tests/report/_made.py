@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import to_toml
-from tests._configs import small
+from tests._configs import Changes, small
 
 
 def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
@@ -35,10 +35,14 @@ def append(path: Path, *records: dict[str, Any]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def made(path: Path, steps: int = 10, *records: dict[str, Any]) -> Path:
+def made(
+    path: Path, steps: int = 10, *records: dict[str, Any], changes: Changes | None = None
+) -> Path:
     """Write a run of `steps` steps with these records; its name is that of the directory."""
     path.mkdir()
-    config = small({"run.steps": steps, "run.name": path.name, "run.dir": str(path)})
+    config = small(
+        {**(changes or {}), "run.steps": steps, "run.name": path.name, "run.dir": str(path)}
+    )
     (path / "config.toml").write_text(to_toml(config))
     append(path, *records)
     return path

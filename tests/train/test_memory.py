@@ -192,6 +192,17 @@ def test_experts(comm, compute, mode):
     check_experts(comm, changes)
 
 
+@parallel(ranks=[1])
+@pytest.mark.parametrize(
+    ("compute", "mode"), [pytest.param("bf16", "full", marks=LONG), ("fp32", "none")]
+)
+def test_experts_in_some_layers(comm, compute, mode):
+    """A dense layer four times as wide as an expert keeps and needs other bytes."""
+    some = {"model.dense_layers": 1, "model.ffn_hidden": 256}
+    changes = EXPERTS | MODES[mode] | some | {"precision.compute": compute}
+    check_experts(comm, changes)
+
+
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("compute", "mode"), [pytest.param("bf16", "full", marks=LONG), ("fp32", "none")]
@@ -236,7 +247,8 @@ def check_experts(comm, changes) -> float:
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))
     foreseen = memory.peak(layout, 0, m)
     expected = foreseen.activations + foreseen.working
-    assert 0.6 * expected <= peak <= expected + library_scratch_bytes(engine.buffer.weights.dtype)
+    most = (1 + KEPT) * expected + library_scratch_bytes(engine.buffer.weights.dtype)
+    assert 0.6 * expected <= peak <= most
     parts = held_by_kind(engine)
     assert sum(parts.values()) == pytest.approx(
         foreseen.weights + foreseen.gradients + foreseen.optimizer, rel=0.05

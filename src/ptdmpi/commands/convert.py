@@ -1,12 +1,12 @@
-"""`ptdmpi convert`: convert from and to models of Hugging Face. The command needs no MPI and no
-GPU."""
+"""`ptdmpi convert`: convert from and to models of Hugging Face, and turn dense models into mixtures
+of experts. The command needs no MPI and no GPU."""
 
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,10 +24,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Convert from and to Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT.
+    """Convert from and to Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT; `upcycle` turns
+    a dense model into a mixture of experts.
 
-    No MPI or GPU is needed. Each conversion checks that both models give the same logits for fixed
-    prompts. If they do not, it writes nothing and the exit code is 1.
+    No MPI or GPU is needed. Each conversion from or to Hugging Face checks that both models give
+    the same logits for fixed prompts. If they do not, it writes nothing and the exit code is 1.
     """
 
 
@@ -85,6 +86,58 @@ def to_hugging_face(
     _print(
         lambda: to_hf(source, target, like, dtype=dtype, quantized=packed, kind=kind_of(ema)),
         as_json,
+    )
+
+
+@command.command("upcycle")
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
+@click.option("--experts", type=click.IntRange(2), required=True, help="Experts of a layer.")
+@click.option(
+    "--experts-per-token", type=click.IntRange(1), default=2, show_default=True, help="Of a token."
+)
+@click.option(
+    "--dense-layers", type=click.IntRange(0), default=0, help="First layers that stay dense."
+)
+@click.option(
+    "--moe-every", type=click.IntRange(1), default=1, help="Only every M-th layer gets experts."
+)
+@click.option(
+    "--no-normalize", is_flag=True, help="Do not divide the weights of experts by their sum."
+)
+@click.option("--router-std", type=click.FloatRange(0), help="Of the routers' initial weights.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the routers.")
+@EMA
+@AS_JSON
+def upcycle_to_experts(source: Path, target: Path, **options: Any) -> None:
+    """Turn the dense model SOURCE into a mixture of experts, in the directory TARGET.
+
+    Every expert begins as a copy of its layer's MLP, and the routers are random. A run with
+    `checkpoint.initial = "TARGET"` trains it further. SOURCE is a run directory, a checkpoint or a
+    directory of from-hf.
+    """
+    launch.prepare()
+    from ptdmpi.convert.upcycle.write import ROUTER_STD, Experts, upcycle
+    from ptdmpi.inference.stored import kind_of
+
+    std = options["router_std"]
+    experts = Experts(
+        count=options["experts"],
+        chosen=options["experts_per_token"],
+        dense_layers=options["dense_layers"],
+        moe_every=options["moe_every"],
+        normalizes=not options["no_normalize"],
+        router_std=ROUTER_STD if std is None else std,
+        seed=options["seed"],
+    )
+    done = upcycle(source, target, experts, kind_of(options["ema"]))
+    if options["as_json"]:
+        print(json.dumps({**asdict(done), "path": str(done.path)}))
+        return
+    print(
+        f"{done.path}: {done.experts} experts, {done.experts_per_token} for each token, in "
+        f"{counted(done.layers, 'layer')}; {short(done.parameters)} parameters, "
+        f"{short(done.active_parameters)} for each token, {file_size(done.bytes)}"
     )
 
 

@@ -116,7 +116,10 @@ def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> It
 def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     yield _divides(layout, "heads", model.heads)
     yield _key_heads(layout, model)
-    yield _divides(layout, *_divided_width(layout, model))
+    if model.experts:
+        yield _divides(layout, *_divided_width(layout, model))
+    if model.has_dense_layers:
+        yield _divides(layout, "ffn_hidden", model.ffn_hidden)
     yield _chunks(layout, model)
     yield from _expert_rules(layout, model)
     yield _dealt_heads(layout, model)
@@ -153,10 +156,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
-    """Return the name and the value of the key whose value the tensor axis divides in an MLP. If
-    experts are not divided, only the shared experts are divided, as one MLP."""
-    if not model.experts:
-        return "ffn_hidden", model.ffn_hidden
+    """Return the name and the value of the key whose value the tensor axis divides in a layer with
+    experts. If experts are not divided, only the shared experts are divided, as one MLP."""
     if layout.dealing.whole:
         return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
     return "expert_hidden", model.expert_hidden

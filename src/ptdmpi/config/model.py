@@ -2,6 +2,7 @@
 each kind of model.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.choices import CodesName
+from ptdmpi.config.kinds import LayerKind, LayerRun, Runs, merged, mixing_layers
 from ptdmpi.config.section import (
     MOST,
     Bound,
@@ -135,12 +137,14 @@ class ModelConfig(Section):
     vocab_size: Bound[NonNegative] = 0
     norm: Bound[Literal["layernorm", "rmsnorm"]]
     zero_centered_norm: Bound[bool] = False
-    qk_norm: Bound[bool] = False
+    qk_norm: Bound[bool | Literal["all"]] = False
     activation: Bound[Literal["gelu", "gelu_exact", "swiglu", "geglu"]]
     experts: Bound[NonNegative] = 0
     experts_per_token: Bound[NonNegative] = 0
     expert_hidden: Bound[Positive]
     shared_experts: Bound[NonNegative] = 0
+    dense_layers: Bound[NonNegative] = 0
+    moe_every: Bound[Positive] = 1
     router: Bound[Literal["softmax", "sigmoid"]] = "softmax"
     router_normalize: Bound[bool] = True
     router_scale: Bound[Number] = 1.0
@@ -228,6 +232,45 @@ class ModelConfig(Section):
         if layers is None:
             layers = range(self.layers)
         return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
+
+    def mixes(self, layer: int) -> bool:
+        """Return True if layer number `layer` has experts instead of a single MLP."""
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
+
+    @property
+    def mixing_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that have experts."""
+        if not self.experts:
+            return ()
+        return mixing_layers(self.layers, self.dense_layers, self.moe_every)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Return True if at least one layer has no experts."""
+        return self.experts == 0 or self.dense_layers > 0 or self.moe_every > 1
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Return True if some layers have experts, and others have not."""
+        return self.experts > 0 and self.has_dense_layers
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of layer number `layer`."""
+        return LayerKind(self.mixes(layer), layer < self.adapt.first_layer)
+
+    def runs(self, layers: range | None = None) -> Runs:
+        """Return the runs of equal layers in the range `layers`, in order. If `layers` is None, the
+        result is for all layers of the model.
+        """
+        if layers is None:
+            layers = range(self.layers)
+        if self.experts and self.moe_every > 1:
+            return merged(LayerRun(self.kind_of(layer), 1) for layer in layers)
+        # the kind of a layer changes at most at these two layers
+        changes = (at for at in (self.adapt.first_layer, self.dense_layers) if at in layers)
+        cuts = sorted({layers.start, *changes, layers.stop})
+        pairs = itertools.pairwise(cuts)
+        return merged(LayerRun(self.kind_of(start), stop - start) for start, stop in pairs)
 
     @property
     def quantize(self) -> QuantizeConfig:

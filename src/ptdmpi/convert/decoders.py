@@ -1,5 +1,5 @@
 """Descriptions of LLaMA and related decoders in Hugging Face's format: LLaMA, Mistral, Mixtral,
-Qwen 2 and 3 (with or without experts), and Gemma 2.
+Qwen 2 and 3 (with or without experts), OLMoE, and Gemma 2.
 
 The decoder families share nearly all names of parameters, and most keys of config.json. A `Decoder`
 describes how one family differs from the others.
@@ -247,6 +247,7 @@ ROUTED = {
     "shared_experts": 0,
     "balance": "none",
 }
+ALL_MIX = {"dense_layers": 0, "moe_every": 1}  # all layers have experts
 
 
 def _expert_keys(config: ConfigJson) -> dict[str, Any]:
@@ -270,14 +271,27 @@ def _mixtral_config(model: ModelConfig) -> dict[str, Any]:
     return {**_mistral_config(model), **_expert_config(model), **width}
 
 
+def _dense_layers(config: ConfigJson) -> dict[str, Any]:
+    """Return the keys of [model] that say which layers have no experts. Raise InputError for lists
+    of layers that these keys cannot express."""
+    every = require_whole(config, "decoder_sparse_step", config.get("decoder_sparse_step", 1))
+    dense = config.get("mlp_only_layers", [])
+    first = max(dense, default=-1) + 1
+    if {*dense} != {*range(first)}:
+        raise InputError(
+            f"{config.name}: mlp_only_layers = {dense} is not supported; legal: the first layers, "
+            "such as [0, 1]"
+        )
+    return {"dense_layers": first, "moe_every": every}
+
+
 def _qwen3_moe_keys(config: ConfigJson) -> dict[str, Any]:
-    config.only("decoder_sparse_step", 1)
-    config.only("mlp_only_layers", [])
     config.only("use_sliding_window", False)
     config.only("hidden_act", "silu", "swish")
     return {
         **_biases(config),
         **_expert_keys(config),
+        **_dense_layers(config),
         "kind": "qwen3",
         "expert_hidden": config.need("moe_intermediate_size"),
         "router_normalize": config.only("norm_topk_prob", False, True),
@@ -292,8 +306,38 @@ def _qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
         **_expert_config(model),
         "moe_intermediate_size": model.expert_hidden,
         "norm_topk_prob": model.router_normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "decoder_sparse_step": model.moe_every,
+        "mlp_only_layers": [*range(model.dense_layers)],
+    }
+
+
+# -- OLMoE (Muennighoff et al. 2024) ---------------------------------------------------------------
+
+
+def _olmoe_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_act", "silu", "swish")
+    if config.get("clip_qkv") is not None:
+        raise InputError(f"{config.name}: clip_qkv is not supported; legal: null")
+    return {
+        **_biases(config),
+        **_expert_keys(config),
+        "kind": "llama",
+        "qk_norm": "all",
+        "expert_hidden": config.need("intermediate_size"),
+        "router_normalize": config.only("norm_topk_prob", False, True),
+    }
+
+
+def _olmoe_config(model: ModelConfig) -> dict[str, Any]:
+    _require_attention_bias(model, "olmoe")
+    if model.head_size * model.heads != model.hidden:
+        require(model, "olmoe", head_size=model.hidden // model.heads)
+    return {
+        "attention_bias": model.attention_bias,
+        "clip_qkv": None,
+        **_expert_config(model),
+        "intermediate_size": model.expert_hidden,
+        "norm_topk_prob": model.router_normalize,
     }
 
 
@@ -319,7 +363,7 @@ MIXTRAL = Decoder(
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     keys=_mixtral_keys,
     config=_mixtral_config,
-    required={**MISTRAL.required, **ROUTED, "experts": None, "router_normalize": True},
+    required={**MISTRAL.required, **ROUTED, **ALL_MIX, "experts": None, "router_normalize": True},
 )
 QWEN2 = Decoder(
     model_type="qwen2",
@@ -344,6 +388,14 @@ QWEN3_MOE = Decoder(
     keys=_qwen3_moe_keys,
     config=_qwen3_moe_config,
     required={**ROUTED, "qk_norm": True, "experts": None},
+)
+OLMOE = Decoder(
+    model_type="olmoe",
+    name="Olmoe",
+    defaults={"rms_norm_eps": 1e-5},
+    keys=_olmoe_keys,
+    config=_olmoe_config,
+    required={**ROUTED, **ALL_MIX, "qk_norm": "all", "experts": None},
 )
 GEMMA2 = Decoder(
     model_type="gemma2",
@@ -375,6 +427,11 @@ HEAD_NORMS = {
     "attention__key_norm": ("layers.{i}.self_attn.k_norm",),
 }
 EXPERT = "layers.{i}.mlp.experts.{e}"
+EXPERTS = {
+    "mlp__router": ("layers.{i}.mlp.gate",),
+    "mlp__experts__{e}__up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
+    "mlp__experts__{e}__down": (f"{EXPERT}.down_proj",),
+}
 BLOCK = "layers.{i}.block_sparse_moe"
 DECODERS = {
     "llama": LLAMA.family(),
@@ -388,14 +445,8 @@ DECODERS = {
     ),
     "qwen2": QWEN2.family(),
     "qwen3": QWEN3.family(**HEAD_NORMS),
-    "qwen3_moe": QWEN3_MOE.family(
-        mlp__router=("layers.{i}.mlp.gate",),
-        **{
-            "mlp__experts__{e}__up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
-            "mlp__experts__{e}__down": (f"{EXPERT}.down_proj",),
-        },
-        **HEAD_NORMS,
-    ),
+    "qwen3_moe": QWEN3_MOE.family(**EXPERTS, **HEAD_NORMS),
+    "olmoe": OLMOE.family(**EXPERTS, **HEAD_NORMS),
     "gemma2": GEMMA2.family(
         attention_post_norm=("layers.{i}.post_attention_layernorm",),
         mlp_norm=("layers.{i}.pre_feedforward_layernorm",),
@@ -410,7 +461,8 @@ def decoder_for(model: ModelConfig) -> Family:
     InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
-        "qwen3_moe": model.experts > 0 and model.qk_norm,
+        "olmoe": model.experts > 0 and model.qk_norm == "all",
+        "qwen3_moe": model.experts > 0 and model.qk_norm is True,
         "mixtral": model.experts > 0,
         "qwen3": model.qk_norm,
         "qwen2": model.bias == "qkv",

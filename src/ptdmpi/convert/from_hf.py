@@ -64,7 +64,7 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
-        _write_config(
+        write_config(
             folder / CONFIG, model.model_dump(), task, origin=hub_name or source, target=target
         )
         _keep(folder / KEPT, theirs, plan)
@@ -178,7 +178,7 @@ def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
     return part.values()
 
 
-def _write_config(
+def write_config(
     path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: str | Path, target: Path
 ) -> None:
     """Write a config.toml for runs that begin from the converted weights at `target`."""

@@ -67,7 +67,7 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
     (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
-    2024, 2025) and Gemma 2 (Gemma Team 2024)."""
+    2024, 2025), OLMoE (Muennighoff et al. 2024) and Gemma 2 (Gemma Team 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
@@ -94,8 +94,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         else:
             x = x + y
             normed = norm(f"{layer}.post_attention_layernorm", x)
-            mixed = config.get("num_local_experts", config.get("num_experts"))
-            mlp = _mixture if mixed else _gated_mlp
+            mlp = _mixture if _has_experts(config, i) else _gated_mlp
             x = x + mlp(config, get, f"{layer}.mlp", normed)
     x = norm("norm", x)
     if question.classifies:
@@ -139,6 +138,8 @@ def _self_attention(
         size = q.shape[-1] // heads
         q = norm(f"{name}.q_norm", q.unflatten(-1, (-1, size))).flatten(2)
         k = norm(f"{name}.k_norm", k.unflatten(-1, (-1, size))).flatten(2)
+    if kind == "olmoe":  # one norm over all heads
+        q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
     q = _rotated(config, q, heads)
     k = _rotated(config, k, kv_heads)
     scalar = cap = None
@@ -189,6 +190,14 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
     opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
     inner = opened * _linear(get, f"{name}.up_proj", x, bias)
     return _linear(get, f"{name}.down_proj", inner, bias)
+
+
+def _has_experts(config: Json, layer: int) -> bool:
+    """Return True if layer number `layer` has experts."""
+    if not config.get("num_local_experts", config.get("num_experts")):
+        return False
+    every = config.get("decoder_sparse_step", 1)
+    return layer not in config.get("mlp_only_layers", []) and (layer + 1) % every == 0
 
 
 def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
@@ -414,7 +423,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # these decoders have experts
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), decoder),  # these decoders have experts
     "bert": bert,
     "megatron-bert": bert,
 }

@@ -23,17 +23,17 @@ from ptdmpi.plan.layout.grid import LOSSES, TENSOR
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The loads [layers, E] of the E experts of each layer in one step, as int64, and the losses of
-    the routers by name. The losses are summed over the tokens of the global batch and over the
-    layers."""
+    """The loads [layers, E] of the E experts of each layer with experts in one step, as int64, and
+    the losses of the routers by name. The losses are summed over the tokens of the global batch and
+    over the layers."""
 
     tokens: Tensor
     losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fullest(self) -> list[float]:
-        """Return, for each layer, the greatest load of an expert, divided by the sum of the loads
-        of all E experts. The least possible value is 1 / E."""
+        """Return, for each layer with experts, the greatest load of an expert, divided by the sum
+        of the loads of all E experts. The least possible value is 1 / E."""
         share = self.tokens.amax(1) / self.tokens.sum(1).clamp_min(1)
         values: list[float] = share.tolist()
         return values
@@ -49,7 +49,7 @@ class ExpertLoads:
 
     @property
     def dead(self) -> list[int]:
-        """Return, for each layer, the number of experts without a token."""
+        """Return, for each layer with experts, the number of experts without a token."""
         counts: list[int] = (self.tokens == 0).sum(1).tolist()
         return counts
 
@@ -76,23 +76,26 @@ class Balance:
         self.axes = axes
         self.state = state
         self.mixtures: dict[int, Mixture] = {}
+        # layer number -> row in the loads
+        self.rows = {layer: row for row, layer in enumerate(model.mixing_layers)}
         for stage in stages.values():
             self.mixtures |= stage.mixtures
 
     def sent(self) -> Tensor | None:
         """Sum the loads of the experts and the losses of the routers in this step over all ranks.
-        Every rank calls this method. Return the sums [layers, experts + losses] on the device, as
-        float64, or None if the model has no experts."""
+        Every rank calls this method. Return the sums [layers with experts, experts + losses] on the
+        device, as float64, or None if the model has no experts."""
         if not self.model.experts:
             return None
         device = self.state.buffer.device
         names = self.model.router_losses
-        shape = (self.model.layers, self.model.experts + len(names))
+        shape = (len(self.rows), self.model.experts + len(names))
         every = torch.zeros(shape, dtype=torch.float64, device=device)
         for layer, mixture in self.mixtures.items():
-            every[layer, : self.model.experts] = mixture.counts
+            row = self.rows[layer]
+            every[row, : self.model.experts] = mixture.counts
             for column, name in enumerate(names, self.model.experts):
-                every[layer, column] = mixture.losses[name]
+                every[row, column] = mixture.losses[name]
         # ranks at the same position of the pipeline have the same layers
         self.axes[LOSSES].all_reduce(every)
         if self.routes_apart:
@@ -129,6 +132,6 @@ class Balance:
             master = held.view(buffer.masters)
             if self.model.balance == "batch":
                 master.zero_()
-            master += moves[layer, held.begin : held.end].to(master)
+            master += moves[self.rows[layer], held.begin : held.end].to(master)
             if written and not buffer.one_type:
                 held.view(buffer.weight_parts).copy_(master)

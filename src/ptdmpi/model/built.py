@@ -129,7 +129,7 @@ def declare_as_described(
     if form is None:
         return
     for number in layers:
-        for name, part in parameters.layer(model).items():
+        for name, part in parameters.layer(model, model.kind_of(number)).items():
             if isinstance(part, Linear):
                 linear = stage.get_submodule(f"layers.{number}.{name}")
                 weight = next(_declared(linear))
@@ -140,7 +140,7 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
     """Yield (prefix of names, descriptions of parameters) for each layer in `layers`, and for the
     embedding and the head if the pipeline stage with these layers has them."""
     for number in layers:
-        yield f"layers.{number}.", parameters.layer(model, number)
+        yield f"layers.{number}.", parameters.layer(model, model.kind_of(number))
     if layers.start == 0:
         yield "embedding.", parameters.embedding(model, vocab_size)
     if layers.stop == model.layers:

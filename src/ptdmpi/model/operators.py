@@ -134,15 +134,13 @@ class Heads:
         # head, each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
-        self.rotates = row.rotates
+        self.rotates, self.joins_heads = row.rotates, row.joins_heads
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
         qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
-        rotary = None
-        if self.rotates:
-            rotary = context.rotary or self.rotary
+        rotary = (context.rotary or self.rotary) if self.rotates else None
         if rotary is not None and not self.norms:
             both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
@@ -158,7 +156,10 @@ class Heads:
 
     def _turned(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return queries (number 0) or keys (1) [s, b, heads, d], normalized and rotated."""
-        x = self.norms[number](x) if self.norms else x
+        if self.joins_heads:
+            x = self.norms[number](x.flatten(2)).unflatten(-1, (-1, self.head_size))
+        elif self.norms:
+            x = self.norms[number](x)
         return x if rotary is None else rotate(x, *rotary)
 
 
@@ -324,7 +325,7 @@ def _heads(
     owner: nn.Module, row: Operator, build: Build, linear: ColumnParallelLinear | None = None
 ) -> Heads:
     assert isinstance(row, SplitHeads)
-    norms = [Norm(build.model, False, part.size, partial_gradient=True) for _, part in row.norms]
+    norms = [Norm(build.model, False, part.size, not row.joins_heads) for _, part in row.norms]
     for (name, _), norm in zip(row.norms, norms, strict=True):
         add(owner, name, norm)
     return Heads(row, build, norms) if linear is None else EarlyKeys(row, build, norms, linear)

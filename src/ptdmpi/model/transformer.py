@@ -114,7 +114,7 @@ class Block(nn.Module):
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
-        self.chooses = model.experts > 0
+        self.chooses = model.mixes(layer)
         selective = recompute.mode == "selective"
         build = Build(
             model=model,

@@ -251,7 +251,7 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     size = numbers * element * trained_count(model, vocab_size)
     if config.optimizer.has_matrices:  # the optimizer keeps one moment less for matrices
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
-        size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
+        size -= (numbers - fewer) * element * matrix_elements(model)
     return size
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptdmpi.config.kinds import mixing_layers
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.plan.show.trace import chrome_trace
@@ -102,8 +103,12 @@ def load_curves(run: RecordedRun, path: Path) -> None:
     figure, axes = _axes(run, "tokens of the fullest expert of a layer")
     records = [record for record in run.steps if "fullest_expert" in record]
     tokens = [record["tokens"] for record in records]
-    layers = zip(*(record["fullest_expert"] for record in records), strict=True)
-    for number, shares in enumerate(layers):
+    layers = [*zip(*(record["fullest_expert"] for record in records), strict=True)]
+    model = run.config["model"]
+    numbers = mixing_layers(
+        model["layers"], model.get("dense_layers", 0), model.get("moe_every", 1)
+    )
+    for number, shares in zip(numbers, layers, strict=True):
         axes.plot(tokens, shares, color=f"C{number % 10}", linewidth=0.8, label=f"layer {number}")
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

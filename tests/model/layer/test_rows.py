@@ -76,7 +76,7 @@ def layer_of(
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
     experts = ExpertAxis(whole=whole)
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
-    for part in (name for name, part in layer(model, 0).items() if not part.trains):
+    for part in (name for name, part in layer(model, model.kind_of(0)).items() if not part.trains):
         for weight in block.get_submodule(part).parameters(recurse=False):
             weight.declaration = replace(weight.declaration, trains=False)
     placed = Placed(block, axis, precision)

@@ -14,6 +14,7 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import ModelPart
+from tests._configs import alike
 
 CLUSTER, BATCH, V = load_cluster("dgx-h100"), 64, 51200
 MODEL = load_model("l=8,h=1024,a=16,tie_embeddings=false")
@@ -64,8 +65,8 @@ def test_buffers_of_whole_units_are_counted():
     assert one[0] == one[1]  # nobody to share with
 
 
-def whole(model, *part):
-    stage = ModelPart(*part)
+def whole(model, layers, *part):
+    stage = ModelPart(alike(layers), *part)
     return sum(sum(place) for place in parameters.places(model.config, V, stage))
 
 
@@ -76,11 +77,11 @@ def test_places_have_all_parameters():
             every = 8 * parameters.layer_elements(model.config, t)
             every += parameters.embedding_elements(model.config, V, t)
             assert found == every + parameters.head_elements(model.config, V, t)
-    places = parameters.places(TIED.config, V, ModelPart(1, True, True))
+    places = parameters.places(TIED.config, V, ModelPart(alike(1), True, True))
     assert [len(units) for units in places] == [2, 1, 2] and places[0][0] == places[2][
         0
     ] == V * 1024
-    assert len(parameters.places(MODEL.config, V, ModelPart(8, True, True))) == 10
+    assert len(parameters.places(MODEL.config, V, ModelPart(alike(8), True, True))) == 10
 
 
 @pytest.mark.parametrize("group", [None, 2])
@@ -107,15 +108,16 @@ def test_a_step_of_m_microbatches_sends_m_times(model, monkeypatch):
     monkeypatch.setattr(pricer.machine, "stream_s", lambda size: 0.0)
     for name, per_byte in (("all_gather_s", 1.0), ("reduce_scatter_s", 10.0)):
         monkeypatch.setattr(pricer.machine, name, lambda size, group, by=per_byte: by * size)
-    places = parameters.places(model.config, V, ModelPart(8, True, True))
+    places = parameters.places(model.config, V, ModelPart(alike(8), True, True))
     psi, first, last = whole(model, 8, (True, True), 1), sum(places[0]), sum(places[-1])
     two, three = (
-        pricer.times.data.in_ops(Layout(1, 1, 8, zero=z), ModelPart(8, True, True)) for z in (2, 3)
+        pricer.times.data.in_ops(Layout(1, 1, 8, zero=z), ModelPart(alike(8), True, True))
+        for z in (2, 3)
     )
     assert two[:2] == pytest.approx((0.0, 40 * psi))
     assert three[:2] == pytest.approx((2 * (psi - first), 2 * (psi - last) + 40 * psi))
     again = pricer.times.data.in_ops(
-        Layout(1, 1, 8, schedule="gpipe", zero=3), ModelPart(8, True, True)
+        Layout(1, 1, 8, schedule="gpipe", zero=3), ModelPart(alike(8), True, True)
     )
     assert again[:2] == pytest.approx((2 * psi, 2 * psi + 40 * psi))
 
@@ -137,7 +139,7 @@ def test_frozen_weights_are_gathered_as_those_that_train_and_never_summed(monkey
         for what, per_byte in (("all_gather_s", 1.0), ("reduce_scatter_s", 1e6)):
             monkeypatch.setattr(pricer.machine, what, lambda size, group, by=per_byte: by * size)
         layout = Layout(1, 1, 8, schedule="gpipe", zero=3)
-        forward, backward, _ = pricer.times.data.in_ops(layout, ModelPart(8, False, False))
+        forward, backward, _ = pricer.times.data.in_ops(layout, ModelPart(alike(8), False, False))
         found[name] = forward, (backward - forward) / 1e6
     psi = 8 * parameters.layer_elements(MODEL.config, 1)
     adapters = 8 * parameters.trained_elements(given["frozen"], 1)
@@ -161,7 +163,7 @@ def test_what_is_sent_in_ops_fills_the_pipeline_too():
     pricer = pricer_of()
     plain = Layout(1, 4, 2)
     price, full = pricer.price(plain), pricer.price(replace(plain, zero=3))
-    more = sum(pricer.times.data.in_ops(full.layout, ModelPart(2, False, False))[:2])
+    more = sum(pricer.times.data.in_ops(full.layout, ModelPart(alike(2), False, False))[:2])
     assert full.step_time_s - price.step_time_s > 32 * more
     assert sum(vars(full.parts).values()) == pytest.approx(full.step_time_s)
     assert full.parts.data > 32 * more and full.parts.compute == pytest.approx(price.parts.compute)

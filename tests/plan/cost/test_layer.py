@@ -14,6 +14,7 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape.parameters import ModelPart
+from tests._configs import alike
 
 SELENE = load_cluster("selene")
 MODEL = load_model("l=2,h=4096,a=32")
@@ -129,7 +130,7 @@ def test_lists_of_parts_cost_by_their_number():
     """ZeRO 3 as published: a view and a copy for each rank's part of each of twelve tensors."""
     pricer = Pricer.of(SELENE, MODEL, 512, "fp16")
     layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
-    stage = ModelPart(2, True, True)
+    stage = ModelPart(alike(2), True, True)
     few, many = (sum(pricer.times.data.in_ops(one, stage)[:2]) for one in layouts)
     each_s = VIEW_S + SELENE.device.kernel_s
     small = 2 * 8  # biases and norms, whose bytes are next to nothing

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.planning.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import layout_mistakes
 from ptdmpi.plan.cost.price import Pricer
@@ -63,7 +64,7 @@ def test_a_split_backward_takes_its_two_parts(gpt3, sequence_parallel):
     whole = gpt3.times.stage_times(plain)
     assert whole.weight_s == ()
     for split in (replace(plain, schedule="zb-h1"), replace(plain, schedule="zb-v", virtual=2)):
-        times, layer = gpt3.times.stage_times(split), gpt3.times.kernels(split)[0]
+        times, layer = gpt3.times.stage_times(split), gpt3.times.layer(split, LayerKind())
         for parts in zip(times.input_s, times.weight_s, times.backward_s, strict=True):
             assert 0 < parts[1] < parts[0] and parts[0] + parts[1] == pytest.approx(parts[2])
         assert sum(times.backward_s) >= sum(whole.backward_s) * (1 - 1e-12)
@@ -93,7 +94,7 @@ def test_the_last_stage_sends_nothing(gpt3):
     layout = Layout(8, 4, 1, 2, schedule="interleaved")
     parts, layers = gpt3.memory.stages.parts(layout), gpt3.memory.stages.split(layout)
     kept = [gpt3.memory.stages.kept_bytes(layout, stage) for stage in range(8)]
-    each, sent = parts.layers["none"].kept, 2 * 2048 * 12288
+    each, sent = parts.layers[LayerKind()].modes["none"].kept, 2 * 2048 * 12288
     assert kept[0] == len(layers[0]) * each + parts.embedding + sent
     assert kept[1] == len(layers[1]) * each + sent
     assert kept[-1] == len(layers[-1]) * each + parts.head
@@ -150,7 +151,7 @@ def test_what_helps_helps(gpt3):
 def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(gpt3):
     """Rajbhandari et al. 2020, section 6.1: "one extra all-gather" for each transformer block."""
     partitioned = replace(GPT3, partition_activations=True)
-    layer, _ = gpt3.times.kernels(GPT3)
+    layer = gpt3.times.layer(GPT3, LayerKind())
     gather_s = layer.machine.all_gather_s(2048 * GPT3.micro_size * 12288 * 2, layer.group)
     pairs = zip(gpt3.times.stage_seconds(partitioned), gpt3.times.stage_seconds(GPT3), strict=True)
     for (forward, backward), (whole_forward, whole_backward) in pairs:
@@ -161,7 +162,8 @@ def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(
     for layout in (partitioned, GPT3):
         assert gpt3.rough_bound_s(layout) <= gpt3.bound_s(layout) * (1 + 1e-9)
     kept, whole = (
-        gpt3.memory.stages.parts(layout).layers["full"].kept for layout in (partitioned, GPT3)
+        gpt3.memory.stages.parts(layout).layers[LayerKind()].modes["full"].kept
+        for layout in (partitioned, GPT3)
     )
     assert whole == 2048 * GPT3.micro_size * 12288 * 2 == 8 * kept
 

@@ -71,6 +71,7 @@ ROUNDED = {
     "qwen3-8b": 8.2,
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
+    "deepseek-moe-16b": 16.4,
     "mixtral-8x7b": 46.7,
     "mixtral-8x22b": 141.0,
     "qwen3-30b-a3b": 30.5,
@@ -95,8 +96,10 @@ def test_preset_has_the_published_number_of_parameters(name):
     assert count == pytest.approx(PUBLISHED[name], abs=0.06)
 
 
-# Billions of parameters that compute a token: Jiang et al. 2024, section 2.2, and the model cards
+# Billions of parameters that compute a token: Jiang et al. 2024, section 2.2, Dai et al. 2024,
+# section 5.1, and the model cards
 ACTIVE = {
+    "deepseek-moe-16b": 2.8,
     "mixtral-8x7b": 12.9,
     "mixtral-8x22b": 39.0,
     "qwen3-30b-a3b": 3.3,

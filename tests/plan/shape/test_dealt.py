@@ -46,9 +46,9 @@ def test_an_owner_holds_a_part_and_has_least_to_do():
 @pytest.mark.parametrize("method", ["none", "lora"])
 def test_all_is_made_once_and_what_one_gives_another_takes(method, zero, shards):
     config = small({"model.kind": "llama", "model.layers": 6, "adapt.method": method})
-    told = (config.model, 101, ModelPart(6, True, True), Sharing(zero, shards))
+    told = (config.model, 101, ModelPart.whole(config.model), Sharing(zero, shards))
     every = dealt(*told)
-    assert sum(one.elements for one in every) == 6 * matrix_elements(config.model, 1)
+    assert sum(one.elements for one in every) == matrix_elements(config.model)
     per_layer = 14 if method == "lora" else 4
     assert sum(one.makes.total() for one in every) == 6 * per_layer
     for (a, one), (b, other) in itertools.permutations(enumerate(every), 2):

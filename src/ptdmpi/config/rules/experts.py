@@ -15,6 +15,8 @@ from ptdmpi.config.sections import ParallelConfig, RunConfig
 KEYS = (
     "experts_per_token",
     "shared_experts",
+    "dense_layers",
+    "moe_every",
     "router",
     "router_normalize",
     "router_scale",
@@ -37,6 +39,7 @@ def expert_rules(sections: Sections) -> Iterator[str]:
         yield from _unused_keys(model)
         return
     yield from _size_rules(model)
+    yield from _layer_rules(model)
     default = ModelConfig.model_fields["balance_coefficient"].default
     if model.balance == "none" and model.balance_coefficient != default:
         yield (
@@ -100,6 +103,22 @@ def _size_rules(model: ModelConfig) -> Iterator[str]:
             f"model.router_top_groups = {model.router_top_groups}: each of the "
             f"{model.router_groups} groups contains {each} of the experts, and a token uses "
             f"{model.experts_per_token}; legal: {least} to {model.router_groups}"
+        )
+
+
+def _layer_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield a mistake if no layer of the model would have experts."""
+    if model.moe_every > model.layers:
+        yield (
+            f"model.moe_every = {model.moe_every} gives no layer experts, since model.layers = "
+            f"{model.layers}; legal: 1 to {model.layers}"
+        )
+        return
+    last = model.layers // model.moe_every * model.moe_every - 1
+    if model.dense_layers > last:
+        yield (
+            f"model.dense_layers = {model.dense_layers} gives no layer experts, since the last "
+            f"layer that may have experts is layer {last}; legal: 0 to {last}"
         )
 
 

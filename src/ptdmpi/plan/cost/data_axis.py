@@ -19,6 +19,7 @@ section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 
 from functools import cache, partial
 from typing import NamedTuple
 
+from ptdmpi.config.kinds import LayerKind, LayerRun, count_of, trained_runs
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import FLOAT32
 from ptdmpi.config.zero import Sharing, covers_gradients
@@ -73,6 +74,7 @@ class DataAxis:
         self.machine, self.cluster = machine, machine.cluster
         self.model, self.vocab_size = model.config, model.vocab_size
         self.gradient_bytes = self.cluster.software.gradient_bytes
+        self._kind_elements = cache(partial(parameters.kind_elements, self.model))
         self.layer_elements = cache(partial(parameters.trained_elements, self.model))
         self._dense_elements = cache(partial(parameters.dense_elements, self.model))
         self._frozen = cache(partial(frozen_places, self.model, self.vocab_size))
@@ -236,19 +238,32 @@ class DataAxis:
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
-        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor, dealing=layout.dealing)
-        if self.cluster.software.zero_unit == "tensor":
-            gathered_s, summed_s = self._all_tensors_s(layer, group)
-            if not layout.shards_weights:
-                return 0.0
-            return layers * (_gathers(layout) * gathered_s + summed_s)
-        unit = self.layer_elements(layout.tensor, layout.dealing)
-        gathered_s, summed_s = self._unit_pair_s(unit, group)
-        if not layout.shards_weights:
-            return layers * summed_s
-        (frozen,) = self._frozen(layer)
-        gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
-        return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
+        runs = trained_runs(self.model.runs())
+        share = layers / max(1, count_of(runs))  # of the model's trained layers
+        whole_s, most_s = 0.0, 0.0  # of gathers: the sum, and the maximum over layers
+        least_s = 0.0
+        for kind, count in runs:
+            layer = ModelPart(
+                (LayerRun(kind, 1),),
+                first=False,
+                last=False,
+                tensor=layout.tensor,
+                dealing=layout.dealing,
+            )
+            if self.cluster.software.zero_unit == "tensor":
+                gathered_s, summed_s = self._all_tensors_s(layer, group)
+                if layout.shards_weights:
+                    least_s += count * (_gathers(layout) * gathered_s + summed_s)
+                continue
+            unit = self._kind_elements(kind, layout.tensor, layout.dealing)
+            gathered_s, summed_s = self._unit_pair_s(unit, group)
+            least_s += count * summed_s
+            if layout.shards_weights:
+                (frozen,) = self._frozen(layer)
+                gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
+                whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
+        # the weights of one layer are still in memory
+        return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
         """Return the seconds of gathering a unit's weights, and of summing its gradient. To sum the
@@ -261,9 +276,10 @@ class DataAxis:
 
     # -- tensor by tensor ------------------------------------------------------------------------
 
-    def layer_tensors(self, tensor: int) -> list[int]:
-        """Return the number of elements of each trainable weight of a layer on one tensor rank."""
-        every = trained(parameters.layer(self.model).values())
+    def layer_tensors(self, tensor: int, kind: LayerKind | None = None) -> list[int]:
+        """Return the number of elements of each trainable weight of a layer on one tensor rank. If
+        `kind` is None, the result is for the last layer."""
+        every = trained(parameters.layer(self.model, kind).values())
         return [size for part in every for size in part.weights(tensor)]
 
     def _table_elements(self, tensor: int) -> int:
@@ -274,9 +290,11 @@ class DataAxis:
         all tensors of a stage's layers and over the vocabulary's table, with separate messages for
         each tensor. Small tensors cost mostly latency, so the total size alone would not give the
         time."""
-        sizes = self.layer_tensors(held.tensor)
-        pairs = [self._tensor_pair_s(size, group) for size in sizes]
-        gathered_s, summed_s = (held.layers * sum(part) for part in zip(*pairs, strict=True))
+        gathered_s = summed_s = 0.0
+        for kind, count in held.runs:
+            for size in self.layer_tensors(held.tensor, kind):
+                pair = self._tensor_pair_s(size, group)
+                gathered_s, summed_s = gathered_s + count * pair[0], summed_s + count * pair[1]
         layers_alone = held._replace(first=False, last=False)
         for units in self._frozen(layers_alone):  # each unit is gathered as one tensor
             gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)

@@ -19,7 +19,8 @@ OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
 
 class HeldParts:
     """The stages and parts of a model that each rank of a layout holds. A place is the embedding, a
-    layer or the head. `table` maps each kind of place to its parts by name."""
+    layer or the head. `ends` has the parts by name of embedding and head, and `of_kind` has the
+    parts of each kind of layer."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -27,20 +28,20 @@ class HeldParts:
         first = layout.first_layers
         self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
         self.last = self.placed.stages - 1
-        self.table = {
-            "layer": parameters.layer(self.model, dealing=layout.dealing),
-            "idle": parameters.layer(self.model, 0, layout.dealing),
-            "embedding": parameters.embedding(self.model, model.vocab_size),
-            "head": parameters.head(self.model, model.vocab_size),
+        self.ends = {
+            EMBEDDING: parameters.embedding(self.model, model.vocab_size),
+            HEAD: parameters.head(self.model, model.vocab_size),
+        }
+        self.of_kind = {
+            run.kind: parameters.layer(self.model, run.kind, layout.dealing)
+            for run in self.model.runs()
         }
 
     def _parts_of(self, place: str) -> dict[str, Part]:
         """Return the parts of a place."""
-        if place in (EMBEDDING, HEAD):
-            return self.table[place]
-        if int(place) < self.model.adapt.first_layer:
-            return self.table["idle"]
-        return self.table["layer"]
+        if place in self.ends:
+            return self.ends[place]
+        return self.of_kind[self.model.kind_of(int(place))]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
         """Yield (place, name in the table, part) for each trained part of a stage or, if `trains`
@@ -163,7 +164,7 @@ class HeldParts:
     def tied(self) -> int:
         """Return the number of elements, on a tensor rank, of the trained table that embedding and
         head share; 0 if there is none."""
-        word = self.table["embedding"][WORD_TABLE]
+        word = self.ends[EMBEDDING][WORD_TABLE]
         if not self.model.tie_embeddings or not word.trains:
             return 0
         return sum(word.weights(self.tensor))

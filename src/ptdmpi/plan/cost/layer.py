@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import (
@@ -165,19 +166,16 @@ class TensorRank:
 
 
 class LayerTimes(TensorRank):
-    """Times of one layer of a model on a tensor rank: of layer `number` or, if `number` is None, of
-    the last layer."""
+    """Times of one layer of a model on a tensor rank: of a layer of kind `kind` or, if `kind` is
+    None, of the last layer."""
 
     def __init__(
-        self, machine: Machine, model: Model, layout: Layout, number: int | None = None
+        self, machine: Machine, model: Model, layout: Layout, kind: LayerKind | None = None
     ) -> None:
         super().__init__(machine, model, layout)
-        self.rows = operators(describe.layer(model.config, number))
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Return the bytes of the tensor between two layers on this rank."""
-        return self.sizes.boundary_bytes
+        if kind is None:
+            kind = model.config.kind_of(model.config.layers - 1)
+        self.rows = operators(describe.layer_of(model.config, kind))
 
     def _messages(self, phase: Phase) -> list[Message]:
         return list(messages(self.rows, self.sizes, phase))

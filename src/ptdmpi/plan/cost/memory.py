@@ -15,6 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ptdmpi.config import Config, Layout, ModelConfig
+from ptdmpi.config.kinds import LayerKind, Runs
 from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
@@ -35,7 +36,8 @@ CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of cached results
 
 
-Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of a stage: see `_sort`
+# the properties of a stage: see `_sort`
+Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
 
 
 @dataclass(frozen=True)
@@ -214,13 +216,13 @@ class MemoryModel:
     def _sort(
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
-        """Return the properties that determine a stage's memory: the number of its layers without a
-        backward, the number of its other layers by mode of recomputation, True if it is the model's
-        first stage, and True if it is the model's last stage. `own` are the layers of the stage."""
+        """Return the properties that determine a stage's memory: its layers without a backward, its
+        other layers by kind and by mode of recomputation, True if it is the model's first stage,
+        and True if it is the model's last stage. `own` are the layers of the stage."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
-        others = tuple(segments(layout, own[idle:]))
-        return idle, others, stage == 0, stage == placed.stages - 1
+        others = tuple(segments(self.model, layout, own[idle:]))
+        return self.model.runs(own[:idle]), others, stage == 0, stage == placed.stages - 1
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`

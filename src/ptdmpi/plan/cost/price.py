@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.layer import Seconds
 from ptdmpi.plan.cost.memory import Footprint
 from ptdmpi.plan.cost.step import StepTimes, backward_of, splits
 from ptdmpi.plan.layout.run_method import RunMethod
@@ -142,7 +143,10 @@ class Pricer:
 
     def rough_work_s(self, layout: Layout) -> float:
         """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
-        p, fewest = layout.pipeline, self.model.config.layers // layout.stages
+        config = self.model.config
+        p, fewest = layout.pipeline, config.layers // layout.stages
+        if config.has_unlike_layers:  # a stage may have few layers with much work
+            fewest = 1
         worked_s, passed_s = self._rough(layout)
         # the mean rank is in the middle: half of the other ranks fill the pipeline before it, and
         # half drain the pipeline after it; if the first stage has fewer layers, all other stages
@@ -165,22 +169,19 @@ class Pricer:
             splits(layout),
         )
         if key not in self._roughly:
-            (layer, ends), config = self.times.kernels(layout), self.model.config
-            back = backward_of(layer, layout)
-            # if only some layers are recomputed, the bound ignores recomputation
-            if layout.recompute_layers is None:
-                back = back + layer.recomputed(layout)
-            each = layer.forward.total + back.total
-            idle, ahead_s = config.idle(), self.times.idle_layer(layout).forward.total
-            layers_s = (config.layers - idle) * each + idle * ahead_s
-            work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
-            # after split backwards no rank waits at the end of the step (see
-            # StageTimes.lower_bound_s)
-            passed = each
-            if splits(layout):
-                passed = layer.forward.total
-            if idle:
-                passed = min(passed, ahead_s)
+            layers_s, passed = self.times.ends(layout).total_s, math.inf
+            for kind, count in self.model.config.runs():
+                layer = self.times.layer(layout, kind)
+                back = Seconds() if kind.idle else backward_of(layer, layout)
+                # if only some layers are recomputed, the bound ignores recomputation
+                if layout.recompute_layers is None and not kind.idle:
+                    back = back + layer.recomputed(layout)
+                layers_s += count * (layer.forward.total + back.total)
+                # after split backwards no rank waits at the end of the step (see
+                # StageTimes.lower_bound_s)
+                waited = layer.forward.total + back.total * (not splits(layout))
+                passed = min(passed, waited)
+            work = layout.microbatches(self.batch) * layers_s
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 
@@ -211,7 +212,7 @@ class Pricer:
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.times.data.layer_elements(t, layout.dealing)
         train = self._trained_layers / layout.pipeline * each
-        frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
+        frozen = layers * layer_elements(config, t) - train if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)
         standing += self.memory.least_frozen_bytes(layout, frozen, layers, t)
         return standing <= self.usable_bytes - self.memory.runtime_bytes

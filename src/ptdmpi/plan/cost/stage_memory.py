@@ -1,13 +1,14 @@
 """The memory that a stage needs for one microbatch: kept bytes, and working memory of its ops."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.choices import RECOMPUTE_MODES
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.layout import Dealing
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
@@ -28,15 +29,13 @@ from ptdmpi.plan.shape.parameters import ModelPart, frozen_layer, frozen_places
 class PartBytes:
     """Bytes of activations of one microbatch, for each part of a model that a stage may contain.
 
-    `layers` has the bytes of a layer, by mode of recomputation. `idle` is the largest number of
-    bytes that the forward of a layer without a backward needs. `loss_works` is the largest working
-    memory of the head's backward, in addition to the bytes that the head keeps. `sent` has the
-    bytes of the output sent to the next stage.
+    `layers` has the bytes of a layer, by kind. `loss_works` is the largest working memory of the
+    head's backward, in addition to the bytes that the head keeps. `sent` has the bytes of the
+    output sent to the next stage.
     """
 
     sizes: Sizes
-    layers: dict[str, LayerBytes]
-    idle: int
+    layers: dict[LayerKind, "KindBytes"]
     embedding: int
     head: int
     loss_works: int
@@ -45,17 +44,29 @@ class PartBytes:
 
 
 @dataclass(frozen=True)
-class SplitBytes:
-    """Bytes of the operands that a split backward keeps from I (gradient of the input) to W
-    (gradients of the weights), for one microbatch.
+class KindBytes:
+    """Bytes of activations of one microbatch in a layer of one kind.
 
-    `layer_adds` and `head_adds` are the working memory that W needs in addition to the operands.
+    `modes` has the bytes by mode of recomputation. `idle` is the largest number of bytes that the
+    forward of such a layer needs if it has no backward. `operands` and `adds` are the bytes of the
+    operands that a split backward keeps, and the working memory of W (gradients of the weights).
     """
 
-    layer: int
+    modes: dict[str, LayerBytes]
+    idle: int
+    operands: int
+    adds: int
+
+
+@dataclass(frozen=True)
+class SplitBytes:
+    """Bytes of the operands that a split backward keeps from I (gradient of the input) to W
+    (gradients of the weights) in the embedding and in the head, for one microbatch. `head_adds` is
+    the working memory that W needs in addition to the operands of the head.
+    """
+
     embedding: int
     head: int
-    layer_adds: int
     head_adds: int
 
 
@@ -196,7 +207,9 @@ class StageMemory:
         The input of a stage other than the first stage is counted as the input of its first layer.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
-        kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
+        kept = 0
+        for kind, mode, count in segments(self.model, layout, own):
+            kept += count * parts.layers[kind].modes[mode].kept
         if stage == 0:
             kept += parts.embedding
         if stage == layout.stages - 1:
@@ -206,8 +219,10 @@ class StageMemory:
     def operand_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that one microbatch keeps in a stage from I (gradient of the input) to W
         (gradients of the weights)."""
-        split = self.parts(layout).split
-        kept = len(self._backward(layout, stage)) * split.layer
+        parts = self.parts(layout)
+        split = parts.split
+        runs = self.model.runs(self._backward(layout, stage))
+        kept = sum(count * parts.layers[kind].operands for kind, count in runs)
         if stage == 0:
             kept += split.embedding
         if stage == layout.stages - 1:
@@ -219,7 +234,7 @@ class StageMemory:
         gradient of the input).
 
         I frees activations and stores operands for W (gradients of the weights). The layer that is
-        computed also needs its working memory. All layers with the same mode of recomputation
+        computed also needs its working memory. All layers of one kind and mode of recomputation
         change the number of bytes by the same amount. So the peak is at the loss, in the last or
         the first layer of such a group of layers, or at the end.
         """
@@ -229,9 +244,9 @@ class StageMemory:
         if stage == layout.stages - 1:
             most = held + parts.loss_works
             held += split.head - parts.head
-        for mode, count in reversed(list(segments(layout, own))):
-            layer = parts.layers[mode]
-            grows = split.layer - layer.kept
+        for kind, mode, count in reversed(list(segments(self.model, layout, own))):
+            layer = parts.layers[kind].modes[mode]
+            grows = parts.layers[kind].operands - layer.kept
             works = held + layer.input_works
             most = max(most, works, works + (count - 1) * grows)
             held += count * grows
@@ -241,25 +256,27 @@ class StageMemory:
     def weight_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that a stage's W (gradients of the weights) needs in addition to the
         operands."""
-        split = self.parts(layout).split
+        parts, layers = self.parts(layout), self.split(layout)[stage]
+        adds = max(parts.layers[trained_kind(run.kind)].adds for run in self.model.runs(layers))
         if stage == layout.stages - 1:
-            return max(split.layer_adds, split.head_adds)
-        return split.layer_adds
+            return max(adds, parts.split.head_adds)
+        return adds
 
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
-        The peak is at the loss, or in the last layer of each group of layers with the same mode of
-        recomputation: when the backward of an earlier layer in the group runs, more memory has been
-        freed.
+        The peak is at the loss, or in the last layer of each group of layers of one kind and mode
+        of recomputation: when the backward of an earlier layer in the group runs, more memory has
+        been freed.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
         if stage == layout.stages - 1:
             most, freed = max(most, parts.loss_works), parts.head
-        for mode, count in reversed(list(segments(layout, own))):
-            most = max(most, parts.layers[mode].works - freed)
-            freed += count * parts.layers[mode].kept
+        for kind, mode, count in reversed(list(segments(self.model, layout, own))):
+            layer = parts.layers[kind].modes[mode]
+            most = max(most, layer.works - freed)
+            freed += count * layer.kept
         return most
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
@@ -314,25 +331,32 @@ class StageMemory:
             expert_tensor=key.expert_tensor,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software, on_host=self.on_host)
-        layer = describe.layer(self.model)
+        kinds = {trained_kind(run.kind) for run in self.model.runs()}
         embedding = self._embedding()
         head = self._head()
         keeps_sent = key.sends and self.software.keeps_outputs
         return PartBytes(
             sizes=sizes,
-            layers={mode: folds.layer_bytes(layer, sizes, mode) for mode in RECOMPUTE_MODES},
-            idle=folds.idle_bytes(folds.operators(layer), sizes),
+            layers={kind: self._kind_bytes(kind, sizes) for kind in kinds},
             embedding=folds.kept_bytes(embedding, sizes),
             head=folds.kept_bytes(head, sizes),
             loss_works=folds.head_works(head, sizes),
             sent=sizes.boundary_bytes * keeps_sent,
             split=SplitBytes(
-                layer=folds.operand_bytes(folds.operators(layer), sizes),
                 embedding=folds.operand_bytes(embedding, sizes),
                 head=folds.operand_bytes(head, sizes),
-                layer_adds=folds.adding_bytes(folds.operators(layer), sizes),
                 head_adds=folds.adding_bytes(head, sizes),
             ),
+        )
+
+    def _kind_bytes(self, kind: LayerKind, sizes: Sizes) -> KindBytes:
+        layer = describe.layer_of(self.model, kind)
+        rows = folds.operators(layer)
+        return KindBytes(
+            modes={mode: folds.layer_bytes(layer, sizes, mode) for mode in RECOMPUTE_MODES},
+            idle=folds.idle_bytes(rows, sizes),
+            operands=folds.operand_bytes(rows, sizes),
+            adds=folds.adding_bytes(rows, sizes),
         )
 
     def _embedding(self) -> tuple[Operator, ...]:
@@ -355,19 +379,32 @@ class StageMemory:
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
     """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
     that the stage keeps of its microbatch. The caller adds the kept bytes."""
-    if not memory.model.idle(memory.split(layout)[stage]):
+    layers = memory.model.runs(memory.split(layout)[stage])
+    idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
+    if not idle:
         return 0
-    return max(0, memory.parts(layout).idle - memory.kept_bytes(layout, stage))
+    parts = memory.parts(layout)
+    most = max(parts.layers[kind].idle for kind in idle)
+    return max(0, most - memory.kept_bytes(layout, stage))
 
 
-def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield (mode of recomputation, number of layers) for each group of neighbouring layers with
-    the same mode, in the order of the layers."""
-    most = layout.recompute_layers
-    recomputed = len(layers)
-    if layers and layout.recompute == "full" and most is not None:
-        recomputed = min(max(0, most - layers[0]), len(layers))
-    if recomputed:
-        yield layout.recompute, recomputed
-    if recomputed < len(layers):
-        yield "none", len(layers) - recomputed
+def trained_kind(kind: LayerKind) -> LayerKind:
+    """Return the kind of such a layer with a backward. The memory of a layer without a backward is
+    computed from this kind, too."""
+    return kind._replace(idle=False)
+
+
+def segments(
+    model: ModelConfig, layout: Layout, layers: range
+) -> Iterator[tuple[LayerKind, str, int]]:
+    """Yield (kind, mode of recomputation, number of layers) for each group of neighbouring layers
+    of one kind and mode, in the order of the layers. All these layers have a backward."""
+    most = layout.recompute_layers if layout.recompute == "full" else None
+    start = layers.start
+    for kind, count in model.runs(layers):
+        recomputed = count if most is None else min(max(0, most - start), count)
+        if recomputed:
+            yield kind, layout.recompute, recomputed
+        if recomputed < count:
+            yield kind, "none", count - recomputed
+        start += count

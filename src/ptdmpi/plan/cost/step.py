@@ -4,6 +4,7 @@ work after the pipeline."""
 import itertools
 from collections.abc import Sequence
 
+from ptdmpi.config.kinds import LayerKind, count_of, trained_runs
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.cost.data_axis import DataAxis, InOps
@@ -46,48 +47,40 @@ class StepTimes:
             on_host=cluster.on_host,
             method=self.method,
         )
-        self._layers: dict[tuple[object, ...], tuple[LayerTimes, EndTimes]] = {}
-        self._idle: dict[tuple[object, ...], LayerTimes] = {}
+        self._layers: dict[tuple[object, ...], LayerTimes] = {}
+        self._ends: dict[tuple[object, ...], EndTimes] = {}
 
-    def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
-        """Return the times of a layer, and of embedding and head, on one tensor rank."""
-        key = _layer_key(layout)
+    def layer(self, layout: Layout, kind: LayerKind) -> LayerTimes:
+        """Return the times of a layer of kind `kind` on one tensor rank."""
+        key = (kind, *_layer_key(layout))
         if key not in self._layers:
-            priced = (self.machine, self.model, layout)
-            self._layers[key] = LayerTimes(*priced), EndTimes(*priced)
+            self._layers[key] = LayerTimes(self.machine, self.model, layout, kind)
         return self._layers[key]
 
-    def idle_layer(self, layout: Layout) -> LayerTimes:
-        """Return the times of a layer that has no backward and no adapters."""
+    def ends(self, layout: Layout) -> EndTimes:
+        """Return the times of embedding and head on one tensor rank."""
         key = _layer_key(layout)
-        if key not in self._idle:
-            self._idle[key] = LayerTimes(self.machine, self.model, layout, 0)
-        return self._idle[key]
+        if key not in self._ends:
+            self._ends[key] = EndTimes(self.machine, self.model, layout)
+        return self._ends[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """Return the times of (forward, backward) of each stage, for one microbatch."""
-        layer, ends = self.kernels(layout)
-        # a recomputed layer computes its forward, or a part of it, again before its backward
-        layer_backward = backward_of(layer, layout)
-        layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
-        again = (layer_backward + recomputed_s).launched
-        layer_backward = layer_backward.launched
-        idle_forward, most = self.idle_layer(layout).forward.launched, layout.recompute_layers
-        alike: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
+        ends, most = self.ends(layout), layout.recompute_layers
+        alike: dict[tuple[tuple[LayerKind, int, int], ...], tuple[Seconds, Seconds]] = {}
         stages = []
         held = self.memory.stages
         for layers, part in zip(held.split(layout), held.stage_parts(layout), strict=True):
-            idle, own = part.idle, part.layers - part.idle
-            # how many of this stage's layers are among the model's first `most` layers
-            before = layers.start + idle
-            recomputed = own if most is None else min(max(0, most - before), own)
-            key = (idle, own, recomputed)
+            counts = []
+            start = layers.start
+            for kind, count in part.runs:
+                # how many of these layers are among the model's first `most` layers
+                again = count if most is None else min(max(0, most - start), count)
+                counts.append((kind, count, again))
+                start += count
+            key = tuple(counts)
             if key not in alike:
-                backward = again * recomputed
-                if recomputed < own:
-                    backward = backward + layer_backward * (own - recomputed)
-                forward = layer_forward * own
-                alike[key] = (forward + idle_forward * idle if idle else forward, backward)
+                alike[key] = self._summed_seconds(layout, key)
             stages.append(alike[key])
         forward, back = stages[0]
         stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
@@ -95,14 +88,35 @@ class StepTimes:
         stages[-1] = (forward + ends.head_forward, back + ends.head_backward)
         return stages
 
+    def _summed_seconds(
+        self, layout: Layout, counts: Sequence[tuple[LayerKind, int, int]]
+    ) -> tuple[Seconds, Seconds]:
+        """Return the times of (forward, backward) of some layers for one microbatch. `counts` has,
+        for each run of equal layers, their kind, their number, and the number of those that
+        recomputation may compute again."""
+        forward = backward = Seconds()
+        for kind, count, recomputed in counts:
+            layer = self.layer(layout, kind)
+            forward = forward + layer.forward.launched * count
+            if kind.idle:
+                continue
+            own = backward_of(layer, layout)
+            # a recomputed layer computes its forward, or a part of it, again before its backward
+            again = (own + layer.recomputed(layout)).launched
+            backward = backward + again * recomputed + own.launched * (count - recomputed)
+        return forward, backward
+
     def weight_seconds(self, layout: Layout) -> list[Seconds]:
         """Return the seconds that each stage's backward spends on W, the gradients of weights; []
         if no backward is split."""
         if not splits(layout):
             return []
-        layer, ends = self.kernels(layout)
-        parts = self.memory.stages.stage_parts(layout)
-        stages = [layer.weights.launched * (part.layers - part.idle) for part in parts]
+        ends = self.ends(layout)
+        stages = []
+        for part in self.memory.stages.stage_parts(layout):
+            runs = trained_runs(part.runs)
+            works = (self.layer(layout, kind).weights.launched * count for kind, count in runs)
+            stages.append(sum(works, Seconds()))
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
         return stages
@@ -169,13 +183,13 @@ class StepTimes:
         only its slice, and the tensor ranks of the next stage gather the slices (Narayanan et al.
         2021, section 4.1).
         """
-        layer, _ = self.kernels(layout)
-        size = layer.boundary_bytes
+        ends = self.ends(layout)
+        size = ends.sizes.boundary_bytes
         scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
         if not scatter:
             return self.machine.send_s(size, crosses_nodes=crosses)
         part_s = self.machine.send_s(size / layout.tensor, crosses_nodes=crosses)
-        return part_s + self.machine.all_gather_s(size, layer.group)
+        return part_s + self.machine.all_gather_s(size, ends.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
         """Return two times in seconds after the pipeline's last backward: the time of the messages
@@ -208,7 +222,7 @@ class StepTimes:
         ranks `ranks` and over the ranks of their shard groups."""
         if not self.method.matrices:
             return 0.0
-        groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
+        groups = self.ends(layout).group, self.data.shard_group(layout)
         cut, sharing = Cut.of(layout), layout.sharing
         every = (self.memory.stages.dealt(cut, layout.tensor, rank, sharing) for rank in ranks)
         works = itertools.chain.from_iterable(every)
@@ -219,12 +233,14 @@ class StepTimes:
         the mean work of the ranks of a shard group, without messages."""
         if not self.method.matrices:
             return 0.0
-        group, t = self.kernels(layout)[0].group, layout.tensor
+        group, t, config = self.ends(layout).group, layout.tensor, self.model.config
+        runs = trained_runs(config.runs())
         each = (
-            self.update.matrix_s(matrix, t, group)
-            for matrix in wholes(self.model.config, t, layout.dealing)
+            count * self.update.matrix_s(matrix, t, group)
+            for kind, count in runs
+            for matrix in wholes(config, t, layout.dealing, kind)
         )
-        return layers * sum(each) / layout.shards
+        return layers / max(1, count_of(runs)) * sum(each) / layout.shards
 
 
 def splits(layout: Layout) -> bool:

@@ -131,7 +131,7 @@ class StepTraffic:
         """Add the messages that sum, over ranks, the number of tokens of each expert in each layer,
         and the losses of the routers."""
         layout, losses = self.layout, len(self.model.router_losses)
-        size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
+        size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
         if layout.dealing.whole:  # each tensor rank has other tokens

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.layer.account import (
     Elementwise,
     FusedAttention,
@@ -42,15 +42,26 @@ class SplitHeads(Operator):
     this rank x head size] -> queries, keys and values by head, normalised and rotated.
 
     `norms` are the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
-    2302.05442, section 2); empty if the model has no such norms. `rotates` is True if the model has
-    RoPE (Su et al. 2021, arXiv 2104.09864).
+    2302.05442, section 2), or over all heads together if `joins_heads` is True (Muennighoff et al.
+    2024, arXiv 2409.02060, section 2); empty if the model has no such norms. `rotates` is True if
+    the model has RoPE (Su et al. 2021, arXiv 2104.09864).
     """
 
     norms: tuple[tuple[str, Norm], ...] = ()
     rotates: bool = False
+    joins_heads: bool = False
 
     def parts(self) -> dict[str, Part]:
         return dict(self.norms)
+
+    def refuses(self, layout: Layout) -> str | None:
+        # each tensor rank has only some of the heads
+        if self.joins_heads and layout.tensor > 1:
+            return (
+                f'model.qk_norm = "all" normalises all heads together, but parallel.tensor = '
+                f"{layout.tensor} divides them; legal: tensor = 1"
+            )
+        return None
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
@@ -112,7 +123,7 @@ class SplitHeads(Operator):
         heads, kv_heads = sizes.local_heads
         size = sizes.tokens * (heads + 2 * kv_heads) * sizes.model.head_size
         yield Item("attention.query_key_norms.input", size, sizes.compute_bytes)
-        rows = sizes.tokens * (heads + kv_heads)
+        rows = sizes.tokens * (2 if self.joins_heads else heads + kv_heads)
         yield norm_statistics(sizes, "attention.query_key_norms", rows)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:

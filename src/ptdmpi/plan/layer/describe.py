@@ -8,7 +8,8 @@ sublayer adds its output to the residual stream x [positions, sequences, hidden 
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
 
-In a mixture of experts the MLP is x -> norm -> router, experts -> x + dropout.
+In a layer with experts the MLP is x -> norm -> router, experts -> x + dropout. Some layers of a
+model may have experts, and others not.
 """
 
 import math
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import targets_of
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
@@ -54,11 +56,12 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerBuild:
-    """The arguments from which a sublayer of a layer is made: the model, and True (`adapted`) if
-    the linears of the layer have adapters."""
+    """The arguments from which a sublayer of a layer is made: the model, True (`adapted`) if the
+    linears of the layer have adapters, and True (`mixes`) if the layer has experts."""
 
     model: ModelConfig
     adapted: bool
+    mixes: bool
 
     @property
     def residual_std(self) -> float:
@@ -139,7 +142,11 @@ def attention(build: LayerBuild) -> Sublayer:
     if model.qk_norm:
         trains = not model.adapt.adapts
         head = norm_part(model, model.head_size, sees="heads", trains=trains)
-        norms = (("attention.query_norm", head), ("attention.key_norm", head))
+        query_norm = key_norm = head
+        if model.qk_norm == "all":
+            query_norm = norm_part(model, query, sees="all", trains=trains)
+            key_norm = norm_part(model, key_value, sees="all", trains=trains)
+        norms = (("attention.query_norm", query_norm), ("attention.key_norm", key_norm))
     rotates = model.positions == "rope"
     product = build.product("attention.out", out, "y", "y")
     keeps = product.keeps_input or bool(product.adapters)
@@ -153,6 +160,7 @@ def attention(build: LayerBuild) -> Sublayer:
             outputs=("q", "k", "v"),
             norms=norms,
             rotates=rotates,
+            joins_heads=model.qk_norm == "all",
         ),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),
@@ -165,7 +173,7 @@ def attention(build: LayerBuild) -> Sublayer:
 def mlp(build: LayerBuild) -> Sublayer:
     """Return the MLP sublayer of a layer: two linears around an activation function or around a
     gated unit (Shazeer 2020), or a mixture of experts."""
-    if build.model.experts:
+    if build.mixes:
         return _mixture(build)
     return build.sublayer("mlp", 1, *_feed_forward(build, "mlp", build.model.ffn_hidden))
 
@@ -242,9 +250,12 @@ def _mixture(build: LayerBuild) -> Sublayer:
 def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
     """Return the sublayers of layer `number`. If `number` is None, return the sublayers of the last
     layer, which has adapters if any layer has adapters."""
-    at = model.layers - 1 if number is None else number
-    adapted = model.adapt.adapts and at >= model.adapt.first_layer
-    build = LayerBuild(model, adapted)
+    return layer_of(model, model.kind_of(model.layers - 1 if number is None else number))
+
+
+def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
+    """Return the sublayers of a layer of kind `kind`."""
+    build = LayerBuild(model, model.adapt.adapts and not kind.idle, kind.mixes)
     makers = [plugin("sublayers", SUBLAYERS.get(name, name)) for name in model.sublayers]
     sublayers = tuple(make(build) for make in makers)
     _require_own_masks(sublayers)

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 
 from ptdmpi.config import Layout, ModelConfig, legality
-from ptdmpi.plan.layer.describe import layer
+from ptdmpi.plan.layer.describe import layer_of
 from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layer.operator import Operator
 
@@ -41,6 +41,7 @@ def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _with_rules(model: ModelConfig) -> tuple[Operator, ...]:
-    """Return the operators of a layer that have rules of their own about layouts."""
-    rows = operators(layer(model))
-    return tuple(row for row in rows if type(row).refuses is not Operator.refuses)
+    """Return the operators of the layers that have rules of their own about layouts."""
+    kinds = {run.kind for run in model.runs()}
+    rows = {row.name: row for kind in kinds for row in operators(layer_of(model, kind))}
+    return tuple(row for row in rows.values() if type(row).refuses is not Operator.refuses)

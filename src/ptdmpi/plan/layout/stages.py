@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.plan.layout.unlike import split_unlike
 from ptdmpi.plan.schedule.orders import Placement, placement
-from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
+from ptdmpi.plan.shape.flops import (
+    head_forward_flops,
+    kind_forward_flops,
+    layer_forward_flops,
+)
 
 DECIMALS = 9  # decimal places of work, in units of layers; smaller differences are rounding errors
 
@@ -37,10 +42,18 @@ def split_model(
     If `balanced` is True, the split treats the output head as the work of several layers. `first`
     is the number of layers in the first stage; if it is None, the best number is chosen.
     """
-    head = 0.0
-    if balanced:
-        head = head_in_layers(model, vocab_size)
+    if model.has_unlike_layers:
+        head = head_forward_flops(model, vocab_size) if balanced else 0.0
+        return [*split_unlike(_works(model), placed, head, first)]
+    head = head_in_layers(model, vocab_size) if balanced else 0.0
     return split_layers(model.layers, placed, head, first)
+
+
+@lru_cache(maxsize=64)
+def _works(model: ModelConfig) -> tuple[float, ...]:
+    """Return the forward FLOPs per token of each layer."""
+    runs = ((kind_forward_flops(model, kind), count) for kind, count in model.runs())
+    return tuple(flops for flops, count in runs for _ in range(count))
 
 
 def split_layers(

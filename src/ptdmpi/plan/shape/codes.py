@@ -32,7 +32,8 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of elements of the largest tile into which `ptdmpi.engine.compress.units`
     cuts the trained parameters of a model."""
     cut = math.gcd(model.heads, model.ffn_hidden)
-    tables = (layer(model), embedding(model, vocab_size), head(model, vocab_size))
+    layers = [layer(model, run.kind) for run in model.runs()]
+    tables = (*layers, embedding(model, vocab_size), head(model, vocab_size))
     return max(_tile(part, cut) for parts in tables for part in parts.values() if part.trains)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.kinds import LayerRun, Runs, trained_runs
 from ptdmpi.config.zero import Sharing, covers_gradients
 from ptdmpi.plan.layer.describe import WORD_TABLE
 from ptdmpi.plan.layer.parts import ALIGNMENT, Part, Table, aligned, trained
@@ -128,20 +129,23 @@ def _cut(
     In each unit, tables and matrices come before vectors. Under ZeRO 2 and 3 a unit is a layer;
     under ZeRO 1 all parameters except a tied table are one unit.
     """
-    units = part.layers - part.idle
-    unit_layers = 1
+    runs = trained_runs(part.runs)
+    units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
     front = ends = 0
     if not covers_gradients(sharing.zero):
-        unit_layers = units
-        units = 1
+        units = [runs]
         front, ends = _elements_of_ends(model, vocab_size, part)
-    own = parameters.layer(model, dealing=part.dealing).values()
-    length = unit_layers * _aligned(own, part.tensor) + ends
     grain = ALIGNMENT * sharing.ranks
-    unit = range(-(-length // grain) * grain)
-    for _ in range(units):
+    for layers in units:
+        length = ends
+        matrices: list[Whole] = []
+        for kind, count in layers:
+            own = parameters.layer(model, kind, part.dealing).values()
+            length += count * _aligned(own, part.tensor)
+            matrices += wholes(model, part.tensor, part.dealing, kind) * count
+        unit = range(-(-length // grain) * grain)
         place = front
-        for whole in wholes(model, part.tensor, part.dealing) * unit_layers:
+        for whole in matrices:
             yield whole, slices(range(place, place + whole.local), unit, sharing.ranks)
             place += aligned(whole.local)
 

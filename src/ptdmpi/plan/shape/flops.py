@@ -1,6 +1,7 @@
 """Closed forms of a model's FLOPs: sums over the matrix products of its operators."""
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.kinds import LayerKind, trained_runs
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.ends import Predict
 from ptdmpi.plan.layer.folds import frozen_multiplications, multiplications, operators
@@ -8,8 +9,10 @@ from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.products import Multiply
 
 
-def _layer(model: ModelConfig, number: int | None = None) -> tuple[Operator, ...]:
-    return operators(describe.layer(model, number))
+def _layer(model: ModelConfig, kind: LayerKind | None = None) -> tuple[Operator, ...]:
+    if kind is None:
+        kind = model.kind_of(model.layers - 1)
+    return operators(describe.layer_of(model, kind))
 
 
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
@@ -21,7 +24,12 @@ def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
     (Narayanan et al. 2021, appendix). The result is also right for gated MLPs and grouped queries,
     whose linears have other sizes.
     """
-    return 2 * multiplications(_layer(model, number), model)
+    return kind_forward_flops(model, model.kind_of(model.layers - 1 if number is None else number))
+
+
+def kind_forward_flops(model: ModelConfig, kind: LayerKind) -> float:
+    """Return `layer_forward_flops` of a layer of kind `kind`."""
+    return 2 * multiplications(_layer(model, kind), model)
 
 
 def core_forward_flops(model: ModelConfig) -> float:
@@ -60,15 +68,18 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     first trained layer have no backward.
     """
     output = head_forward_flops(model, vocab_size)
-    idle = model.idle()
-    others = model.layers - idle
-    per_token = 3 * (others * layer_forward_flops(model) + output)
-    per_token += idle * layer_forward_flops(model, 0)
-    if model.adapt.adapts:
-        frozen_output = 0.0 if model.classifies else output
-        frozen = 2 * frozen_multiplications(_layer(model), model)
-        per_token -= others * frozen + frozen_output
-    return per_token * tokens
+    ahead = others = frozen = 0.0
+    for kind, count in model.runs():
+        forward = count * kind_forward_flops(model, kind)
+        if kind.idle:
+            ahead += forward
+            continue
+        others += forward
+        if model.adapt.adapts:
+            frozen += count * 2 * frozen_multiplications(_layer(model, kind), model)
+    if model.adapt.adapts and not model.classifies:
+        frozen += output
+    return (3 * (others + output) + ahead - frozen) * tokens
 
 
 def hardware_flops(
@@ -82,9 +93,9 @@ def hardware_flops(
     (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3; `model_flops` defines the symbols).
     """
     again = 0.0
-    if recompute == "full":
-        again = layer_forward_flops(model)
-    elif recompute == "selective":
-        again = core_forward_flops(model)
-    recomputed = layers - model.idle(range(layers))
-    return model_flops(model, vocab_size, tokens) + recomputed * again * tokens
+    for kind, count in trained_runs(model.runs(range(layers))):
+        if recompute == "full":
+            again += count * kind_forward_flops(model, kind)
+        elif recompute == "selective":
+            again += count * core_forward_flops(model)
+    return model_flops(model, vocab_size, tokens) + again * tokens

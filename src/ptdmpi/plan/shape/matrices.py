@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.layer.parts import Linear, LowRankPair
@@ -34,11 +35,17 @@ class Whole(NamedTuple):
         return sum(map(math.prod, self.shapes))
 
 
-def wholes(model: ModelConfig, tensor: int, dealing: Dealing = ON_ONE_RANK) -> list[Whole]:
-    """Return the trained matrices of a layer, in order. If `dealing` distributes experts over
-    ranks, the result has the experts of the first rank."""
+def wholes(
+    model: ModelConfig,
+    tensor: int,
+    dealing: Dealing = ON_ONE_RANK,
+    kind: LayerKind | None = None,
+) -> list[Whole]:
+    """Return the trained matrices of a layer, in order. If `kind` is None, the result is for the
+    last layer. If `dealing` distributes experts over ranks, the result has the experts of the first
+    rank."""
     matrices = list[Whole]()
-    for part in layer(model, dealing=dealing).values():
+    for part in layer(model, kind, dealing).values():
         if isinstance(part, Linear) and part.trains:
             shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
             matrices.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))
@@ -50,9 +57,12 @@ def wholes(model: ModelConfig, tensor: int, dealing: Dealing = ON_ONE_RANK) -> l
     return matrices
 
 
-def matrix_elements(model: ModelConfig, tensor: int) -> int:
-    """Return the number of elements of a layer's matrices on a tensor rank."""
-    return sum(matrix.local for matrix in wholes(model, tensor))
+def matrix_elements(model: ModelConfig) -> int:
+    """Return the number of elements of the trained matrices of all layers."""
+    return sum(
+        count * sum(matrix.local for matrix in wholes(model, 1, kind=kind))
+        for kind, count in model.runs()
+    )
 
 
 def iteration_bytes(compute_bytes: int) -> int:

@@ -2,11 +2,12 @@
 (`plan.layer.describe`)."""
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.kinds import LayerKind, Runs, count_of, merged, trained_runs
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.describe import WORD_TABLE
@@ -18,31 +19,39 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
-    It has `layers` layers; the first `idle` of them have no backward. `first` is True if it has the
+    `runs` are the runs of equal layers that it has, in order. `first` is True if it has the
     embedding, and `last` is True if it has the head. `dealing` says how the experts of its layers
     are distributed over ranks.
     """
 
-    layers: int
+    runs: Runs
     first: bool
     last: bool
     tensor: int = 1
-    idle: int = 0
     dealing: Dealing = ON_ONE_RANK
+
+    @property
+    def layers(self) -> int:
+        """Return the number of its layers."""
+        return count_of(self.runs)
+
+    @property
+    def idle(self) -> int:
+        """Return the number of its layers that have no backward."""
+        return self.layers - count_of(trained_runs(self.runs))
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":
         """Return the whole model on one rank."""
-        return cls(model.layers, True, True, idle=model.idle())
+        return cls(model.runs(), True, True)
 
     @classmethod
     def joined(cls, parts: Sequence["ModelPart"]) -> "ModelPart":
         """Return the part of a pipeline rank that has the stages `parts`."""
         return parts[0]._replace(
-            layers=sum(part.layers for part in parts),
+            runs=merged(run for part in parts for run in part.runs),
             first=any(part.first for part in parts),
             last=any(part.last for part in parts),
-            idle=sum(part.idle for part in parts),
         )
 
 
@@ -54,11 +63,10 @@ def stage_parts(
     last = len(layers) - 1
     return tuple(
         ModelPart(
-            layers=len(own),
+            runs=model.runs(own),
             first=stage == 0,
             last=stage == last,
             tensor=tensor,
-            idle=model.idle(own),
             dealing=dealing,
         )
         for stage, own in enumerate(layers)
@@ -66,12 +74,14 @@ def stage_parts(
 
 
 def layer(
-    model: ModelConfig, number: int | None = None, dealing: Dealing = ON_ONE_RANK
+    model: ModelConfig, kind: LayerKind | None = None, dealing: Dealing = ON_ONE_RANK
 ) -> dict[str, Part]:
-    """Return the parts of layer `number` by name. If `number` is None, it is the last layer, which
-    has adapters if any layer has adapters. If `dealing` distributes experts over ranks, the result
-    has only the experts of the first rank."""
-    return parts_of(operators(describe.layer(model, number)), dealing)
+    """Return the parts of a layer by name. If `kind` is None, the result is for the last layer,
+    which has adapters if any layer has adapters. If `dealing` distributes experts over ranks, the
+    result has only the experts of the first rank."""
+    if kind is None:
+        kind = model.kind_of(model.layers - 1)
+    return parts_of(operators(describe.layer_of(model, kind)), dealing)
 
 
 def is_of_expert(name: str) -> bool:
@@ -104,27 +114,49 @@ def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def first_linear(model: ModelConfig) -> Linear:
-    """Return the first linear of a layer's MLP, or of one of its experts."""
-    parts = layer(model)
-    name = "mlp.experts.0.up" if model.experts else "mlp.up"
-    return as_linear(parts[name], "columns")
+    """Return the first linear of an expert, or of a layer's MLP if the model has no experts."""
+    mixes = model.experts > 0
+    parts = layer(model, LayerKind(mixes))
+    return as_linear(parts["mlp.experts.0.up" if mixes else "mlp.up"], "columns")
 
 
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Return the number of parameters of one layer on one tensor rank."""
-    return elements(layer(model).values(), tensor)
+    """Return the number of parameters of one layer on one tensor rank: the mean over the layers,
+    rounded down."""
+    counts = _counts(model.runs())
+    every = sum(times * elements(layer(model, kind).values(), tensor) for kind, times in counts)
+    return every // model.layers
+
+
+def kind_elements(
+    model: ModelConfig, kind: LayerKind, tensor: int = 1, dealing: Dealing = ON_ONE_RANK
+) -> int:
+    """Return the number of trained parameters of a layer of kind `kind` on one tensor rank, if
+    experts are distributed by `dealing`."""
+    return elements(trained(layer(model, kind, dealing).values()), tensor)
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank, if experts are
-    distributed by `dealing`."""
-    return elements(trained(layer(model, dealing=dealing).values()), tensor)
+    """Return the mean of `kind_elements` over the layers that have a backward, rounded down."""
+    return _mean_elements(model, lambda kind: kind_elements(model, kind, tensor, dealing))
 
 
 def dense_elements(model: ModelConfig, tensor: int) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank, without experts."""
-    parts = layer(model).items()
-    return elements(trained(part for name, part in parts if not is_of_expert(name)), tensor)
+    """Return the number of trained parameters of one layer on one tensor rank, without experts. The
+    result is the mean over the layers that have a backward, rounded down."""
+
+    def counted(kind: LayerKind) -> int:
+        parts = layer(model, kind).items()
+        return elements(trained(part for name, part in parts if not is_of_expert(name)), tensor)
+
+    return _mean_elements(model, counted)
+
+
+def _mean_elements(model: ModelConfig, counted: Callable[[LayerKind], int]) -> int:
+    """Return the mean of `counted` over the layers that have a backward, rounded down; 0 if there
+    are no such layers."""
+    runs = trained_runs(model.runs())
+    return sum(run.layers * counted(run.kind) for run in runs) // max(1, count_of(runs))
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
@@ -159,9 +191,9 @@ def places(
         return elements((part for part in parts if part.trains == trains), stage.tensor)
 
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    own = partial(layer, model, dealing=stage.dealing)
-    units = [[counted(own(0).values())]] * stage.idle
-    units += [[counted(own().values())]] * (stage.layers - stage.idle)
+    units: list[list[int]] = []
+    for kind, count in stage.runs:
+        units += [[counted(layer(model, kind, stage.dealing).values())]] * count
     if stage.first:
         front = counted(embedding(model, vocab_size).values())
         units = [[table, front - table], *units]
@@ -178,8 +210,7 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
     table once. The second use of the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
-    own = partial(layer, model, dealing=held.dealing)
-    held_layers = ((held.idle, own(0)), (held.layers - held.idle, own()))
+    held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]
     held_ends = ((int(held.first), table), (int(held.last), head(model, vocab_size)))
     count = train = 0
     for times, parts in (*held_layers, *held_ends):
@@ -195,9 +226,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters of the whole model; the table of a tied head is counted
     once."""
-    idle = model.idle()
-    count = idle * elements(layer(model, 0).values())
-    count += (model.layers - idle) * layer_elements(model)
+    counts = _counts(model.runs())
+    count = sum(times * elements(layer(model, kind).values()) for kind, times in counts)
     count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
     return count - table_elements(model, vocab_size) * model.tie_embeddings
 
@@ -215,9 +245,18 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
-    parts = layer(model)
+    parts = layer(model, LayerKind(mixes=True))
     each = elements(parts[f"mlp.experts.0.{linear}"] for linear in ("up", "down"))
-    return count - model.layers * (model.experts - model.experts_per_token) * each
+    unused = model.experts - model.experts_per_token
+    return count - len(model.mixing_layers) * unused * each
+
+
+def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:
+    """Return the number of layers of each kind."""
+    counts = Counter[LayerKind]()
+    for kind, count in runs:
+        counts[kind] += count
+    return list(counts.items())
 
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:

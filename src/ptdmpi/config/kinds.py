@@ -1,0 +1,47 @@
+"""Kinds of layers. All layers of one kind have the same operators, parameters and costs; only the
+windows of their attention may differ."""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class LayerKind(NamedTuple):
+    """The properties in which the layers of a model differ. `mixes` is True if a layer has experts.
+    `idle` is True if it comes before the first layer with adapters, and so has no backward pass."""
+
+    mixes: bool = False
+    idle: bool = False
+
+
+class LayerRun(NamedTuple):
+    """`layers` is a number of neighbouring layers of one kind."""
+
+    kind: LayerKind
+    layers: int
+
+
+Runs = tuple[LayerRun, ...]
+
+
+def merged(runs: Iterable[LayerRun]) -> Runs:
+    """Return the same layers with one run for all neighbouring runs of one kind."""
+    groups = itertools.groupby(runs, key=lambda run: run.kind)
+    return tuple(LayerRun(kind, sum(run.layers for run in group)) for kind, group in groups)
+
+
+def count_of(runs: Iterable[LayerRun]) -> int:
+    """Return the number of layers."""
+    return sum(run.layers for run in runs)
+
+
+def mixing_layers(layers: int, dense_layers: int, moe_every: int) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts, in a model that has experts. The first
+    `dense_layers` layers have none, and of the other layers only every `moe_every`-th layer of the
+    model has experts."""
+    return tuple(n for n in range(dense_layers, layers) if (n + 1) % moe_every == 0)
+
+
+def trained_runs(runs: Iterable[LayerRun]) -> Runs:
+    """Return the runs of layers that have a backward pass."""
+    return tuple(run for run in runs if not run.kind.idle)

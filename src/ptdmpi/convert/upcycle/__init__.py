@@ -1,0 +1,1 @@
+"""Upcycling: a dense model becomes a mixture of experts."""

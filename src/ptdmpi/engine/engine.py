@@ -114,10 +114,7 @@ class Engine:
         self.optimizer = Optimizer(
             config.optimizer, self.state, tensor, width_ratio=config.model.width_ratio
         )
-        routes_apart = config.layout.dealing.whole
-        self.balance = Balance(
-            config.model, axes, self.stages, self.state, routes_apart=routes_apart
-        )
+        self.balance = Balance(config, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
         # number of steps for which the state is trained; None while the state is being changed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import Axes
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import Config
 from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.output.losses import TOTAL, weights
 from ptdmpi.model.stage import Stage
@@ -61,23 +61,17 @@ class Balance:
     the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        axes: Axes,
-        stages: Mapping[int, Stage],
-        state: State,
-        *,
-        routes_apart: bool = False,
+        self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State
     ) -> None:
-        """Use the layers of `stages`. `routes_apart` is True if each tensor rank chooses experts
-        only for its own tokens."""
-        self.model = model
-        self.routes_apart = routes_apart
+        """Use the layers of `stages`."""
+        self.model = config.model
+        # True if each tensor rank chooses experts only for its own tokens
+        self.routes_apart = config.layout.dealing.whole
         self.axes = axes
         self.state = state
         self.mixtures: dict[int, Mixture] = {}
         # layer number -> row in the loads
-        self.rows = {layer: row for row, layer in enumerate(model.mixing_layers)}
+        self.rows = {layer: row for row, layer in enumerate(self.model.mixing_layers)}
         for stage in stages.values():
             self.mixtures |= stage.mixtures
 

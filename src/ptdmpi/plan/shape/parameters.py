@@ -110,9 +110,10 @@ def first_linear(model: ModelConfig) -> Linear:
     return as_linear(parts[name], "columns")
 
 
-def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Return the number of parameters of one layer on one tensor rank."""
-    return elements(layer(model).values(), tensor)
+def layer_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
+    """Return the number of parameters of one layer on one tensor rank, if experts are distributed
+    by `dealing`."""
+    return elements(layer(model, dealing=dealing).values(), tensor)
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
@@ -215,8 +216,8 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
-    parts = layer(model)
-    each = elements(parts[f"mlp.experts.0.{linear}"] for linear in ("up", "down"))
+    parts = layer(model).items()
+    each = elements(part for name, part in parts if name.startswith("mlp.experts.0."))
     return count - model.layers * (model.experts - model.experts_per_token) * each
 
 

@@ -47,9 +47,18 @@ SHAPES = {
         "model.shared_experts": 1,
     },
 }
+LORA = {"adapt.method": "lora", "adapt.rank": 2}
 ADAPTED = {  # frozen layers next to what trains
-    "lora": {"model.kind": "llama", "adapt.method": "lora", "adapt.rank": 2},
+    "lora": {"model.kind": "llama", **LORA},
     "ia3": {"model.kind": "llama", "adapt.method": "ia3"},
+    "lora of experts": {**EXPERTS, "model.experts": 4, "model.experts_per_token": 2, **LORA},
+    "lora beside experts": {
+        **EXPERTS,
+        "model.experts": 4,
+        "model.experts_per_token": 2,
+        **LORA,
+        "adapt.targets": ["attention.*"],
+    },
 }
 WIDENED = HostChoice(half="widened")
 HALF = ("bf16", "fp16")

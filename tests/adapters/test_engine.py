@@ -50,13 +50,16 @@ def rows_of(engine: Engine):
     """(prefix, linear's name, its output's rows, adapter's leaf) of each adapter of each layer."""
     model = engine.config.model
     parts = parameters.layer(model)
-    for target, (name, output) in targets_of(model.adapt, model.gates).items():
-        linear = parts[name]
+    for target, (name, output) in targets_of(model.adapt, model.gates, model.mlps).items():
+        whole = name.replace("mlp.experts.", "mlp.experts.0.")
+        linear = parts[whole]
         assert isinstance(linear, Linear)
         start = sum(linear.outputs[:output])
         rows = slice(start, start + linear.outputs[output])
         for i in range(model.adapt.first_layer, model.layers):
-            yield f"layers.{i}.{name}", rows, target.rpartition(".")[2], linear.split
+            for number in range(model.experts if whole != name else 1):
+                own = whole.replace(".0.", f".{number}.")
+                yield f"layers.{i}.{own}", rows, target.rpartition(".")[2], linear.split
 
 
 def merged(base: dict[str, Tensor], own: dict[str, Tensor], engine: Engine) -> dict[str, Tensor]:

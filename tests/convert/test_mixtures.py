@@ -1,17 +1,29 @@
 """Mixtral, Qwen3-MoE and OLMoE of Hugging Face, both ways: the same bytes, and the same logits."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import World
+from ptdmpi.config import AdaptConfig, InputError
 from ptdmpi.convert import check
+from ptdmpi.convert.adapters import load_adapter, merge
 from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.peft.export import export
+from ptdmpi.convert.peft.form import CONFIG_FILE, WEIGHTS_FILE
+from ptdmpi.convert.peft.read import import_peft
 from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import open_model
-from tests.convert._hugging_face import model, saved
+from tests._engines import logits_of, microbatches
+from tests._layers import difference
+from tests.convert._hugging_face import V, model, saved
+from tests.convert.test_adapters import asked, engine_over, kept
 from tests.convert.test_convert import contents
+from tests.parallel import parallel
 
 CASES = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
@@ -84,3 +96,53 @@ def test_dense_layers_that_are_not_the_first_are_refused(tmp_path):
     source = saved(tmp_path / "hf", "qwen3_moe", num_experts=4, mlp_only_layers=[1])
     with pytest.raises(InputError, match="mlp_only_layers"):
         from_hf(source, tmp_path / "ours")
+
+
+# family -> its module of expert 2's second linear in layer 1, and the short names of linears
+IN_PEFT = {
+    "mixtral": ("model.layers.1.block_sparse_moe.experts.2.w2", ["w1", "w2", "w3"]),
+    "qwen3_moe": (
+        "model.layers.1.mlp.experts.2.down_proj",
+        ["down_proj", "gate_proj", "up_proj"],
+    ),
+}
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_adapters_of_experts_are_merged_and_named_as_in_peft(comm, tmp_path, family):
+    """Each expert has its own A and B, under its own name."""
+    count = {"num_local_experts": 4}
+    if family != "mixtral":
+        count = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    base, lora = tmp_path / "base", AdaptConfig(method="lora", rank=3, alpha=6.0)
+    from_hf(saved(tmp_path / "hf", family, **count), base)
+    engine = engine_over(comm, base, lora)
+    adapter = kept(engine, base, tmp_path / "adapter")
+    batch = microbatches(engine.config, 0, 0, vocab_size=V)[0]
+    expected = logits_of(engine, batch)
+    for names in ({"adapter": adapter}, {}):
+        where = base
+        if not names:
+            merge(base, adapter, tmp_path / "merged")
+            where = tmp_path / "merged"
+        opened, _ = open_inference(where, World(comm), None, None, **names)
+        assert difference(asked(opened, batch.inputs), expected) < 1e-5
+    export(adapter, tmp_path / "peft")
+    module, short = IN_PEFT[family]
+    tensors = load_file(tmp_path / "peft" / WEIGHTS_FILE)
+    a, b = (tensors[f"base_model.model.{module}.lora_{letter}.weight"] for letter in "AB")
+    own = load_adapter(adapter).tensors
+    assert torch.equal(a, own["layers.1.mlp.experts.2.down.lora_down.a"])
+    assert torch.equal(b, own["layers.1.mlp.experts.2.down.lora_down.b"])
+    config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
+    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert config["target_modules"] == sorted([*short, *attention])
+    import_peft(tmp_path / "peft", base, tmp_path / "again")
+    again = load_adapter(tmp_path / "again")
+    assert again.adapted.adapt.targets == "all" and again.tensors.keys() == own.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in own.items())
+    fewer = {name: tensor for name, tensor in tensors.items() if ".experts.2." not in name}
+    save_file(fewer, tmp_path / "peft" / WEIGHTS_FILE)
+    with pytest.raises(InputError, match=r"not all layers from 0 .* the same linears"):
+        import_peft(tmp_path / "peft", base, tmp_path / "wrong")

@@ -160,6 +160,25 @@ CASES = {
     "d2 p2 some experts muon zero 1": layout(d=2, p=2) | SOME | MUON | {"parallel.zero": 1},
     "d2 p2 e2 some experts": layout(d=2, p=2) | SOME | {"parallel.expert": 2},
     "d4 e2 some experts zero 3": layout(d=4) | SOME | {"parallel.expert": 2, "parallel.zero": 3},
+    "t2 lora of experts divided": layout(t=2) | EXPERTS | DIVIDED | LORA,
+    "t2 lora beside experts": layout(t=2)
+    | EXPERTS
+    | DIVIDED
+    | LORA
+    | {"adapt.targets": ["attention.*"]},
+    "t2 p2 lora of experts zb-h1": layout(t=2, p=2)
+    | EXPERTS
+    | DIVIDED
+    | LORA
+    | {"parallel.schedule": "zb-h1", "adapt.targets": ["mlp.experts.*"]},
+    "d2 e2 lora of experts": layout(d=2)
+    | ALL_EXPERTS
+    | LORA
+    | {"parallel.expert": 2, "adapt.targets": ["mlp.*"]},
+    "d4 e2 lora of experts zero 3": layout(d=4)
+    | ALL_EXPERTS
+    | LORA
+    | {"parallel.expert": 2, "parallel.zero": 3},
     "d2 e2": layout(d=2) | ALL_EXPERTS | {"parallel.expert": 2},
     "d4 e2 zero 1": layout(d=4) | ALL_EXPERTS | {"parallel.expert": 2, "parallel.zero": 1},
     "d4 e2 zero 3 full": layout(d=4)
@@ -242,6 +261,7 @@ FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 di
 FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
+FEW += ("t2 p2 lora of experts zb-h1",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")

@@ -1,5 +1,6 @@
 """The section [adapt] of a configuration: which parameters of an existing model are trained."""
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -15,20 +16,22 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a target for adapters -> the linear that computes the target, and the number of the target
-# among the parts of the linear's output.
-TARGETS = {
+# Name of a target for adapters in attention -> the linear that computes the target, and the number
+# of the target among the parts of the linear's output.
+ATTENTION_TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
     "attention.v": ("attention.qkv", 2),
     "attention.out": ("attention.out", 0),
-    "mlp.gate": ("mlp.up", 0),
-    "mlp.up": ("mlp.up", 1),
-    "mlp.down": ("mlp.down", 0),
 }
-# The targets of (IA)^3: keys, values, and the hidden activations of the MLP (Liu et al. 2022, arXiv
+# The same for the targets in an MLP: the end of the target's name -> (end of the linear's name,
+# number). The beginning of both names is the name of the MLP, for example "mlp".
+MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
+MLP = "mlp"
+EXPERTS = "mlp.experts"  # the name by which all experts of a layer are one target
+# The targets of (IA)^3: keys, values, and the hidden activations of an MLP (Liu et al. 2022, arXiv
 # 2205.05638, section 3.3).
-IA3_TARGETS = ("attention.k", "attention.v", "mlp.down")
+IA3_TARGETS = ("attention.k", "attention.v", "mlp*.down")
 AdaptMethod = Literal["none", "lora", "ia3", "full"]
 WHOLE = ("none", "full")  # methods with which no weight is frozen
 # Value of `adapt.method` -> the other keys of [adapt] that this method uses.
@@ -44,10 +47,9 @@ class AdaptConfig(Section):
     """The section [adapt]: the adapters of a frozen model. Only the adapters, and the head of a
     [task], are trained. An adapter is a low-rank product that is added to a linear (LoRA, Hu et al.
     2021, arXiv 2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu
-    et al. 2022). `targets` has names of `TARGETS`, or globs for such names. "all" means every
-    linear; for the method "ia3", "all" means the three targets of `IA3_TARGETS`. Layers before
-    `first_layer` have neither adapters nor a backward pass. `base` is the model whose weights are
-    frozen.
+    et al. 2022). `targets` has names of targets (`targets_of`), or globs for such names. "all"
+    means every target; for the method "ia3", "all" means `IA3_TARGETS`. Layers before `first_layer`
+    have neither adapters nor a backward pass. `base` is the model whose weights are frozen.
 
     With the method "full" no weight is frozen: all weights of `base` are trained. `resolve`
     replaces this method by the key `checkpoint.initial`, so no other code sees the method "full".
@@ -79,16 +81,26 @@ class AdaptConfig(Section):
         return self.alpha / self.rank
 
 
-def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
-    """Return the rows of `TARGETS` that get adapters; empty if the model has no adapters. `gates`
-    is the number of parts in the output of the MLP's first linear (`ModelConfig.gates`).
+def targets_of(
+    adapt: AdaptConfig, gates: int, mlps: Sequence[str] = (MLP,)
+) -> dict[str, tuple[str, int]]:
+    """Return the targets that get adapters: name of the target -> (name of the linear that computes
+    it, number of the target among the parts of the linear's output). The result is empty if the
+    model has no adapters.
+
+    `gates` is the number of parts in the output of an MLP's first linear (`ModelConfig.gates`), and
+    `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A target in `EXPERTS` stands
+    for the linears of all experts, and only LoRA can adapt it.
     """
-    known = dict(TARGETS)
-    if gates == 1:
-        del known["mlp.gate"]
-        known["mlp.up"] = ("mlp.up", 0)
     if not adapt.adapts:
         return {}
+    known = dict(ATTENTION_TARGETS)
+    for mlp in mlps:
+        if mlp == EXPERTS and adapt.method == "ia3":
+            continue
+        for leaf, (linear, output) in MLP_TARGETS.items():
+            if leaf != "gate" or gates > 1:
+                known[f"{mlp}.{leaf}"] = (f"{mlp}.{linear}", min(output, gates - 1))
     asked: tuple[str, ...] = ("*",) if adapt.targets == "all" else adapt.targets
     if adapt.targets == "all" and adapt.method == "ia3":
         asked = IA3_TARGETS

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.adapt import EXPERTS, MLP, AdaptConfig
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.kinds import LayerKind, LayerRun, Runs, merged, mixing_layers
 from ptdmpi.config.section import (
@@ -301,6 +301,14 @@ class ModelConfig(Section):
         return 2 if self.activation in GATED else 1
 
     @property
+    def mlps(self) -> tuple[str, ...]:
+        """Return the names of the MLPs of a layer, as adapters name them in `adapt.targets`: the
+        MLP, or the experts and the shared experts."""
+        if not self.experts:
+            return (MLP,)
+        return (EXPERTS, f"{MLP}.shared") if self.shared_experts else (EXPERTS,)
+
+    @property
     def qkv_bias(self) -> bool:
         """Return True if the linear of queries, keys and values has a bias."""
         return self.bias in (True, "attention", "qkv")
@@ -379,8 +387,11 @@ class ModelConfig(Section):
     @property
     def router_losses(self) -> tuple[str, ...]:
         """Return the names of the auxiliary losses of the routers of experts; empty if the model
-        has no such losses. Each loss is summed over the layers.
+        has no such losses. Each loss is summed over the layers. With adapters the routers are
+        frozen, and have no losses.
         """
+        if self.adapt.adapts:
+            return ()
         by_balance = {"sequence": ("sequence_balance",), "batch": ("batch_balance",)}
         names = by_balance.get(self.balance, ()) if self.experts else ()
         return (*names, "router_z") if self.z_loss_coefficient > 0 else names

@@ -19,7 +19,7 @@ from ptdmpi.checkpoint.base import base_at
 from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader
 from ptdmpi.checkpoint.load import POSITIONS
 from ptdmpi.config import AdaptConfig, Config, InputError, ModelConfig
-from ptdmpi.config.adapt import targets_of
+from ptdmpi.config.adapt import EXPERTS, targets_of
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.from_hf import write_checkpoint
 from ptdmpi.convert.tensors import slabs
@@ -82,18 +82,29 @@ class AdapterPlace:
 def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
     """Yield the positions of all adapters of a model, layer by layer."""
     parts = parameters.layer(model)
+    targets = targets_of(adapt, model.gates, model.mlps)
     for layer in range(adapt.first_layer, model.layers):
-        for target, (name, output) in targets_of(adapt, model.gates).items():
-            linear = parts[name]
-            assert isinstance(linear, Linear)
-            start = sum(linear.outputs[:output])
-            yield AdapterPlace(
-                f"layers.{layer}.{name}",
-                target,
-                output,
-                rows=slice(start, start + linear.outputs[output]),
-                by_rows=linear.split == "rows",
-            )
+        for target, (named, output) in targets.items():
+            for name in _linears(model, named):
+                linear = parts[name]
+                assert isinstance(linear, Linear)
+                start = sum(linear.outputs[:output])
+                yield AdapterPlace(
+                    f"layers.{layer}.{name}",
+                    target,
+                    output,
+                    rows=slice(start, start + linear.outputs[output]),
+                    by_rows=linear.split == "rows",
+                )
+
+
+def _linears(model: ModelConfig, name: str) -> list[str]:
+    """Return the linears of a layer that a target's linear `name` stands for: the linear itself, or
+    the linears of all experts."""
+    if not name.startswith(f"{EXPERTS}."):
+        return [name]
+    end = name.removeprefix(f"{EXPERTS}.")
+    return [f"{EXPERTS}.{number}.{end}" for number in range(model.experts)]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ of `transformers`."""
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptdmpi.base.box import Box
 from ptdmpi.config import InputError, ModelConfig
@@ -147,31 +147,49 @@ class ConfigJson:
         return value
 
 
+class NumberedName(NamedTuple):
+    """The name of a module of ptdmpi as in `Family.modules`, with letters for the numbers of its
+    layer and its expert, and the number of each letter."""
+
+    name: str
+    numbers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: str) -> "NumberedName":
+        """Return the name in this form of a module with a full name."""
+        numbers = {}
+        layer = re.match(r"layers\.(\d+)\.", module)
+        for letter, match in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
+            if match:
+                numbers[letter] = match[1]
+                module = module.replace(match[0], match[0].replace(match[1], letter), 1)
+        return cls(module, numbers)
+
+    def filled(self, text: str) -> str:
+        """Return `text` with the numbers of this module in place of the letters."""
+        for letter, number in self.numbers.items():
+            text = text.replace(letter, number)
+        return text
+
+
 def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
     """Yield the counterparts in `transformers` of all parameters of ptdmpi's model. Raise
     InputError for a parameter that the family does not have."""
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", module)
-        numbers = {}
-        for letter, match in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
-            if match:
-                numbers[letter] = match[1]
-                module = module.replace(match[0], match[0].replace(match[1], letter), 1)
-        if module not in family.modules:
+        numbered = NumberedName.of(module)
+        if numbered.name not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has no {name}")
-        modules = family.modules[module]
+        modules = family.modules[numbered.name]
         shape = declaration.shape
         sizes: Sequence[int] = (shape[0],)
         if declaration.split is not None and len(modules) > 1:
             sizes = declaration.split.parts
-        transposed = family.transposed and layer is not None and len(shape) == 2
+        transposed = family.transposed and "{i}" in numbered.numbers and len(shape) == 2
         start = 0
         for theirs, size in zip(modules, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)
-            base = f"{theirs}.{kind}"
-            for letter, number in numbers.items():
-                base = base.replace(letter, number)
+            base = numbered.filled(f"{theirs}.{kind}")
             yield Counterpart(
                 ours=name,
                 whole=shape,

@@ -133,6 +133,11 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     [model] of the base model, so the adapters must be trained with the same values."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
+    stored = ModelConfig.model_validate(before.model).balance if before.model else ""
+    if "bias" not in (stored, config.model.balance):
+        # the other methods change no output of the model, and the losses of frozen routers are not
+        # computed
+        free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 
 

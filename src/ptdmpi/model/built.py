@@ -25,6 +25,7 @@ from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import is_of_expert
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
@@ -120,10 +121,12 @@ def declare_as_described(
     """Set two properties in the declarations of a stage's parameters, as `plan.shape.parameters`
     describes them: whether a parameter trains, and its quantized form. Only the weights of the
     layers' linears may be quantized."""
+    modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
-            if not part.trains:
-                for weight in _declared(stage.get_submodule(prefix + name)):
+            # experts may be on other ranks
+            if not part.trains and not (is_of_expert(name) and prefix + name not in modules):
+                for weight in _declared(modules[prefix + name]):
                     weight.declaration = replace(weight.declaration, trains=False)
     form = LowBit.of(model.quantize)
     if form is None:

@@ -203,14 +203,24 @@ class Parameter(nn.Parameter):
         backward is running."""
         return self.later is not None
 
-    def accumulate(self, add: Callable[[Tensor], object]) -> None:
+    def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
         second part of a split backward. `add` keeps the tensors that it needs, and may communicate
-        over the tensor axis."""
+        over the tensor axis. If `alone` is True, the contribution is rounded separately before it
+        is added, so that the result is the same as if another rank had computed it."""
+        if alone:
+            add = partial(_add_alone, add)
         if self.later is None:
             add(self.main_grad)
         else:
             self.later.append(partial(add, self.main_grad))
+
+
+def _add_alone(add: Callable[[Tensor], object], total: Tensor) -> None:
+    """Add to `total` what `add` adds to zeros of the same shape."""
+    product = torch.zeros_like(total)
+    add(product)
+    total.add_(product)
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:

@@ -189,17 +189,21 @@ class LinearPass:
         dy: Callable[[], Tensor],
         downs: Sequence[Tensor],
         ups: Sequence[Tensor],
+        *,
+        alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
         immediately or in the second part of a split backward. The functions `x` and `dy` return the
-        input and the gradient of the output at that time."""
+        input and the gradient of the output at that time. `alone` is the argument of
+        `Parameter.accumulate`."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(
-                lambda total: kernels.add_weight_gradient(self.own(total), dy(), x())
+                lambda total: kernels.add_weight_gradient(self.own(total), dy(), x()),
+                alone=alone,
             )
         for adapter, down, up in zip(self.adapters, downs, ups, strict=True):
-            adapter.accumulate((x, dy), down.detach(), up, self.stream)
+            adapter.accumulate((x, dy), down.detach(), up, self.stream, alone=alone)
 
 
 class _ColumnLinear(Function):

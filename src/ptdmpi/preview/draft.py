@@ -131,6 +131,10 @@ class Subject:
         stored = open_model(base)
         adapt = {"method": "lora", "rank": ADAPTER_RANK, "alpha": 2.0 * ADAPTER_RANK}
         section = {key: value for key, value in stored.tree["model"].items() if key != "vocab_size"}
+        if section.get("balance", "bias") != "bias":
+            section["balance"] = "none"  # routers are frozen, so they have no losses
+        for key in ("balance_coefficient", "z_loss_coefficient"):
+            section.pop(key, None)
         return Subject(f"LoRA of {base}", section, {}, {**adapt, "base": str(base)})
 
 

@@ -217,7 +217,7 @@ def shared_bytes(row, sizes: Sizes) -> int:
     """Bytes of an input that another row's account has; and less what this one's has of others."""
     if isinstance(row, Multiply) and row.shares_input and (row.keeps_input or row.adapters):
         return row.replaced_bytes(sizes)
-    if isinstance(row, MixExperts) and len(row.inputs) > 1:
+    if isinstance(row, MixExperts) and row.shares_input:
         return sizes.boundary_bytes  # the first linear of the shared experts keeps it
     if isinstance(row, JoinHeads):  # the next row keeps it; this one does if it sends it back
         return 0 if row.sends_back(sizes) else -row_output(row, sizes)

@@ -67,7 +67,8 @@ def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> It
         )
     if adapt.targets == "all":
         return
-    known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
+    every = adapt.model_copy(update={"targets": ("*",)})
+    known = list(targets_of(every, model.gates, model.mlps))
     for pattern in adapt.targets:
         if not any(fnmatchcase(name, pattern) for name in known):
             yield f'adapt.targets: "{pattern}" matches no target; legal: {", ".join(known)}'

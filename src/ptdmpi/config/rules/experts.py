@@ -5,6 +5,7 @@ experts.
 from collections.abc import Iterator
 
 from ptdmpi.base.near import divisors, nearest
+from ptdmpi.config.adapt import EXPERTS, AdaptConfig, targets_of
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.methods import toml_text
 from ptdmpi.config.model import ModelConfig
@@ -47,6 +48,8 @@ def expert_rules(sections: Sections) -> Iterator[str]:
             f'"none"; legal: {default}'
         )
     yield from _form_rules(model)
+    if sections.adapt is not None and sections.adapt.adapts:
+        yield from _adapter_rules(model, sections.adapt)
     for key, legal in _excluded(sections):
         yield f"model.experts = {model.experts} excludes {key}; legal: {legal}, or experts = 0"
     parallel = sections.parallel
@@ -54,6 +57,10 @@ def expert_rules(sections: Sections) -> Iterator[str]:
     for key, legal in _dealing(sections) if dealt > 1 else ():
         yield f"parallel.expert = {dealt} excludes {key}; legal: {legal}, or expert = 1"
     if parallel is not None and parallel.expert_tensor == 1 < parallel.tensor:
+        adapt = sections.adapt
+        if adapt is not None and adapt.adapts:
+            key = f'adapt.method = "{adapt.method}"'
+            yield f'parallel.expert_tensor = 1 excludes {key}; legal: expert_tensor = "all"'
         for key, legal in _sending(sections):
             yield f'parallel.expert_tensor = 1 excludes {key}; legal: {legal}, or "all"'
 
@@ -135,11 +142,31 @@ def _form_rules(model: ModelConfig) -> Iterator[str]:
         yield 'model.block_norm = "post" cannot be combined with experts; legal: "pre", "sandwich"'
 
 
+def _adapter_rules(model: ModelConfig, adapt: AdaptConfig) -> Iterator[str]:
+    """Yield a mistake for each setting that trains routers, which are frozen with adapters, and for
+    dropout in adapters of experts.
+    """
+    frozen = f'adapt.method = "{adapt.method}" freezes the routers'
+    if model.balance in ("sequence", "batch"):
+        yield (
+            f'model.balance = "{model.balance}" adds a loss of the routers, but {frozen}; legal: '
+            'balance = "none", also if the base was trained with this loss'
+        )
+    for key in ("balance_coefficient", "z_loss_coefficient"):
+        value, default = getattr(model, key), ModelConfig.model_fields[key].default
+        if value != default and (key, model.balance) != ("balance_coefficient", "none"):
+            yield f"model.{key} = {value} has no effect, because {frozen}; legal: {default}"
+    targets = [name for name in targets_of(adapt, model.gates, model.mlps) if EXPERTS in name]
+    if adapt.dropout and targets:
+        yield (
+            f"adapt.dropout = {adapt.dropout} with adapters of experts ({', '.join(targets)}); "
+            'legal: dropout = 0, or targets without experts, such as "attention.*"'
+        )
+
+
 def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
     """Yield (setting, legal alternative) for each setting that cannot be combined with experts."""
-    adapt, method = sections.adapt, sections.data_parallel
-    if adapt is not None and adapt.adapts:
-        yield f'adapt.method = "{adapt.method}"', 'adapt.method = "none" or "full"'
+    method = sections.data_parallel
     if method is not None and method.method != "all_reduce":
         yield f'data_parallel.method = "{method.method}"', 'data_parallel.method = "all_reduce"'
     if sections.quantize is not None and sections.quantize.weights != "none":

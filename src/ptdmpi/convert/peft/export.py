@@ -1,6 +1,7 @@
 """Exporting adapters of ptdmpi to files that `peft` reads."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def _short(family: Family, model: ModelConfig) -> dict[str, str]:
     `peft` finds the module.
 
     The short name is the last part of the ending, or the full ending if two modules share that part
-    (GPT-2's c_proj).
+    (GPT-2's c_proj). The modules of all experts count as one.
     """
     every = AdaptConfig.model_validate({"method": "lora", "targets": ("*",)})
     leaves: dict[str, list[str]] = {}
@@ -192,6 +193,7 @@ def _short(family: Family, model: ModelConfig) -> dict[str, str]:
         leaves.setdefault(ending.rpartition(".")[2], []).append(ending)
     short = {}
     for leaf, endings in leaves.items():
+        kinds = {re.sub(r"\d+", "", ending) for ending in endings}
         for ending in endings:
-            short[ending] = leaf if len(endings) == 1 else ending
+            short[ending] = leaf if len(kinds) == 1 else ending
     return short

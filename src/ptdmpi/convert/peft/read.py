@@ -178,14 +178,14 @@ def _own(
     own = _without_idle(own, tensors)
     targets = tuple(dict.fromkeys(module.place.target for module in own))
     first = min(module.place.layer for module in own)
-    if len(own) != len(targets) * (model.layers - first):
+    # these keys of [adapt] are for a run that continues to train these adapters
+    common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
+    if len(own) != len(list(places(model, AdaptConfig().model_copy(update=common)))):
         raise InputError(
             f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
             "of the same linears"
         )
-    # these keys of [adapt] are for a run that continues to train these adapters
-    common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
-    if targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets):
+    if targets_of(AdaptConfig(method=method), model.gates, model.mlps).keys() == set(targets):
         common["targets"] = "all"
     if method == "ia3":
         return AdaptConfig(method="ia3").model_copy(update=common), _scaled(tensors, own)

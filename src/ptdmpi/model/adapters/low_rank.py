@@ -82,20 +82,24 @@ class LowRankAdapter(Computing):
         down: Tensor,
         up: Tensor,
         stream: RandomStream | None,
+        *,
+        alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
         part of a split backward. When the gradients are computed, the two functions `operands`
         return x and dy. `down` is the result of `add_to`, and `up` is the result of the method
-        `up`."""
+        `up`. `alone` is the argument of `Parameter.accumulate`."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(
-                lambda total: self.kernels.add_weight_gradient(total, up, self.drop(x(), stream))
+                lambda total: self.kernels.add_weight_gradient(total, up, self.drop(x(), stream)),
+                alone=alone,
             )
         if self.b.requires_grad:
             scaled = down * self.part.scale
             self.b.accumulate(
                 lambda total: self.kernels.add_weight_gradient(
                     total, dy()[..., self.columns], scaled
-                )
+                ),
+                alone=alone,
             )

@@ -16,6 +16,7 @@ adds these gradients in ascending order of ranks, so that the result is bitwise 
 parallelism without divided experts.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,13 +26,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ptdmpi.comm.communicator import OneRank
+from ptdmpi.model.adapters.low_rank import LowRankAdapter
+from ptdmpi.model.built import column_linear, row_linear
 from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
 from ptdmpi.model.experts.routing import Chosen, Routing, Segment, SequenceLoads
 from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.parameters import Parameter, declare
-from ptdmpi.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
+from ptdmpi.model.tensor_parallel import LinearPass, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
@@ -49,46 +52,63 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """The two linears of an expert. The mixture does not call these modules, but uses only their
-    weights. If `dealt.whole` is True, a tensor rank has all of the expert."""
+    """The two linears of an expert, with their adapters. The mixture does not call these modules,
+    but uses only their parameters. If `dealt.whole` is True, a tensor rank has all of the
+    expert."""
 
     def __init__(self, row: MixExperts, axis: TensorAxis, dealt: ExpertAxis) -> None:
         super().__init__()
-        up, down = row.up, row.down
         if dealt.whole:
             axis = TensorAxis(OneRank())
-        self.up = ColumnParallelLinear(
-            axis, up.inputs, up.outputs, bias=False, init_std=up.init_std
-        )
-        self.down = RowParallelLinear(
-            axis, down.inputs, sum(down.outputs), bias=False, init_std=down.init_std
-        )
+        parts = row.of_expert()
+        self.up = column_linear(parts, "up", axis)
+        self.down = row_linear(parts, "down", axis)
         apart = EXPERT_AXES if dealt.size > 1 else ()
-        for linear, parts in ((self.up, up.outputs), (self.down, ())):
-            declaration = replace(linear.weight.declaration, apart=apart)
+        for weight in self.parameters():
+            assert isinstance(weight, Parameter)
+            weight.declaration = replace(weight.declaration, apart=apart)
+        for linear, outputs in ((self.up, row.up.outputs), (self.down, ())):
             if dealt.whole:
                 over = (SAME_EXPERTS,)
-                declaration = replace(declaration, split=None, rows_over=over, parts=parts)
-            linear.weight.declaration = declaration
+                linear.weight.declaration = replace(
+                    linear.weight.declaration, split=None, rows_over=over, parts=outputs
+                )
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of an expert's two linears."""
+class ExpertLinear(NamedTuple):
+    """The weight of one of an expert's two linears, and its adapters."""
 
-    up: Parameter
-    down: Parameter
+    weight: Parameter
+    adapters: Sequence[LowRankAdapter]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Return the weight and the parameters of the adapters."""
+        return [self.weight, *(each for pair in self.adapters for each in (pair.a, pair.b))]
+
+    @property
+    def keeps_input(self) -> bool:
+        """Return True if the gradient of a parameter needs the input of the linear."""
+        return self.weight.requires_grad or len(self.adapters) > 0
+
+
+class ExpertLinears(NamedTuple):
+    """An expert's two linears."""
+
+    up: ExpertLinear
+    down: ExpertLinear
 
 
 @dataclass(frozen=True)
 class MixturePass:
     """One forward pass of a mixture, with the objects that the backward needs. `experts` has the
-    weights of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
+    linears of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
     `factors` has the factor by which the gradient of each router loss is multiplied, by name of the
     loss; it is empty if no gradient is computed. In the shapes below, T is the number of tokens, k
     is the number of experts of a token, and E is the number of experts of the layer."""
 
     router: Router
-    experts: Sequence[ExpertWeights]
+    experts: Sequence[ExpertLinears]
     dealt: ExpertAxis
     routing: Routing
     tokens: TensorTokens
@@ -99,7 +119,30 @@ class MixturePass:
     @property
     def parameters(self) -> list[Parameter]:
         """Return all parameters, so that they can be passed to autograd."""
-        return [self.router.weight, *(weight for expert in self.experts for weight in expert)]
+        linears = [linear for expert in self.experts for linear in expert]
+        return [self.router.weight, *(each for linear in linears for each in linear.parameters)]
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return True if the gradient of an expert's parameter needs the expert's input. All
+        experts have the same kinds of parameters."""
+        return self.experts[0].up.keeps_input
+
+    @property
+    def keeps_input(self) -> bool:
+        """Return True if the gradient of a parameter needs the input of the mixture. If experts are
+        divided among ranks, experts need the rows that were received instead."""
+        return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
+
+    def linear(self, of_expert: ExpertLinear) -> LinearPass:
+        """Return the pass of one of an expert's linears. The adapters have no dropout."""
+        return LinearPass(
+            weight=of_expert.weight,
+            bias=None,
+            axis=self.tokens.axis,
+            kernels=self.kernels,
+            adapters=of_expert.adapters,
+        )
 
     def dispatch(self, chosen: Tensor, counts: RowCounts | None = None) -> Dispatch:
         """Return the dispatch of rows to their experts `chosen` [T, k]; see `ExpertAxis`."""
@@ -114,63 +157,70 @@ class MixturePass:
         weighted sum of the experts' outputs."""
         total = torch.zeros_like(rows)
         weights = weights.flatten().unsqueeze(-1)
-        ups = []
+        kept = list[ExpertTensors]()
         for expert, at, pairs in held:
-            weight = self.experts[expert]
-            up = self.kernels.linear(rows[at], weight.up)
-            inner = (self.activate(up) * weights[pairs]).to(up.dtype)
+            up, down = map(self.linear, self.experts[expert])
+            x = rows[at]
+            y = self.kernels.linear(x, up.weight)
+            of_up = up.add_adapters(y, x)
+            inner = (self.activate(y) * weights[pairs]).to(y.dtype)
+            result = self.kernels.linear(inner, down.weight)
+            of_down = down.add_adapters(result, inner)
             # an expert has each row at most once, so each `index_add_` adds at most one value to a
             # row
-            total.index_add_(0, at, self.kernels.linear(inner, weight.down))
-            ups.append(up)
-        return Computed(total, ups)
+            total.index_add_(0, at, result)
+            kept.append(ExpertTensors(y, of_up, of_down))
+        return Computed(total, kept)
+
+    def kept_of(self, saved: Sequence[Tensor]) -> list["ExpertTensors"]:
+        """Return the tensors of each segment that `forward` has kept, from the list of all these
+        tensors in which autograd has saved them."""
+        first, second = (len(linear.adapters) for linear in self.experts[0])
+        each = 1 + first + second
+        return [
+            ExpertTensors(
+                saved[at], saved[at + 1 : at + 1 + first], saved[at + each - second : at + each]
+            )
+            for at in range(0, len(saved), each)
+        ]
 
     def backward(
         self,
-        rows: Tensor,
+        rows: Tensor | None,
         dy: Tensor,
         weights: Tensor,
         *,
         held: Sequence[Segment],
-        ups: Sequence[Tensor],
+        kept: Sequence["ExpertTensors"],
     ) -> "Gradients":
         """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
-        of the output, each [T, hidden]. Add the gradients of the experts' parameters to
-        `main_grad`. Return the gradients with respect to the input and to the tokens' `weights` [T,
-        k]."""
-        kernels = self.kernels
-        total = torch.zeros_like(rows)
+        of the output, each [T, hidden]. `rows` is None if no parameter of an expert needs the
+        input. Add the gradients of the experts' parameters to `main_grad`. Return the gradients
+        with respect to the input and to the tokens' `weights` [T, k]."""
+        total = torch.zeros_like(dy)
         flat = weights.flatten().unsqueeze(-1)
         by_weight = torch.zeros_like(flat)
-        for (expert, at, pairs), up in zip(held, ups, strict=True):
-            weight, dy_rows = self.experts[expert], dy[at]
+        alone = self.dealt.size > 1
+        for (expert, at, pairs), (y, of_up, of_down) in zip(held, kept, strict=True):
+            up, down = map(self.linear, self.experts[expert])
+            dy_rows = dy[at]
             with torch.enable_grad():
-                leaf = up.detach().requires_grad_()
+                leaf = y.detach().requires_grad_()
                 inner = self.activate(leaf)
-            by_inner = kernels.input_gradient(dy_rows, weight.down)
+            ups = [adapter.up(dy_rows) for adapter in down.adapters]
+            by_inner = down.input_gradient(dy_rows, ups)
             activated = inner.detach()
             by_weight[pairs] = (widened(by_inner) * activated).sum(-1, keepdim=True)
-            weighted = (activated * flat[pairs]).to(up.dtype)
-            self._accumulate(weight.down, dy_rows, weighted, alone=self.dealt.size > 1)
-            by_inner = (by_inner * flat[pairs]).to(up.dtype)
+            if self.experts[expert].down.keeps_input:
+                weighted = (activated * flat[pairs]).to(y.dtype)
+                down.accumulate(_given(weighted), _given(dy_rows), of_down, ups, alone=alone)
+            by_inner = (by_inner * flat[pairs]).to(y.dtype)
             (by_up,) = torch.autograd.grad(inner, leaf, by_inner)
-            self._accumulate(weight.up, by_up, rows[at], alone=self.dealt.size > 1)
-            total.index_add_(0, at, kernels.input_gradient(by_up, weight.up))
+            ups = [adapter.up(by_up) for adapter in up.adapters]
+            if rows is not None:
+                up.accumulate(_given(rows[at]), _given(by_up), of_up, ups, alone=alone)
+            total.index_add_(0, at, up.input_gradient(by_up, ups))
         return Gradients(total, by_weight.view_as(weights))
-
-    def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
-        """Add dy^T x to the gradient of `weight`, immediately or in the second part of a split
-        backward. If `alone` is True, the product is rounded separately before it is added, so that
-        the result is the same as if another rank had computed the product."""
-
-        def add(total: Tensor) -> None:
-            """Add the gradient to `total`."""
-            product = torch.zeros_like(total) if alone else total
-            self.kernels.add_weight_gradient(product, dy, x)
-            if alone:
-                total.add_(product)
-
-        weight.accumulate(add)
 
     def loads(self, chosen: Tensor, sequences: int) -> SequenceLoads | None:
         """Return the loads of the experts in each sequence, for the choice [T, k]; None if no loss
@@ -192,20 +242,39 @@ class MixturePass:
         losses = self.losses(logits, loads)
         return [self.factors[name] * loss for name, loss in losses.items()]
 
-    def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
+    def route_back(self, rows: Tensor | None, by_logits: Tensor) -> Tensor:
         """Compute the backward of the router, given the gradient `by_logits` of the router's
-        outputs [T, E]. Add the gradient of the router's weight to `main_grad`. Return the gradient
-        of the router's input [T, hidden]."""
-        self._accumulate(self.router.weight, by_logits, widened(rows))
-        return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
+        outputs [T, E]. Add the gradient of the router's weight to `main_grad`, unless the weight is
+        frozen. Return the gradient of the router's input [T, hidden], in the type of the
+        weights."""
+        weight = self.router.weight
+        if weight.requires_grad:
+            assert rows is not None, "the forward has kept the input"
+            wide = widened(rows)
+            weight.accumulate(lambda sum_: self.kernels.add_weight_gradient(sum_, by_logits, wide))
+        return self.kernels.input_gradient(by_logits, widened(weight)).to(weight.dtype)
+
+
+def _given(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns `tensor`."""
+    return lambda: tensor
+
+
+class ExpertTensors(NamedTuple):
+    """The tensors of a segment (tokens of one expert) that the backward needs: the output of the
+    expert's first linear, and the inner activations of the adapters of its two linears."""
+
+    up: Tensor
+    of_up: Sequence[Tensor]
+    of_down: Sequence[Tensor]
 
 
 class Computed(NamedTuple):
-    """The weighted sum of the experts' outputs [tokens, hidden], and the output of each expert's
-    first linear."""
+    """The weighted sum of the experts' outputs [tokens, hidden], and the tensors of each segment
+    that the backward needs."""
 
     total: Tensor
-    ups: list[Tensor]
+    kept: list[ExpertTensors]
 
 
 class Gradients(NamedTuple):
@@ -219,7 +288,8 @@ class Gradients(NamedTuple):
 class _Mixture(Function):
     """The full computation of a mixture: gather the input, route it, compute the experts, and add
     and reduce their outputs. For the backward it saves this rank's positions of the input, the
-    router's outputs, the choice of experts, and the outputs of the experts' first linears."""
+    router's outputs, the choice of experts, and the outputs of the experts' first linears. The
+    input is not saved if no gradient of a parameter needs it."""
 
     @staticmethod
     def forward(
@@ -243,34 +313,44 @@ class _Mixture(Function):
         # own rows. The dispatch itself is not saved, because full recomputation would not free its
         # tensors; the backward makes it again from its counts.
         ctx.counts = dispatch.counts
-        arrived = () if ctx.counts is None else (rows, weights)
-        ctx.save_for_backward(x, logits, chosen.indices, *arrived, *computed.ups)
+        arrived: tuple[Tensor | None, ...] = ()
+        if ctx.counts is not None:
+            arrived = (rows if layer.keeps_rows else None, weights)
+        kept_x = x if layer.keeps_input else None
+        kept = [tensor for up, *more in computed.kept for tensor in (up, *itertools.chain(*more))]
+        ctx.save_for_backward(kept_x, logits, chosen.indices, *arrived, *kept)
         return layer.tokens.combined(dispatch.summed(computed.total).view_as(own))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: MixturePass = ctx.layer
-        x, logits, chosen, *ups = ctx.saved_tensors
+        x, logits, chosen, *kept = ctx.saved_tensors
         tokens, routing = layer.tokens, layer.routing
+        nothing = [None] * (len(ctx.needs_input_grad) - 1)
         dy = tokens.taken(dy)
-        rows = tokens.taken(x.detach()).flatten(0, 1)
+        rows = None if x is None else tokens.taken(x.detach()).flatten(0, 1)
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             weights = routing.weights(routing.scores(leaf), chosen)
             trained = layer.trained(leaf, ctx.loads)
         dispatch = layer.dispatch(chosen, ctx.counts)
-        computed, arrived = rows, weights.detach()
+        computed, arrived = rows if layer.keeps_rows else None, weights.detach()
         if ctx.counts is not None:
-            computed, arrived, *ups = ups
+            computed, arrived, *kept = kept
         gradients = layer.backward(
-            computed, dispatch.rows(dy.flatten(0, 1)), arrived, held=dispatch.held, ups=ups
+            computed,
+            dispatch.rows(dy.flatten(0, 1)),
+            arrived,
+            held=dispatch.held,
+            kept=layer.kept_of(kept),
         )
+        if not (ctx.needs_input_grad[0] or layer.router.weight.requires_grad):
+            return None, *nothing  # only adapters of these experts train
         by_weights = dispatch.pairs_back(gradients.weights)
         sums = [(weights, by_weights), *((loss, torch.ones_like(loss)) for loss in trained)]
         outputs, by_outputs = zip(*sums, strict=True)
         (by_logits,) = torch.autograd.grad(outputs, leaf, by_outputs)
         dx = dispatch.summed(gradients.rows).add_(layer.route_back(rows, by_logits))
-        nothing = [None] * (len(ctx.needs_input_grad) - 1)
         return tokens.combined(dx.view_as(dy)), *nothing
 
 
@@ -287,14 +367,17 @@ class Mixture(Computing):
         self.tokens = TensorTokens(axis, dealt.whole)
         self.function = row.function
         self.is_gated = len(row.up.outputs) == 2
-        self.weights: list[ExpertWeights] = []
+        self.linears: list[ExpertLinears] = []
         # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
         self.losses: dict[str, Tensor] = {}  # the router's losses, summed over these microbatches
         for number in dealt.own(row.count):
             expert = Expert(row, axis, dealt)
             self.add_module(str(number), expert)
-            self.weights.append(ExpertWeights(expert.up.weight, expert.down.weight))
+            linears = (
+                ExpertLinear(each.weight, each.adapters) for each in (expert.up, expert.down)
+            )
+            self.linears.append(ExpertLinears(*linears))
 
     def forward(
         self,
@@ -310,7 +393,7 @@ class Mixture(Computing):
         name of the loss."""
         layer = MixturePass(
             router=router,
-            experts=self.weights,
+            experts=self.linears,
             dealt=self.dealt,
             routing=self.routing,
             tokens=self.tokens,

@@ -119,9 +119,9 @@ class DataAxis:
         parameters outside experts. If state is sharded, each rank sums only its shard of these
         gradients. The estimate assumes that embedding and head have the same fraction of expert
         parameters as layers."""
-        if layout.expert_tokens == 1:
-            return 0.0
         dense = self._dense_elements(layout.tensor)
+        if layout.expert_tokens == 1 or not dense:
+            return 0.0
         share = dense / self.layer_elements(layout.tensor, layout.dealing)
         size = share * elements * self.gradient_bytes / layout.sharing.state_shards
         return self.machine.all_reduce_s(size, self._group(layout.expert_tokens, layout.tensor))

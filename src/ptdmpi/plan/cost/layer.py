@@ -23,7 +23,7 @@ from ptdmpi.plan.layer.account import (
     Message,
     Phase,
 )
-from ptdmpi.plan.layer.folds import messages, operators
+from ptdmpi.plan.layer.folds import messages, operators, with_inputs
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.grid import EXPERTS
@@ -251,10 +251,9 @@ def backward_kernels(
     If `input_trains` is False, the operators up to and including the first trained operator compute
     no gradient of their input.
     """
-    for row in rows:
-        if input_trains:
+    for row, trains in with_inputs(rows, input_trains):
+        if trains:
             yield from row.backward(sizes)
-        input_trains = input_trains or row.trains
 
 
 def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:

@@ -212,7 +212,11 @@ class Pricer:
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.times.data.layer_elements(t, layout.dealing)
         train = self._trained_layers / layout.pipeline * each
-        frozen = layers * layer_elements(config, t) - train if config.adapt.adapts else 0
+        frozen = (
+            layers * (layer_elements(config, t, layout.dealing) - each)
+            if config.adapt.adapts
+            else 0
+        )
         standing = train * self.memory.parameter_bytes(layout)
         standing += self.memory.least_frozen_bytes(layout, frozen, layers, t)
         return standing <= self.usable_bytes - self.memory.runtime_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
-from ptdmpi.config.adapt import targets_of
+from ptdmpi.config.adapt import EXPERTS, targets_of
 from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
@@ -232,14 +232,22 @@ def _mixture(build: LayerBuild) -> Sublayer:
     sizes = (model.hidden, (model.experts,))
     remembers = model.balance in ("bias", "batch")
     router = Linear(*sizes, remembers, model.init_std, partial_gradient=True)
+    trains = not model.adapt.adapts
     up, down = _linears(build, model.expert_hidden)
+    adapters = {}
+    for end, linear in (("up", up), ("down", down)) if build.adapted else ():
+        for name, part in adapters_of(model, f"{EXPERTS}.{end}", linear):
+            assert isinstance(part, LowRankPair), "experts have no other adapters"
+            adapters[name.removeprefix(f"{EXPERTS}.")] = part
     mix = MixExperts(
-        name="mlp.experts",
+        name=EXPERTS,
         inputs=inputs,
         outputs=("y",),
-        router=router,
-        up=up,
-        down=down,
+        router=replace(router, trains=trains),
+        up=replace(up, trains=trains),
+        down=replace(down, trains=trains),
+        adapters=tuple(adapters.items()),
+        shares_input=any(isinstance(row, Multiply) and row.keeps_input for row in shared[:1]),
         count=model.experts,
         chosen=model.experts_per_token,
         function=model.activation,
@@ -291,7 +299,9 @@ def adapters_of(
     `attention.qkv.lora_q`."""
     adapt = model.adapt
     adapters: list[tuple[str, LowRankPair | Scale]] = []
-    for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):
+    for number, (target, (row, output)) in enumerate(
+        targets_of(adapt, model.gates, model.mlps).items()
+    ):
         if row != name:
             continue
         leaf = target.rpartition(".")[2]

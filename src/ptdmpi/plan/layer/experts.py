@@ -22,7 +22,7 @@ from ptdmpi.plan.layer.account import (
     Phase,
 )
 from ptdmpi.plan.layer.operator import Operator
-from ptdmpi.plan.layer.parts import Linear, Part
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part
 from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
@@ -50,7 +50,9 @@ class MixExperts(Operator):
     between them. `chosen` is the number of experts of a token. If there are shared experts, their
     output is the second input, which is added to the sum. If the router has a bias, load balancing
     updates it in each step, and no gradient trains it. Under sequence parallelism the operator
-    reads and writes "local" rows.
+    reads and writes "local" rows. `adapters` are the adapters of each expert: (name of the linear,
+    name of the adapter), separated by a dot, and the adapter. `shares_input` is True if the first
+    linear of the shared experts keeps the input, too.
     """
 
     router: Linear
@@ -59,6 +61,8 @@ class MixExperts(Operator):
     count: int
     chosen: int
     function: str
+    adapters: tuple[tuple[str, LowRankPair], ...] = ()
+    shares_input: bool = False
 
     def expert(self, number: int) -> str:
         """Return the name of an expert."""
@@ -74,16 +78,43 @@ class MixExperts(Operator):
 
     def held(self, dealing: Dealing) -> dict[str, Part]:
         parts: dict[str, Part] = {self.router_name: self.router}
-        up, down = self.up, self.down
+        own = self.of_expert()
         if dealing.whole:
-            up, down = replace(up, split=None), replace(down, split=None)
+            up, down = replace(self.up, split=None), replace(self.down, split=None)
+            own |= {"up": up, "down": down}
         for number in range(self.count // dealing.ranks):
-            parts[f"{self.expert(number)}.up"] = up
-            parts[f"{self.expert(number)}.down"] = down
+            parts |= {f"{self.expert(number)}.{name}": part for name, part in own.items()}
         return parts
 
+    def of_expert(self) -> dict[str, Part]:
+        """Return the parts of each expert by name: its two linears, each followed by its
+        adapters."""
+        parts: dict[str, Part] = {}
+        for name, linear in (("up", self.up), ("down", self.down)):
+            parts[name] = linear
+            parts |= {row: pair for row, pair in self.adapters if row.startswith(f"{name}.")}
+        return parts
+
+    def pairs_of(self, linear: str) -> list[LowRankPair]:
+        """Return the adapters of an expert's linear, "up" or "down"."""
+        return [pair for name, pair in self.adapters if name.startswith(f"{linear}.")]
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return True if the gradient of a parameter needs the rows of the experts."""
+        return self.up.trains or bool(self.pairs_of("up"))
+
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications per token of the chosen experts and of the router."""
+        """Return the multiplications per token of the router, and of the chosen experts with their
+        adapters."""
+        adapters = sum(pair.rank * (pair.inputs + pair.outputs) for _, pair in self.adapters)
+        return self._of_base() + self.chosen * adapters
+
+    def frozen_multiplications(self, model: ModelConfig) -> float:
+        return 0.0 if self.up.trains else self._of_base()
+
+    def _of_base(self) -> int:
+        """Return the multiplications per token without those of adapters."""
         each = self.up.inputs * sum(self.up.outputs) + self.down.inputs * sum(self.down.outputs)
         return self.router.inputs * self.count + self.chosen * each
 
@@ -129,6 +160,31 @@ class MixExperts(Operator):
         used = min(self.count, pairs)
         return used, -(-pairs // used)
 
+    def _adapting(self, sizes: Sizes, linear: str, *, back: bool = False) -> Iterator[Kernel]:
+        """Yield the matrix products of the adapters of an expert's linear in the forward, or in the
+        backward with respect to its input (`back`)."""
+        for pair in self.pairs_of(linear):
+            inputs, outputs = pair.local(self._divided_by(sizes))
+            n, k = (pair.rank, outputs) if back else (outputs, pair.rank)
+            yield self._products(sizes, n, k)
+            n, k = (inputs, pair.rank) if back else (pair.rank, inputs)
+            yield self._products(sizes, n, k)
+
+    def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
+        """Yield (inputs, outputs) of each trained matrix of an expert on one tensor rank."""
+        tensor = self._divided_by(sizes)
+        for name, linear in (("up", self.up), ("down", self.down)):
+            if linear.trains:
+                yield linear.local(tensor)
+            for pair in self.pairs_of(name):
+                inputs, outputs = pair.local(tensor)
+                yield inputs, pair.rank
+                yield pair.rank, outputs
+
+    def _ranks(self, linear: str) -> int:
+        """Return the sum of the ranks of the adapters of an expert's linear."""
+        return sum(pair.rank for pair in self.pairs_of(linear))
+
     def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
         """Return the matrix products of each expert's rows [rows, k] with its matrix [k, n], one
         expert after the other."""
@@ -154,9 +210,11 @@ class MixExperts(Operator):
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert are selected
         yield self._products(sizes, self._up_width(sizes), h)
+        yield from self._adapting(sizes, "up")
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
         yield MemoryPass(2 * pairs * width * c, used)  # rows are multiplied by their weights
         yield self._products(sizes, h, width)
+        yield from self._adapting(sizes, "down")
         yield MemoryPass(3 * pairs * h * c, used)  # results are added to their tokens
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -166,31 +224,34 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        yield MemoryPass(4 * pairs * h * c, 2 * used)  # selects inputs and output gradients
+        selected = 1 + self.keeps_rows  # output gradients, and inputs
+        yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
+        yield from self._adapting(sizes, "down", back=True)
         # the activation is computed again, multiplied by the gradient, and the gradient is
         # multiplied by the weights
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
         yield self._products(sizes, h, self._up_width(sizes))
+        yield from self._adapting(sizes, "up", back=True)
         yield MemoryPass(3 * pairs * h * c, used)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
         yield MatrixProduct(self._tokens(sizes), h, self.count)
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from weight_gradient(sizes, self.router.inputs, self.count, self._tokens(sizes))
+        if self.router.trains:
+            yield from weight_gradient(sizes, self.router.inputs, self.count, self._tokens(sizes))
         used, rows = self._groups(sizes)
-        for linear in (self.up, self.down):
-            inputs, outputs = linear.local(self._divided_by(sizes))
+        for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
             if sizes.layout.expert > 1:  # the gradients are cleared, and added to the sum
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        if phase == "weights":
+        if phase == "weights" or not (phase == "forward" or input_trains or self.trains):
             return
-        yield from self._exchanges(sizes, phase)
+        yield from self._exchanges(sizes, phase, input_trains)
         if sizes.layout.tensor == 1:
             return
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
@@ -206,23 +267,31 @@ class MixExperts(Operator):
                 yield gathered
             yield summed(sizes, size)
             return
-        if sizes.divides_sequence:  # gather the input again, and the gradient of the output
+        if sizes.divides_sequence:  # gather the gradient of the output, and the input again
             yield gathered
-            yield gathered
-        yield summed(sizes, size)
+            if self._keeps_input(sizes):
+                yield gathered
+        if input_trains:
+            yield summed(sizes, size)
 
     def _counts_sequences(self, sizes: Sizes) -> bool:
-        """Return True if the balance loss needs the loads of the experts in each sequence."""
-        return sizes.model.balance == "sequence"
+        """Return True if a balance loss needs the loads of the experts in each sequence."""
+        return sizes.model.balance == "sequence" and self.router.trains
 
     def _sequence_loads(self, sizes: Sizes) -> int:
         """Return the number of loads: one for each expert and each sequence of a microbatch."""
         return sizes.layout.micro_size * self.count
 
-    def _exchanges(self, sizes: Sizes, phase: Phase) -> Iterator[Message]:
+    def _keeps_input(self, sizes: Sizes) -> bool:
+        """Return True if the gradient of a parameter needs this rank's input. Experts that are
+        distributed over ranks keep the rows that they have received instead."""
+        return self.router.trains or (self.keeps_rows and sizes.layout.expert == 1)
+
+    def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
         the counts of rows, the rows, their weights and the results. The backward sends the
-        gradients of results, rows and weights. The sizes of these messages are means, because the
+        gradients of results, rows and weights; if nothing before the operator trains, only the
+        gradients of results. The sizes of these messages are means, because the
         number of rows that a rank sends depends on the experts that its tokens choose."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
@@ -231,6 +300,8 @@ class MixExperts(Operator):
         parts = [rows, rows, pairs * sizes.wide_bytes]
         if phase == "forward":
             parts.append(self.count * INDEX_BYTES)
+        elif not input_trains:
+            parts = [rows]
         for part in parts:
             yield Message("all_to_all", part * (expert - 1) // expert, "expert")
 
@@ -238,9 +309,10 @@ class MixExperts(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the operator's input, the scores of the router, the outputs of the experts' first
-        linears, and the chosen experts. No mode of recomputation chooses experts again."""
+        linears, the inner activations of adapters, and the chosen experts. No mode of recomputation
+        chooses experts again."""
         pairs, rows = self._pairs(sizes), self._most_rows(sizes)
-        if len(self.inputs) == 1:  # otherwise the shared experts' first linear keeps the input
+        if self._keeps_input(sizes) and not self.shares_input:
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
         yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")
@@ -248,23 +320,33 @@ class MixExperts(Operator):
             yield Item(f"{self.name}.loads", self._sequence_loads(sizes), LOAD_BYTES, "full")
         yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
         if sizes.layout.expert > 1:  # rows received from other ranks, and their weights
-            yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
+            if self.keeps_rows:
+                yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
             yield Item(f"{self.name}.weights", rows, sizes.wide_bytes)
+        if self.adapters:
+            ranks = self._ranks("up") + self._ranks("down")
+            yield Item(f"{self.name}.adapters", rows * ranks, sizes.compute_bytes)
 
     def _input_elements(self, sizes: Sizes) -> int:
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the rows of the experts and the gradients of these rows, at both linears, and the
-        operands of the router."""
+        """Yield the rows of the experts and the gradients of these rows, at both linears, the
+        operands of adapters, and the operands of the router."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
-        width = 2 * h + self._width(sizes) + self._up_width(sizes)
+        width = 2 * (self._ranks("up") + self._ranks("down"))
+        if self.keeps_rows:
+            width += h + self._up_width(sizes)
+        if self.down.trains or self.pairs_of("down"):
+            width += h + self._width(sizes)
         yield Item(f"{self.name}.rows", self._most_rows(sizes) * width, c)
+        if not self.router.trains:
+            return
         yield Item(f"{self.name}.scores_gradient", self._scores(sizes), wide)
         yield Item(f"{self.name}.wide_input", self._tokens(sizes) * h, wide)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        if len(self.inputs) > 1:
+        if self.shares_input or not self._keeps_input(sizes):
             return 0
         return self._input_elements(sizes) * sizes.compute_bytes
 
@@ -279,21 +361,31 @@ class MixExperts(Operator):
         elif sizes.layout.dealing.whole:  # the gradient of the input is gathered
             whole += sizes.local_tokens * h * c
         scores = 8 * self._scores(sizes) * wide + 4 * self._pairs(sizes) * INDEX_BYTES
-        expert = tokens * (3 * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)) * c
+        width = (2 + self.keeps_rows) * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)
+        if self.adapters:  # the gradient of a linear's input, and an adapter's part of it
+            width += max(h, self._width(sizes)) + self._ranks("up") + self._ranks("down")
+        expert = tokens * width * c
         if wide > c:
             expert += tokens * self._width(sizes) * 2 * wide
         if sizes.layout.expert > 1:  # gradients of rows that are sent and received
             moved = self._most_rows(sizes) + self._pairs(sizes)
             whole += moved * (2 * h * c + INDEX_BYTES)
-        return whole + scores + expert + self.adding_bytes(sizes)
+        copies = 0 if self.up.trains else copied_bytes(sizes, self._up_shape(sizes), tokens)
+        return whole + scores + expert + max(copies, self.adding_bytes(sizes))
+
+    def _up_shape(self, sizes: Sizes) -> tuple[int, int]:
+        return self.up.local(self._divided_by(sizes))
 
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that the largest weight gradient of one expert needs until it
         is added to the sum, if the gradient and the sum have different types. The expert may have
         all tokens of the microbatch. If experts are distributed over ranks, each gradient is stored
         completely before it is added."""
+        return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
+
+    def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:
+        """Return the result of `adding_bytes` for a matrix of the shape (inputs, outputs)."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
-        shape = self.up.local(self._divided_by(sizes))
         inputs, outputs = shape
         alone = inputs * outputs * wide * (sizes.layout.expert > 1)
         if wide == c:

@@ -63,9 +63,23 @@ def messages(
     computes the gradient of its input. If it is False, only the operators after the first trained
     operator compute the gradient of their input.
     """
+    for row, trains in with_inputs(rows, input_trains):
+        yield from row.messages(sizes, phase, trains)
+
+
+def with_inputs(
+    rows: Iterable[Operator], input_trains: bool = True
+) -> Iterator[tuple[Operator, bool]]:
+    """Yield (operator, True if its first input has a gradient) for each operator.
+
+    `input_trains` is True if the input of the first operator has a gradient. A value has a gradient
+    if its operator trains, or if an input of its operator has a gradient.
+    """
+    has_gradient: dict[str, bool] = {}
     for row in rows:
-        yield from row.messages(sizes, phase, input_trains)
-        input_trains = input_trains or row.trains
+        inputs = [has_gradient.get(name, input_trains) for name in row.inputs]
+        yield row, inputs[0]
+        has_gradient |= dict.fromkeys(row.outputs, row.trains or any(inputs))
 
 
 def recomputed(rows: Rows, sizes: Sizes) -> Rows:

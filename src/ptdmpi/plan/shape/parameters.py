@@ -120,11 +120,13 @@ def first_linear(model: ModelConfig) -> Linear:
     return as_linear(parts["mlp.experts.0.up" if mixes else "mlp.up"], "columns")
 
 
-def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Return the number of parameters of one layer on one tensor rank: the mean over the layers,
-    rounded down."""
-    counts = _counts(model.runs())
-    every = sum(times * elements(layer(model, kind).values(), tensor) for kind, times in counts)
+def layer_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
+    """Return the number of parameters of one layer on one tensor rank, if experts are distributed
+    by `dealing`: the mean over the layers, rounded down."""
+    every = sum(
+        times * elements(layer(model, kind, dealing).values(), tensor)
+        for kind, times in _counts(model.runs())
+    )
     return every // model.layers
 
 
@@ -245,8 +247,8 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
-    parts = layer(model, LayerKind(mixes=True))
-    each = elements(parts[f"mlp.experts.0.{linear}"] for linear in ("up", "down"))
+    parts = layer(model, LayerKind(mixes=True)).items()
+    each = elements(part for name, part in parts if name.startswith("mlp.experts.0."))
     unused = model.experts - model.experts_per_token
     return count - len(model.mixing_layers) * unused * each
 

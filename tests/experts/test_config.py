@@ -37,6 +37,10 @@ RULES = [
     ),
     (MIXED | {"model.kind": "gpt"}, "model.bias = true: experts have no biases"),
     (MIXED | {"adapt.method": "ia3"}, 'excludes adapt.method = "ia3"; legal: adapt.method'),
+    (
+        MIXED | {"adapt.method": "lora", "model.dense_layers": 1},
+        "adapters are not supported in models in which only some layers have experts",
+    ),
     (MIXED | {"quantize.weights": "nf4"}, 'excludes quantize.weights = "nf4"'),
     (MIXED | {"run.compile": True}, "excludes run.compile = true"),
     (MIXED | {"data_parallel.method": "local"}, 'excludes data_parallel.method = "local"'),

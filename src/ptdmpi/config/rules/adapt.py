@@ -65,6 +65,11 @@ def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> It
             f"adapt.first_layer = {adapt.first_layer}, but the model has "
             f"{counted(model.layers, 'layer')}; legal: 0 to {most}{head}"
         )
+    if model.has_unlike_layers:
+        yield (
+            f'adapt.method = "{adapt.method}": adapters are not supported in models in which only '
+            "some layers have experts; legal: model.dense_layers = 0 with model.moe_every = 1"
+        )
     if adapt.targets == "all":
         return
     every = adapt.model_copy(update={"targets": ("*",)})

@@ -187,6 +187,12 @@ def test_what_adapters_of_experts_do_not_do(changes, line):
         small(MIXED | lora | changes)
 
 
+def test_whole_experts_have_no_adapters():
+    where = layout(t=2) | {"parallel.expert_tensor": 1, "adapt.base": "base"}
+    with pytest.raises(InputError, match=r'expert_tensor = 1 excludes adapt\.method = "lora"'):
+        small(MIXED | LORA | where, 2)
+
+
 def test_attention_may_drop_beside_experts():
     config = small(MIXED | BESIDE | {"adapt.base": "base", "adapt.dropout": 0.1})
     assert config.adapt.dropout == 0.1

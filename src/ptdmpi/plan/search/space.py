@@ -113,7 +113,8 @@ def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple
     experts."""
     if not space.deals_experts or not model.experts:
         return [(1, None)]
-    ways = (None, 1) if layout.tensor > 1 else (None,)
+    # adapters are refused if experts are not divided
+    ways = (None, 1) if layout.tensor > 1 and not model.adapt.adapts else (None,)
     return [
         (size, way)
         for way in ways

@@ -36,7 +36,6 @@ RULES = [
         'balance_coefficient = 0.5 has no effect with balance = "none"; legal: 0.001',
     ),
     (MIXED | {"model.kind": "gpt"}, "model.bias = true: experts have no biases"),
-    (MIXED | {"adapt.method": "ia3"}, 'excludes adapt.method = "ia3"; legal: adapt.method'),
     (
         MIXED | {"adapt.method": "lora", "model.dense_layers": 1},
         "adapters are not supported in models in which only some layers have experts",

@@ -214,6 +214,8 @@ OTHERS = {
     "experts_per_token": 2,
     "expert_hidden": 16,
     "shared_experts": 1,
+    "dense_layers": 1,
+    "moe_every": 2,
     "router": "sigmoid",
     "router_normalize": False,
     "router_scale": 2.5,

@@ -181,8 +181,8 @@ def is_named_alike(comm, zero: int) -> None:
         weight = weights[name]
         accumulate = weight.accumulate
 
-        def overflows(add, weight=weight, accumulate=accumulate):
-            accumulate(add)
+        def overflows(add, weight=weight, accumulate=accumulate, **named):
+            accumulate(add, **named)
             if here("B0.1"):
                 weight.main_grad.view(-1)[0] = math.inf
 

@@ -126,7 +126,7 @@ def test_parity_with_one_rank(comm, name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", WIDE)
 def test_parity_of_eight_ranks(comm, name):
-    check(comm, name, 3)
+    check(comm, ROWS[name], 3)
 
 
 @parallel(ranks=[4])

@@ -38,7 +38,7 @@ from tests._accounts import Move, RowWork, works_of
 from tests._configs import small
 from tests._ends import ENDS, Cut, ends_of
 from tests._layers import tensor_axis
-from tests._rows import ADAPTED, SHAPES
+from tests._rows import ADAPTED, SHAPES, require_legal
 from tests.model.layer.test_launches import LEAST_LAUNCHED, RECIPES, this_trainer
 from tests.model.layer.test_rows import METHODS, B, H, S, kept_by_layer, layer_of
 from tests.parallel import parallel
@@ -349,6 +349,7 @@ def test_a_planted_error_is_found(error):
 )
 def test_a_tensor_rank_keeps_the_operands_of_its_rows(comm, name):
     """Sequence parallelism keeps only those at this rank's positions."""
+    require_legal(name, comm.size)
     for divides in (False, True):
         placed, sizes, context = layer_of(name, tensor_axis(comm, divides), "fp32")
         for row, work in works_of(placed, context, LEAST_LAUNCHED, (S, B, H)):

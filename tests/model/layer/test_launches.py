@@ -30,7 +30,7 @@ from ptdmpi.plan.layer.folds import operators, recomputed
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
 from tests._layers import positions, random_tensor, tensor_axis
-from tests._rows import SHAPES
+from tests._rows import SHAPES, require_legal
 from tests.model.layer.test_rows import B, H, S, layer_of, replace_last, row_is_capped
 from tests.parallel import parallel
 
@@ -194,6 +194,7 @@ def layer_launches(name: str, axis, recipe: str, recompute: str) -> tuple[int, i
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_launches_what_it_says(comm, name):
     """In every precision on one rank, and on two without and with sequence parallelism."""
+    require_legal(name, comm.size)
     cases = [(recipe, False) for recipe in RECIPES]  # in one order on all ranks
     if comm.size > 1:
         cases = [("bf16", False), ("fp64", True)]

@@ -52,6 +52,7 @@ from tests._rows import (
     foreseen_messages,
     foreseen_products,
     program,
+    require_legal,
 )
 from tests.parallel import parallel
 
@@ -241,6 +242,7 @@ def row_output(row, sizes: Sizes) -> int:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_what_it_says(comm, name, sequence_parallel):
+    require_legal(name, comm.size)
     assert wrong(name, tensor_axis(comm, sequence_parallel)) == []
 
 
@@ -270,6 +272,7 @@ def test_every_row_does_so_at_some_positions(comm, name, method):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_so_in_every_precision(comm, name):
     """Half types too, as this processor multiplies them, and widened."""
+    require_legal(name, comm.size)
     axis = tensor_axis(comm, sequence_parallel=False)
     mistakes = {
         (precision, widens): wrong(name, axis, precision, widens=widens)
@@ -346,6 +349,7 @@ def kept_by_layer(
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     """Under every mode of recomputation, in every precision."""
+    require_legal(name, comm.size)
     axis = tensor_axis(comm, sequence_parallel=False)
     mistakes = {}
     for precision in DTYPES:

@@ -162,8 +162,10 @@ class Layout:
     @property
     def dealing(self) -> Dealing:
         """Return how the experts of a layer are distributed over ranks."""
-        whole = self.expert_tensor == 1 and self.tensor > 1
-        return Dealing(self.expert, whole, self.tensor if whole else 1)
+        if self.expert_tensor == 1 and self.tensor > 1:
+            return Dealing(self.expert, True, self.tensor)
+        # a search asks for this millions of times, so the usual value is not made anew
+        return ON_ONE_RANK if self.expert == 1 else Dealing(self.expert)
 
     @property
     def expert_tokens(self) -> int:

@@ -266,11 +266,13 @@ class ModelConfig(Section):
             layers = range(self.layers)
         if self.experts and self.moe_every > 1:
             return merged(LayerRun(self.kind_of(layer), 1) for layer in layers)
-        # the kind of a layer changes at most at these two layers
-        changes = (at for at in (self.adapt.first_layer, self.dense_layers) if at in layers)
-        cuts = sorted({layers.start, *changes, layers.stop})
+        # the kind of a layer changes at most at these layers
+        changes = [self.adapt.first_layer]
+        if self.experts:
+            changes.append(self.dense_layers)
+        cuts = sorted({layers.start, *(at for at in changes if at in layers), layers.stop})
         pairs = itertools.pairwise(cuts)
-        return merged(LayerRun(self.kind_of(start), stop - start) for start, stop in pairs)
+        return tuple(LayerRun(self.kind_of(start), stop - start) for start, stop in pairs)
 
     @property
     def quantize(self) -> QuantizeConfig:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,9 +28,8 @@ from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
-from ptdmpi.model.kernels.norm import rms_norm, soft_cap
+from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
@@ -39,7 +37,6 @@ from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
-from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
@@ -87,39 +84,6 @@ class Build(NamedTuple):
     experts: ExpertAxis = ExpertAxis()
 
 
-class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        shared_gradient: bool = True,
-        size: int | None = None,
-        partial_gradient: bool = False,
-    ) -> None:
-        """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
-        `shared_gradient` is True if, under sequence parallelism, the input has only this rank's
-        positions. `partial_gradient` is True if the input has only this rank's heads (see
-        `Declaration`)."""
-        super().__init__()
-        self.eps = model.norm_eps
-        self.shape = (model.hidden if size is None else size,)
-        self.zero_centered = model.zero_centered_norm
-        sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
-        self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
-        shift = describe.norm_part(model).shift
-        self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized activations, which have the shape of x [..., h]."""
-        weight: Tensor = self.weight
-        if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
-            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if self.bias is None:
-            return rms_norm(x, weight, self.eps)
-        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
-
-
 class Heads:
     """The function that divides the output [s, b, (a + 2 kv) / t * head size] of the linear into
     queries, keys and values by head, for a query heads, kv key heads and t tensor ranks. Queries
@@ -134,13 +98,16 @@ class Heads:
         # head, each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
-        self.rotates, self.joins_heads = row.rotates, row.joins_heads
+        self.rotates = row.rotates
+        self.joins_heads = row.joins_heads
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
         qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
-        rotary = (context.rotary or self.rotary) if self.rotates else None
+        rotary = None
+        if self.rotates:
+            rotary = context.rotary or self.rotary
         if rotary is not None and not self.norms:
             both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
@@ -197,7 +164,8 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `deals`: the method "ulysses" divides the heads also among the context ranks
+        # `part` is the number of this rank's part of the heads. The method "ulysses" (`deals`)
+        # divides the heads also among the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -325,7 +293,15 @@ def _heads(
     owner: nn.Module, row: Operator, build: Build, linear: ColumnParallelLinear | None = None
 ) -> Heads:
     assert isinstance(row, SplitHeads)
-    norms = [Norm(build.model, False, part.size, not row.joins_heads) for _, part in row.norms]
+    norms = [
+        Norm(
+            build.model,
+            shared_gradient=False,
+            size=part.size,
+            partial_gradient=not row.joins_heads,
+        )
+        for _, part in row.norms
+    ]
     for (name, _), norm in zip(row.norms, norms, strict=True):
         add(owner, name, norm)
     return Heads(row, build, norms) if linear is None else EarlyKeys(row, build, norms, linear)

@@ -22,7 +22,8 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import Computing, compiler
 from ptdmpi.model.kernels.activation import gelu
-from ptdmpi.model.operators import Build, Context, Heads, Norm, drop_hidden, install, run
+from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.operators import Build, Context, Heads, drop_hidden, install, run
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe

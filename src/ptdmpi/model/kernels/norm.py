@@ -1,12 +1,16 @@
-"""RMSNorm and the soft cap of scores and logits. Each of them is one autograd Function that saves
-few tensors."""
+"""The module of a norm; and RMSNorm and the soft cap of scores and logits, each of which is one
+autograd Function that saves few tensors."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.model.parameters import declare
+from ptdmpi.plan.layer import describe
 
 
 class _RmsNorm(Function):
@@ -62,3 +66,37 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(x / cap), between -cap and cap (Gemma Team 2024, arXiv 2408.00118, section
     2)."""
     return _Cap.apply(x, cap)
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        shared_gradient: bool = True,
+        size: int | None = None,
+        partial_gradient: bool = False,
+    ) -> None:
+        """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
+        `shared_gradient` is True if, under sequence parallelism, the input has only this rank's
+        positions. `partial_gradient` is True if the input has only this rank's heads (see
+        `Declaration`)."""
+        super().__init__()
+        self.eps = model.norm_eps
+        self.shape = (model.hidden if size is None else size,)
+        self.zero_centered = model.zero_centered_norm
+        sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
+        self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
+        shift = describe.norm_part(model).shift
+        self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized activations, which have the shape of x [..., h]."""
+        weight: Tensor = self.weight
+        if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if self.bias is None:
+            return rms_norm(x, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
-from ptdmpi.model.operators import Context, Norm
+from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.output.own import OwnLoss

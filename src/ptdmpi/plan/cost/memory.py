@@ -221,8 +221,9 @@ class MemoryModel:
         and True if it is the model's last stage. `own` are the layers of the stage."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
-        others = tuple(segments(self.model, layout, own[idle:]))
-        return self.model.runs(own[:idle]), others, stage == 0, stage == placed.stages - 1
+        runs = self.stages.runs_of
+        others = tuple(segments(runs(own[idle:]), layout, own.start + idle))
+        return runs(own[:idle]), others, stage == 0, stage == placed.stages - 1
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`

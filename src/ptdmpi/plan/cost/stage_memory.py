@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.choices import RECOMPUTE_MODES
-from ptdmpi.config.kinds import LayerKind
+from ptdmpi.config.kinds import LayerKind, Runs
 from ptdmpi.config.layout import Dealing
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
@@ -110,9 +110,9 @@ class StageMemory:
     """Numbers of bytes and of parameters in the stages of one model, if the program `software`
     trains it in the compute type `precision`, on hosts or (`on_host` is False) on devices.
 
-    Results that several layouts have in common are computed once. `layers_of` returns the layers of
-    each stage of a `Cut`. `elements_of` returns the result of `parameters.rank_elements` for (cut,
-    tensor, pipeline rank).
+    Results that several layouts have in common are computed once. `runs_of` returns the runs of
+    equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
+    `elements_of` returns the result of `parameters.rank_elements` for (cut, tensor, pipeline rank).
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class StageMemory:
         self.model, self.vocab_size, self.precision = model, vocab_size, precision
         self.software, self.on_host = software, on_host
         self._parts = cache(self._counted)
+        self.runs_of = cache(model.runs)
         self.layers_of = cache(self._split)
         self._parts_of = cache(self._counted_parts)
         self.elements_of = cache(self._counted_elements)
@@ -208,7 +209,7 @@ class StageMemory:
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         kept = 0
-        for kind, mode, count in segments(self.model, layout, own):
+        for kind, mode, count in segments(self.runs_of(own), layout, own.start):
             kept += count * parts.layers[kind].modes[mode].kept
         if stage == 0:
             kept += parts.embedding
@@ -221,7 +222,7 @@ class StageMemory:
         (gradients of the weights)."""
         parts = self.parts(layout)
         split = parts.split
-        runs = self.model.runs(self._backward(layout, stage))
+        runs = self.runs_of(self._backward(layout, stage))
         kept = sum(count * parts.layers[kind].operands for kind, count in runs)
         if stage == 0:
             kept += split.embedding
@@ -244,7 +245,7 @@ class StageMemory:
         if stage == layout.stages - 1:
             most = held + parts.loss_works
             held += split.head - parts.head
-        for kind, mode, count in reversed(list(segments(self.model, layout, own))):
+        for kind, mode, count in reversed(list(segments(self.runs_of(own), layout, own.start))):
             layer = parts.layers[kind].modes[mode]
             grows = parts.layers[kind].operands - layer.kept
             works = held + layer.input_works
@@ -257,7 +258,7 @@ class StageMemory:
         """Return the bytes that a stage's W (gradients of the weights) needs in addition to the
         operands."""
         parts, layers = self.parts(layout), self.split(layout)[stage]
-        adds = max(parts.layers[trained_kind(run.kind)].adds for run in self.model.runs(layers))
+        adds = max(parts.layers[trained_kind(run.kind)].adds for run in self.runs_of(layers))
         if stage == layout.stages - 1:
             return max(adds, parts.split.head_adds)
         return adds
@@ -273,7 +274,7 @@ class StageMemory:
         most, freed = _forward_bytes(self, layout, stage), 0
         if stage == layout.stages - 1:
             most, freed = max(most, parts.loss_works), parts.head
-        for kind, mode, count in reversed(list(segments(self.model, layout, own))):
+        for kind, mode, count in reversed(list(segments(self.runs_of(own), layout, own.start))):
             layer = parts.layers[kind].modes[mode]
             most = max(most, layer.works - freed)
             freed += count * layer.kept
@@ -379,7 +380,7 @@ class StageMemory:
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
     """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
     that the stage keeps of its microbatch. The caller adds the kept bytes."""
-    layers = memory.model.runs(memory.split(layout)[stage])
+    layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
     if not idle:
         return 0
@@ -394,14 +395,12 @@ def trained_kind(kind: LayerKind) -> LayerKind:
     return kind._replace(idle=False)
 
 
-def segments(
-    model: ModelConfig, layout: Layout, layers: range
-) -> Iterator[tuple[LayerKind, str, int]]:
+def segments(runs: Runs, layout: Layout, start: int) -> Iterator[tuple[LayerKind, str, int]]:
     """Yield (kind, mode of recomputation, number of layers) for each group of neighbouring layers
-    of one kind and mode, in the order of the layers. All these layers have a backward."""
+    of one kind and mode, in the order of the layers. `start` is the number of the first layer of
+    `runs`. All these layers have a backward."""
     most = layout.recompute_layers if layout.recompute == "full" else None
-    start = layers.start
-    for kind, count in model.runs(layers):
+    for kind, count in runs:
         recomputed = count if most is None else min(max(0, most - start), count)
         if recomputed:
             yield kind, layout.recompute, recomputed

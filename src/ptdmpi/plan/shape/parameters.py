@@ -38,7 +38,7 @@ class ModelPart(NamedTuple):
     @property
     def idle(self) -> int:
         """Return the number of its layers that have no backward."""
-        return self.layers - count_of(trained_runs(self.runs))
+        return sum(run.layers for run in self.runs if run.kind.idle)
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":

@@ -1,4 +1,4 @@
-"""Rounds of a comparison. A side is one of the compared programs or methods, and runs once in each
+"""Rounds of a comparison. Each of the compared programs or methods (a "side") runs once in each
 round, in changing order.
 
 The machines are shared, and their speed drifts. Therefore only figures of the same round are
@@ -29,9 +29,9 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each side its rate ("per_s") and the ratio of this rate to the rate of the side
-    `plain` ("ratio"), both as medians over the rounds. "least" and "greatest" are the extreme
-    ratios."""
+    """Return a table with a row for each side. "per_s" is the side's rate, and "ratio" is this rate
+    divided by the rate of the side `plain` in the same round; both are medians over the rounds.
+    "least" and "greatest" are the smallest and the largest ratio."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]
     table = {}

@@ -1,5 +1,5 @@
-"""Write the sources of this Python's standard library as one .jsonl file: some 30 MB of text that
-every machine has.
+"""Write the source files of Python's standard library into one .jsonl file. Every machine with
+Python has this text, some 30 MB.
 
     python jobs/demo_corpus.py OUTPUT.jsonl
 """

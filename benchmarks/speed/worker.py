@@ -1,11 +1,11 @@
-"""One rank of one side (a compared trainer). It builds its model, and then trains steps when a
-command asks for it.
+"""One rank of one of the compared trainers. The rank builds its model, and then trains steps when a
+command asks for steps.
 
     python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 
 Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps while it
-reads from the socket. A barrier of MPI or gloo would keep a core busy on which another side is
-measured.
+reads from the socket. A rank that waits in a barrier of MPI or gloo would keep a core busy, on
+which another trainer is measured.
 """
 
 import json
@@ -22,8 +22,8 @@ from ptdmpi.comm import launch
 
 
 class Trainer(Protocol):
-    """The trainer of a side on one rank. If the trainer raises an error, all ranks of the side
-    end."""
+    """One of the compared trainers, on one rank. If a rank raises an error, all ranks of this
+    trainer end."""
 
     rank: int
 
@@ -38,8 +38,8 @@ class Trainer(Protocol):
 def serve(
     stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
 ) -> None:
-    """Execute commands until the connection ends. `limits_s` measures the least times of this
-    rank's step (`rounds.LeastTimes`). Only ptdmpi's side has `limits_s`."""
+    """Execute commands until the connection ends. `limits_s` measures lower bounds of the time of
+    this rank's step, in seconds (`rounds.LeastTimes`). Only the ranks of ptdmpi pass `limits_s`."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -74,8 +74,8 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
-    """Return a function that builds the trainer of `tool` on one rank. Only this tool is imported,
-    because other tools may be missing."""
+    """Return a function that builds the trainer of `tool` on one rank. The function imports only
+    this tool, because other tools may not be installed."""
     if tool == "deepspeed":
         from benchmarks.speed.others import deep_speed
 
@@ -101,7 +101,7 @@ def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
 
 
 def main() -> None:
-    """Run a rank of the side that the command line names."""
+    """Run one rank of the trainer that the command line names."""
     side, address = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)

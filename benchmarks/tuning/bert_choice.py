@@ -1,10 +1,10 @@
 """BERT on a multiple-choice task, with norms before or after the residual sums, at two depths.
 
 `python -m benchmarks.tuning.bert_choice CORPUS.jsonl FOLDER` trains four models from random weights
-on the task of `continuations`, one after another, and prints a table. Complete runs in FOLDER are
-kept. With BERT's original order (norms after the residual sum, "post") training fails for large
-models. With norms before attention and MLP ("pre") it does not fail (Shoeybi et al. 2019, Figure
-7). This benchmark compares the two orders.
+on the task of `continuations`, one after another, and prints a table. A run that is already
+complete in FOLDER is not repeated. With BERT's original order (norms after the residual sum,
+"post") training fails for large models. With norms before attention and MLP ("pre") training of
+large models does not fail (Shoeybi et al. 2019, Figure 7). This benchmark compares the two orders.
 """
 
 import json

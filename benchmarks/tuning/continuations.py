@@ -1,10 +1,11 @@
 """A multiple-choice task made from a corpus: to choose the right one of four continuations of a
 passage.
 
-`python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The same files give the same task.
-A passage consists of consecutive lines of a document. The right answer consists of the next lines;
-the wrong answers come from other documents. Questions for training and for validation are from
-different documents.
+`python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The task's files depend only on the
+corpus, so two calls on one corpus write the same files. The passage of a question consists of
+consecutive lines of a document. The right answer consists of the lines after the passage; the wrong
+answers come from other documents. Questions for training and for validation are from different
+documents.
 """
 
 import json
@@ -23,8 +24,8 @@ LEAST = 12  # minimum number of characters in a line that is used
 
 
 def documents(corpus: Path) -> list[list[str]]:
-    """Return the lines of each document, without short lines. Documents with too few lines are left
-    out."""
+    """Return the lines of each document of the corpus, without lines of fewer than `LEAST`
+    characters. Documents with too few lines for four questions are left out."""
     texts = []
     for document in corpus.read_text(encoding="utf-8").splitlines():
         lines = [line.strip() for line in json.loads(document)["text"].splitlines()]

@@ -1,10 +1,10 @@
 """`python -m benchmarks.tuning.few_bits [MODEL DATA]`: the perplexity of quantized models.
 
-The demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the shards in
-DATA/train and DATA/valid, is quantized to int8, int4, uint4 and nf4, by rounding and by GPTQ. After
-that, the model is trained further, with and without rounded weights, and both results are
-quantized. The tables are written between marks in docs/how-to/quantization.md. Runs and results are
-stored in runs/few-bits, and are not repeated.
+The benchmark quantizes a model to int8, int4, uint4 and nf4, by rounding and by GPTQ. The model is
+MODEL, with the shards in DATA/train and DATA/valid; without MODEL it is the demo's model
+(jobs/demo.toml, on the shards of `make demo`). After that, the model is trained further, with and
+without rounded weights, and both results are quantized. The tables are written between marks in
+docs/how-to/quantization.md. Runs and results are stored in runs/few-bits, and are not repeated.
 """
 
 import argparse
@@ -91,7 +91,8 @@ def quantized(
 
 
 def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row of the table for each format and method."""
+    """Yield a row of the table of perplexities for each number format and each method of
+    quantization."""
     for form in FORMS:
         for method in METHODS:
             report = quantized(model, data, form, method, more=more)

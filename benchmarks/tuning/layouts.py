@@ -25,9 +25,9 @@ BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return the sizes (tensor, pipeline, data) of the layout of each training run. The tensor size
-    of layouts with tensor parallelism is the smallest divisor above 1 of the number of key-value
-    heads (3 for SmolLM2-135M)."""
+    """Return the layout of each training run, as its numbers of tensor, pipeline and data ranks.
+    Layouts with tensor parallelism have as many tensor ranks as the smallest divisor above 1 of the
+    number of key-value heads (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)
@@ -70,7 +70,8 @@ def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[P
 
 
 def against_peft(base: Path, run: Path) -> dict[str, Any]:
-    """Return the result of comparing the run on one rank with `theirs`."""
+    """Compare the run on one rank with a training by `peft` (`benchmarks.tuning.theirs`), and
+    return the differences."""
     merged = base.parent / "layouts" / "merged"
     if not merged.is_dir():
         answer(1, ["-m", "ptdmpi", "adapter", "merge", *map(str, (base, run, merged))])
@@ -114,7 +115,7 @@ def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) ->
 
 
 def main(source: Path, work: Path = smol.WORK) -> None:
-    """Tune in all layouts and by `peft`, and write the page."""
+    """Tune the model in all layouts and by `peft`, and write the results into the page."""
     base = smol.prepare(source, work)
     chosen = layouts(base)
     curves, peft = measured(base, chosen, STEPS, LENGTH)

@@ -23,11 +23,11 @@ LENGTH = 128
 BATCH = 4
 VALIDATED = 24
 ROUNDS = 4
-METHODS = {"full": "full", "lora": "LoRA"}  # methods, and their names in tables
+METHODS = {"full": "full", "lora": "LoRA"}  # maps each method to its name in tables
 RATES = {"full": 1e-4, "lora": 1e-3}
 ADAPT: dict[str, dict[str, Any]] = {"full": {}, "lora": smol.LORA}
-# numbers of tokens in the single row of a microbatch, for the table of planned memory; and the
-# pairs (tokens, recomputation) whose memory is also measured
+# LENGTHS: the numbers of tokens in the single row of a microbatch, for the table of planned memory.
+# MEASURED: the pairs (tokens, recomputation) whose memory is also measured.
 LENGTHS = [256, 1024, 2048, 4096, 8192]
 MEASURED = [(256, "none"), (1024, "none"), (1024, "full")]
 MIB = 2**20
@@ -35,8 +35,8 @@ BAR = 0.45
 
 
 def trained(base: Path, method: str) -> list[Any]:
-    """Train with a method, unless the run is already complete, and return the records of
-    metrics.jsonl."""
+    """Train the model with one method ("full" or "lora"), unless the run is already complete, and
+    return the records of its metrics.jsonl."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -93,7 +93,7 @@ def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
 
 
 def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, Any]:
-    """Return the memory of a rank that `benchmarks.tuning.step` measures."""
+    """Return the memory of one rank, as `benchmarks.tuning.step` measures it."""
     words = ["memory", str(base), method, str(length), recompute]
     text = answer(1, ["-m", "benchmarks.tuning.step", *words])
     numbers: dict[str, Any] = json.loads(text[text.index("{") :])
@@ -101,7 +101,7 @@ def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, 
 
 
 def greatest_length(base: Path, recompute: str) -> int:
-    """Return the greatest number of tokens in a microbatch of one row at which LoRA needs at most
+    """Return the greatest length (in tokens) of a microbatch of one row at which LoRA needs at most
     the fraction `BAR` of the memory of full tuning."""
 
     def ratio(length: int) -> float:
@@ -178,8 +178,8 @@ def file_sizes(base: Path) -> dict[str, int]:
 
 
 def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterator[str]:
-    """Yield the lines of a table of held-out losses, and a paragraph about time and sizes. `first`
-    is the loss of the base model."""
+    """Yield the lines of a table of held-out losses, and then a paragraph about the time of a step
+    and the sizes of the files. `first` is the loss of the base model."""
     text = answer(1, ["-m", "benchmarks.tuning.step", "time", str(base), str(LENGTH), str(ROUNDS)])
     time = json.loads(text[text.index("{") :])["lora"]
     size = file_sizes(base)
@@ -245,7 +245,7 @@ def _draw_memory(axes: Any, base: Path) -> None:
 
 
 def main(source: Path, work: Path = smol.WORK) -> None:
-    """Tune by both methods, and write the page and the picture."""
+    """Tune the model by both methods, write the results into the page, and draw the picture."""
     base = smol.prepare(source, work)
     first = untuned(base)
     curves = {method: trained(base, method) for method in RATES}

@@ -25,14 +25,14 @@ PICTURE = ROOT / "docs/pictures/mup.png"
 VOCAB_SIZE = 256  # bytes
 BASE = 32  # hidden size of the base model
 WIDTHS = (32, 64, 128, 256)
-WIDER = (*WIDTHS, 512)  # for the coordinate check, which is short
+WIDER = (*WIDTHS, 512)  # widths for the coordinate check, whose trainings are short
 HEAD_SIZE = 16
 LENGTH = 64
 BATCH = 16
 CHECKED_STEPS = 4
 CHECKED_RATE = 2.0**-6
 STEPS = 60
-LAST = 10  # the loss of a training is the mean of this many last steps
+LAST = 10  # the loss of a training is the mean loss of its last LAST steps
 RATES = tuple(2.0**power for power in (-10, -9, -8, -7, -6, -5))
 NAMES = {False: "standard", True: "muP"}
 MEASURED = {"layers.1": "after the last layer", "head": "logits"}
@@ -66,8 +66,8 @@ def configuration(width: int, rate: float, steps: int, *, mup: bool) -> Config:
 def trained(
     config: Config, world: World, ids: torch.Tensor, watch: Callable[[Engine], None]
 ) -> list[float]:
-    """Train a model from random weights; return the loss of each step. `watch` gets the engine
-    before the first step."""
+    """Train a model from random weights, and return the loss of each step. `watch` is called with
+    the engine before the first step."""
     engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
     watch(engine)
     losses = []
@@ -81,8 +81,8 @@ def trained(
 
 
 def coordinates(world: World, ids: torch.Tensor, width: int, *, mup: bool) -> dict[str, float]:
-    """Return the root mean square of the activations in the last of a few steps: name of a module
-    -> value."""
+    """Return the root mean square of each module's output in the last of a few steps, by the name
+    of the module."""
     sizes: dict[str, float] = {}
 
     def watch(engine: Engine) -> None:
@@ -141,7 +141,7 @@ def draw(
 
 
 def main() -> None:
-    """Measure, print and draw."""
+    """Train the models, print the table and draw the picture."""
     torch.set_num_threads(1)
     world, ids = World(), text()
     sizes = {}

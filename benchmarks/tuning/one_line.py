@@ -1,4 +1,5 @@
-"""An instruction task made from Python's standard library: say in one line what a function does.
+"""An instruction task made from Python's standard library: the model must say in one line what a
+function does.
 
 `python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
 its docstring; the answer is the docstring's first line, in the library's own style. The same Python
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ASKED = "Say in one line what this Python function does.\n\n"
-# the minimum and the maximum number of characters
+# the minimum and the maximum number of characters of a function's source, and of an answer
 SOURCE = (60, 400)
 ANSWER = (20, 80)
 HELD_OUT = 8  # every HELD_OUT-th module is for validation

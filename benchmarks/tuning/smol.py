@@ -26,7 +26,7 @@ Tree = dict[str, dict[str, Any]]
 
 def prepare(source: Path, work: Path = WORK) -> Path:
     """Convert `source` into a base model in `work`, unless the base model exists, and return its
-    directory. The folder hugging_face/ of the base contains the tokenizer."""
+    directory. The folder hugging_face/ of the base model contains the tokenizer."""
     work = work.resolve()
     base = work / "base"
     if base.is_dir():

@@ -1,5 +1,5 @@
-"""The memory of one rank in two steps of LoRA or of full tuning, or the times of both methods,
-measured alternately.
+"""Measure the memory of one rank in two steps of LoRA or of full tuning, or the times of both
+methods in alternating steps.
 
     python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
@@ -85,8 +85,8 @@ def memory(config: Config, world: World) -> dict[str, Any]:
 
 
 def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the steps per second with each configuration, and the ratios to full tuning. A ratio
-    compares two rates of the same round."""
+    """Return the steps per second with each configuration, and the ratios of these rates to the
+    rate of full tuning. A ratio compares two rates of the same round."""
     counts = dict.fromkeys(configs, 0)
     steps = {name: built(config, world)[1] for name, config in configs.items()}
 
@@ -103,7 +103,7 @@ def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, di
 
 
 def main() -> None:
-    """Measure memory or time, which the command line selects."""
+    """Measure the memory or the time; the command line says which."""
     doing, base, *words = sys.argv[1:]
     torch.set_num_threads(1)
     keep_freed(os.environ)

@@ -148,7 +148,7 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run `begin` or `train`, which the command line selects."""
+    """Run `begin` or `train`; the command line says which."""
     doing, *words = sys.argv[1:]
     paths = [Path(word) for word in words[:4]]
     if doing == "begin":

@@ -13,10 +13,10 @@ from ptdmpi.inference.text import Text, ends_of, find_chat
 
 @dataclass(frozen=True)
 class Dialogue:
-    """The form in which a model gets a conversation and continues it with the next answer.
+    """The conversion of a conversation to token ids for one model, and of token ids to an answer.
 
-    `template` is the model's chat template; None means plain lines. `ends` are the ids that end an
-    answer.
+    `template` is the model's chat template; None means plain lines. `ends` are the token ids that
+    end an answer.
     """
 
     text: Text
@@ -25,11 +25,12 @@ class Dialogue:
 
     @classmethod
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
-        """Return the dialogue for a model, with the chat template of the model or of an adapter.
+        """Return the `Dialogue` for a model. Its chat template is the adapter's, or else the
+        model's.
 
-        Answers end with the ids that end texts. With a template, answers also end with the special
-        token that the template writes after an answer, and with the ids in the config.json of a
-        model from Hugging Face. Raises InputError.
+        Every token id that ends a text also ends an answer. With a template, two kinds of ids are
+        added: the special token that the template writes after an answer, and the end ids in the
+        config.json of a model from Hugging Face. Raises InputError.
         """
         template = find_chat(stored, text, adapter)
         if template is None:
@@ -41,8 +42,8 @@ class Dialogue:
         return cls(text, template, ends)
 
     def prompt(self, lines: Sequence[str]) -> list[int]:
-        """Return the ids of a conversation up to the next answer. `lines` are the user's lines and
-        the answers, alternating."""
+        """Return the token ids of a conversation up to the next answer. `lines` are the user's
+        lines and the answers, alternating."""
         if self.template is None:
             return self.text.prompt("".join(line.removesuffix("\n") + "\n" for line in lines))
         turns = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
@@ -52,7 +53,7 @@ class Dialogue:
     def answer(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text of the answer `ids` to a prompt.
 
-        The leading spaces that the template writes itself are removed.
+        If the template writes spaces before an answer, these spaces are removed from the text.
         """
         answer = self.text.behind(prompt, ids)
         if self.template is None:
@@ -64,8 +65,8 @@ class Dialogue:
     def _left(self) -> int:
         """Return the number of spaces at the end of a prompt that must be left out.
 
-        Spaces before an answer are not separate tokens. The spaces become part of the answer's
-        first token, such as " word".
+        Many tokenizers encode a space and the next word as one token, such as " word". Spaces at
+        the end of a prompt would then keep the model from choosing this token.
         """
         if self.template is None:
             return 0
@@ -75,15 +76,17 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # leaving out spaces would change other tokens, too
+        return 0  # without these spaces, the tokens before the spaces would also change
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
-        """Return the ids of a template's text without its last `left` characters."""
+        """Return the token ids of the template's text `asks`, without the last `left` characters of
+        this text."""
         return self.text.marked(asks[: len(asks) - left])
 
     @property
     def around(self) -> int:
-        """Return the number of ids that a prompt contains in addition to the ids of its line."""
+        """Return how many token ids are added to the ids of a user's line to make a prompt: the ids
+        of the prefix or of the template."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

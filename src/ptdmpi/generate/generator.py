@@ -1,4 +1,5 @@
-"""Continuation of prompts, several at a time, with a key-value cache, in any layout."""
+"""Continuation of several prompts at a time, with a key-value cache, for any layout of the
+ranks."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from ptdmpi.base.progress import progress
 from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 
-if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
+if TYPE_CHECKING:  # this import starts MPI, but some programs prepare prompts without MPI
     from ptdmpi.inference.model import InferenceModel
 
 ROWS = 16  # number of prompts that are continued together
@@ -20,7 +21,7 @@ ROWS = 16  # number of prompts that are continued together
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued, given as ids.
+    """A text to be continued, as token ids.
 
     Samples with a different `number` get different random numbers. `finished(new ids)` returns True
     to end the continuation early.
@@ -95,7 +96,7 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # callers that pass one group of prompts at a time show their own progress
+    # a caller that passes only one group of prompts per call shows its own progress
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
@@ -139,7 +140,8 @@ def _continue(
         new, going = model.share((new, going))
         if not going:
             return model.share(texts)
-        # a text that has ended is computed further with its last token, and the result is ignored
+        # a text that has ended stays in the batch: its last token is computed again, and the result
+        # is ignored
         ids = torch.tensor([new])
         positions = positions[last, torch.arange(len(prompts))] + 1
         positions = positions.clamp(max=capacity - 1)[None]

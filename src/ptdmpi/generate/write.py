@@ -59,14 +59,14 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
 
 
 def _silent(more: float) -> None:
-    """Do nothing. The function replaces a progress display."""
+    """Do nothing. This function is called where no progress is displayed."""
 
 
 class Writer:
     """A model with its tokenizer, which continues texts.
 
-    Every rank has a writer, and calls all methods except `prepare`, which only rank 0 calls. All
-    methods raise InputError on every rank.
+    Every rank has a writer, and calls all methods except `prepare`, which only rank 0 calls. If a
+    method raises InputError, all ranks raise it.
     """
 
     text: Text

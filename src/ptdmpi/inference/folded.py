@@ -1,9 +1,10 @@
 """The factors of muP (`ptdmpi.config.mup`), folded into the weights, because models of
 `transformers` do not have these factors.
 
-The factor of the logits goes into the final norm, which is before the head; so the head may stay
-tied to the embedding. The factor of the products of queries and keys goes into the queries, or into
-their norm.
+The weights of the final norm are multiplied by the factor of the logits. The head comes after this
+norm, so the weights of the head do not change and may stay tied to the embedding. The factor of the
+products of queries and keys multiplies the weights that compute the queries, or the weights of the
+queries' norm if there is one.
 """
 
 import torch
@@ -16,9 +17,10 @@ from ptdmpi.config import InputError, ModelConfig
 def fold(
     model: ModelConfig, name: str, box: Box, values: Tensor, *, inverse: bool = False
 ) -> Tensor:
-    """Return `values`, the slice `box` of the parameter `name`, multiplied by the factor of muP
-    that belongs to them, in float64; or, if `inverse` is True, divided by this factor. Return other
-    values, and all values of models without muP, unchanged."""
+    """Return `values` multiplied by the factor of muP for the parameter `name`, in float64. If
+    `inverse` is True, return them divided by the factor. `values` is the slice `box` of the
+    parameter. Parameters without a factor, and all parameters of models without muP, are returned
+    unchanged."""
     factor = query_factor(model)
     rows = 0
     if name.startswith("final_norm."):
@@ -47,7 +49,8 @@ def query_factor(model: ModelConfig) -> float:
 
 
 def require_unpacked(model: ModelConfig) -> None:
-    """Raise InputError if queries would have to be changed, but stay quantized."""
+    """Raise InputError if muP has a factor for the weights of the queries. Quantized weights cannot
+    be multiplied by it."""
     if query_factor(model) != 1.0 and not model.qk_norm:
         raise InputError(
             f"model.mup_base_head_size = {model.mup_base_head_size}: the queries change, so they "

@@ -46,8 +46,9 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """This rank's stages and tensor-parallel shards of a model. All ranks with the same data rank
-    call the methods together.
+    """The part of a model that is on this rank: its pipeline stages, each with this rank's
+    tensor-parallel slices of the weights. All ranks with the same data rank call the methods
+    together.
 
     `device` and `dtype` are the device and the type of the weights, and `axis` is the model's
     tensor axis.
@@ -62,8 +63,8 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """Store this rank's `stages`, by number, with their weights. `placement` says which
-        pipeline rank has which stage."""
+        """`stages` has this rank's pipeline stages, which have their weights, by stage number.
+        `placement` says which pipeline rank has which stage."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -91,7 +92,8 @@ class InferenceModel:
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """Return, on all ranks of this model, the `value` of the rank that `decides`."""
+        """Return the `value` of the rank for which `decides` is True. All ranks of this model
+        return it."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -165,7 +167,7 @@ class InferenceModel:
 
     def finish(self) -> None:
         """Wait until all activations that this rank sends have been sent. Call `finish` before the
-        model is dropped."""
+        model is deleted."""
         for handle, _ in self._leaving:
             handle.wait()
         self._leaving = []
@@ -254,7 +256,8 @@ def open_inference(
     model. If `precision` is None, it is the precision of the training run. `classifies` is True if
     the model must have a head for a task, and False if it must predict tokens. `adapter` is the
     path of adapters that are added to the model. `kind` is the kind of state that is loaded as the
-    weights, for example their moving average. With `adapter`, it is the state of the adapters.
+    weights, for example their moving average. With `adapter`, `kind` is a kind of state of the
+    adapters.
 
     Returns the model, and the description of its files. Raises InputError on every rank if the
     model cannot be loaded.

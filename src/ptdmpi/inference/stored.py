@@ -123,8 +123,8 @@ class StoredModel:
 
 
 def kind_of(average: bool) -> str:
-    """Return the kind of state that is loaded as weights: the weights, or their moving
-    `average`."""
+    """Return the kind of state that is loaded as the weights of a model: the moving average of the
+    weights if `average` is True, and otherwise the weights."""
     return AVERAGE if average else WEIGHTS
 
 
@@ -167,8 +167,8 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # config.toml has the [model] of the run's last start, the checkpoint the [model] that was
-    # trained
+    # config.toml has the section [model] of the run's last start; the checkpoint has the section
+    # [model] with which its weights were trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 

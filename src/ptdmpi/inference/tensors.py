@@ -14,7 +14,7 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
     host, with the positions of all context ranks."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
-        """Return `_sequence_first(array)`, or None for None."""
+        """Return `_sequence_first(array)`; return None if `array` is None."""
         return None if array is None else _sequence_first(array)
 
     documents = pairs = None

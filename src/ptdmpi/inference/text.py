@@ -40,8 +40,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the prefix.
 
-        Raises InputError if the text cannot be encoded as UTF-8. Examples are one half of a UTF-16
-        surrogate pair, and a byte of a command line that is not UTF-8.
+        Raises InputError if the text cannot be encoded as UTF-8. For example, one half of a UTF-16
+        surrogate pair cannot be encoded.
         """
         try:
             text.encode()
@@ -88,8 +88,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
     tokenizer.json; if it is None, the model's own tokenizer is searched.
 
-    Raises InputError, with the advice `mended`, if no tokenizer is known. Also raises InputError if
-    the model was trained with another tokenizer.
+    Raises InputError if no tokenizer is known; its message ends with the advice `mended`. Also
+    raises InputError if the model was trained with another tokenizer.
     """
     try:
         name = given or name_of(stored)
@@ -168,7 +168,8 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer, although `began` may name the converted model itself
+    # a converted model has its own tokenizer; its `began` may be its own path, so it must not be
+    # opened here
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))

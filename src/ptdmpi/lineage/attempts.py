@@ -1,9 +1,9 @@
 """The attempts of a run: for each step the command and the settings with which it was trained, and
 for each attempt the reason why it ended.
 
-An attempt is one start of the training program. It appends one line to `history.jsonl` in the run
-directory when it begins to train, and one line when it ends. An attempt that was killed has no line
-for its end; its last step is in `metrics.jsonl`.
+An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
+the run directory when it begins to train, and one line when it ends. An attempt that was killed
+wrote no line at its end; its last step is recorded in `metrics.jsonl`.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class PastAttempt:
 
 
 class History:
-    """The writer of the history file in a run directory, for one attempt. Its methods raise OSError
-    if the file cannot be read or written."""
+    """The writer of the history file in a run directory, for one attempt. All methods raise OSError
+    if the history file cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / HISTORY
@@ -108,7 +108,8 @@ def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
 
 
 class AttemptedSteps(NamedTuple):
-    """The recorded steps, from `first` to `last`, that an attempt trained."""
+    """The steps `first` to `last`, which one attempt (one start of the training program)
+    trained."""
 
     attempt: PastAttempt
     first: int
@@ -116,8 +117,9 @@ class AttemptedSteps(NamedTuple):
 
 
 def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
-    """Return which attempts trained the recorded `steps`, in the order of the steps. If several
-    attempts may have trained a step, the newest of them is returned."""
+    """Return the attempts (starts of the training program) that trained the recorded `steps`, in
+    the order of the steps. If several attempts may have trained a step, the newest of them is
+    returned."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [

@@ -14,9 +14,9 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The course of one run from its present step on. `now` describes the data of a run that would
-    begin with this configuration. It is used until the method `judge` continues with the data of a
-    checkpoint."""
+    """The training data for the next steps of one run. `now` describes the data of a run that would
+    begin with this configuration. `now` is used until the method `judge` continues with the data of
+    a checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
@@ -43,8 +43,8 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data that `answer` describes. The function `judge` returned `answer`
-        earlier, perhaps on another rank."""
+        """Continue with the data that `answer` describes. `answer` is a result of the function
+        `judge`, perhaps from another rank."""
         self.answer = answer
         self._order = None
 

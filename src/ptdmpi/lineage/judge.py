@@ -1,10 +1,10 @@
 """The decision whether a run may continue from a checkpoint with its present data and
 configuration.
 
-The decision has one of three results. If nothing has changed, the run continues. If a setting or
-the data differs, the run is refused, with one line that names the difference and the legal values.
-If the user has allowed a change of the data (`data.change = "from here"`), the run continues and
-the changes are logged.
+The decision has one of three results. If neither the settings nor the data have changed, the run
+continues. If a setting or the data differs, the run is refused, with one line that names the
+difference and the legal values. If the user has allowed a change of the data (`data.change = "from
+here"`), the run continues and the changes are logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -24,9 +24,9 @@ FREE_TO_CHANGE = {
 }
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
-# Keys of [model] that may differ between the model with adapters and its base model. These are the
-# keys above, the kind (which only sets the defaults of other keys), the size of the vocabulary
-# (which is checked by the shapes of the tensors), and the sequence length.
+# Keys of [model] that may differ between the model with adapters and its base model. The set has
+# the free keys above, the kind (which only sets the defaults of other keys), the size of the
+# vocabulary (which is checked by the shapes of the tensors), and the sequence length.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because the head of a task replaces the head of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
@@ -135,8 +135,8 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # the other methods change no output of the model, and the losses of frozen routers are not
-        # computed
+        # the other methods of balancing experts change no output of the model, and no balance loss
+        # is computed for frozen routers
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 
@@ -209,8 +209,8 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`.
-    This checkpoint records nothing else about its data."""
+    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`. A
+    checkpoint of an older version records only its seed and its batch size about its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 

@@ -3,7 +3,8 @@ samples.
 
 The steps of a run are divided into stretches, and nearly all runs have only one stretch. Within a
 stretch, the samples have one order. A new stretch begins if the user changes the data, the mixture,
-the seed or the batch size. The counts of samples and tokens continue through all stretches.
+the seed or the batch size. Samples and tokens are counted from the beginning of the run through all
+stretches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,11 +55,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive steps whose samples have one order. Before the stretch, `step` steps, `sample`
-    samples and `tokens` tokens were trained. `gone` has the datasets that are no longer used, each
-    with the number of its samples that were used earlier. `ranks` is the number of data ranks among
-    which the samples are divided, so that each rank reads only its own samples; 1 means that all
-    ranks read samples of all datasets."""
+    """Consecutive steps whose samples have one order. `step`, `sample` and `tokens` are the numbers
+    of steps, samples and tokens that were trained before the stretch. `gone` has the datasets that
+    are no longer used, each with the number of its samples that were used earlier. `ranks` is the
+    number of data ranks among which the samples are divided, so that each rank reads only its own
+    samples; 1 means that all ranks read samples of all datasets."""
 
     step: int
     sample: int

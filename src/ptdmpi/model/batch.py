@@ -17,9 +17,9 @@ ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Sl
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch of b sequences of s tokens, in the form that a model uses. It has inputs and
-    labels [s, b] of token ids, weights [s, b] of the labels or None (all 1), and the global sample
-    numbers [b].
+    """A microbatch of b sequences of s tokens, in the form that a model uses. `inputs` and `labels`
+    [s, b] are token ids, `weights` [s, b] are the weights of the labels (None if all are 1), and
+    `samples` [b] are the global sample numbers.
 
     Labels are already shifted by one token relative to inputs, so a rank may select the same
     positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch from rows of a
@@ -32,8 +32,8 @@ class Microbatch:
     of answers that a preference loss compares.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
-    segment order contributes to the loss. Both numbers are computed on the host when a batch is
-    made, because the host would have to wait for the device to read them from the device.
+    segment order contributes to the loss. `tokens` and `orders` are computed on the host when a
+    batch is made, because the host would have to wait for the device to read them from the device.
     """
 
     inputs: Tensor
@@ -144,7 +144,8 @@ class MicrobatchPass:
         """Store the values of some losses. Return their weighted sum, with its autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            if name in losses:  # absent for routers, which add the gradients of their losses
+            # routers' losses are absent: the routers themselves add the gradients of these losses
+            if name in losses:
                 total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}
         self.total = total.detach()
@@ -163,11 +164,11 @@ class _Slot:
 
 
 class Placing:
-    """Copies of microbatches to a device. Two slots are used in turn. All microbatches of a step
-    are sent in one copy. While the device computes with one slot, the host fills the other slot,
-    and neither host nor device waits. The tensors that `place` returns may be used only by kernels
-    that are started before the next call of `place`. If the device is the host, nothing is
-    copied."""
+    """Copies of microbatches to a device. Two slots of memory (`_Slot`) are used in turn. All
+    microbatches of a step are sent in one copy. While the device computes with one slot, the host
+    fills the other slot, and neither host nor device waits. The tensors that `place` returns may be
+    used only by kernels that are started before the next call of `place`. If the device is the
+    host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -217,8 +218,8 @@ class Placing:
             slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # The copy into the new memory waits for the mark `now`, because the device may still
-            # compute with a freed tensor that was in this memory.
+            # The copy into the new memory waits for all computations issued so far (`now`), because
+            # one of them may still use a freed tensor that was in this memory.
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages: the form in which an activation is sent, and the input
-and the output of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages: the form in which an activation is sent, and the two
+ends of the autograd graph that a stage builds for a microbatch (its input and its output)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class Boundary:
     """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
     If `scatter_gather` is True, each of the t ranks of a tensor group sends 1/t of the activation,
-    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). This is possible
+    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). Sending 1/t is possible
     because all ranks of the tensor group have the same activation. Under sequence parallelism the
     activation is already divided among the tensor ranks.
     """
@@ -96,8 +96,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """A function whose output has no values, so that it can be the end of a graph. Its backward
-    reads the gradient from a `Departure`."""
+    """A function whose output has no values, so that it can be the end of a graph. The backward of
+    this function reads the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

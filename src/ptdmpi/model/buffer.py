@@ -31,15 +31,15 @@ class Storage:
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors of zeros with the given `lengths`. The tensors follow each other in
-        memory. Raise OSError if the disk has no space for the tensors."""
+        """Return tensors of zeros with the given `lengths`. The tensors are adjacent in memory.
+        Raise OSError if the disk has no space for the tensors."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Each element of `rows` is a group of stored tensors. Yield these groups one after the
-        other, as tensors in memory that the caller may read and change. When the caller requests
-        the next group, the previous group may be written back."""
+        """Yield each group of stored tensors in `rows`, as tensors in memory that the caller may
+        read and change. When the caller requests the next group, the previous group may be written
+        back."""
         yield from rows
 
     def let_go(self) -> None:

@@ -82,13 +82,13 @@ def _adapt(
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:
-    """Return a linear that every tensor rank has unsharded."""
+    """Return a linear whose full weight is on every tensor rank."""
     linear = as_linear(part, None)
     return ReplicatedLinear(linear.inputs, sum(linear.outputs), linear.bias, linear.init_std)
 
 
 def table(part: Part) -> Table:
-    """Return a table that every tensor rank has unsharded."""
+    """Return an embedding table whose full weight is on every tensor rank."""
     described = as_table(part, split=False)
     return Table(described.rows, described.hidden, described.init_std)
 
@@ -124,7 +124,7 @@ def declare_as_described(
     modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
-            # experts may be on other ranks
+            # the module of an expert may be on another rank
             if not part.trains and not (is_of_expert(name) and prefix + name not in modules):
                 for weight in _declared(modules[prefix + name]):
                     weight.declaration = replace(weight.declaration, trains=False)
@@ -159,8 +159,9 @@ def _declared(module: nn.Module) -> Iterator[Parameter]:
 
 
 def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
-    """Raise InputError unless the parameters of `module` are those that `row.parts()` describes, on
-    one of `tensor` tensor ranks. Memory, plan and optimizer read the parts, not the module."""
+    """Raise InputError unless `row.parts()` describes the parameters of `module` on one of `tensor`
+    tensor ranks. `row` is the description of the operator that `module` computes. The planner and
+    the optimizer read `row.parts()` and not the module, so both must agree."""
     mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
     described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
     for name, part in row.parts().items():

@@ -35,7 +35,8 @@ class KeyValueCache:
         """Set the positions [s, b] of the tokens that come next: the position of each token in its
         sequence."""
         self.positions = positions
-        # the positions up to the last of these tokens; later positions of the cache are not read
+        # the number of positions up to the last of these tokens; later positions of the cache are
+        # not read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:

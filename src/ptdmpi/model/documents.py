@@ -1,5 +1,5 @@
 """The documents in the sequences of a microbatch, and the pairs of documents that a preference loss
-compares. Attention and positions start again in each document.
+compares. Each document has its own attention, and its positions are counted from 0.
 
 In this module a document is a run of tokens that attend only to each other: one text of a packed
 sample, or the padding after the last text.
@@ -67,8 +67,8 @@ class Documents:
         )
 
     def others(self, positions: Positions = ALL) -> Tensor:
-        """Return a bool mask [b, 1, queries, s] for the queries at `positions`. It is True if query
-        and key are in different documents."""
+        """Return a bool mask [b, 1, queries, s] for the queries at `positions`. An element is True
+        if the query and the key are in different documents."""
         queries = positions.of(self.numbers, dim=1)
         return queries[:, None, :, None] != self.numbers[:, None, None, :]
 

@@ -1,5 +1,5 @@
-"""The order of a rank's parameters in one flat buffer. The buffer is divided into shard units,
-which ZeRO cuts into equal shards.
+"""The order of a rank's parameters in one flat buffer. The buffer is divided into shard units, and
+ZeRO divides each shard unit into equal shards.
 
 A shard unit is gathered or reduced in one operation. Each rank of the shard group owns one shard of
 every shard unit (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
@@ -88,8 +88,8 @@ class LogicalPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnPart:
     """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
-    row-major order. These elements begin at index `offset` of this rank's part of the shard unit
-    with the number `unit`. Shard units of frozen weights have separate numbers."""
+    row-major order. The owned elements begin at index `offset` of this rank's part of the shard
+    unit with the number `unit`. Shard units of frozen weights have separate numbers."""
 
     entry: Entry
     begin: int
@@ -107,7 +107,8 @@ class OwnPart:
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the same view as `view`, extended by the padding after these elements."""
+        """Return the view that the method `view` returns, extended by the padding after these
+        elements."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
@@ -228,10 +229,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry that this rank updates. The rank also has the reduced
-        gradient of this part. For the second use of a tied table, return the part whose gradient
-        this rank has; for a frozen entry, return the part that it stores. Return None if this rank
-        has no part of the entry."""
+        """Return the part of an entry that this rank updates. This rank also has the gradient of
+        this part, summed over all ranks. For the second use of a tied table, return the part whose
+        gradient this rank has; for a frozen entry, return the part that it stores. Return None if
+        this rank has no part of the entry."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:

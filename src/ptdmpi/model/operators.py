@@ -1,12 +1,12 @@
 """The operators of a layer. In `plan.layer`, a row is the description of one operator. This module
 has a class of torch modules for each kind of row, and the functions that compute the operators.
 
-`install` makes the torch modules of some rows and registers them under the names of the rows. `run`
-computes the operators in order. The planner and the model both use the rows that the module
-`plan.layer.describe` makes, so they cannot disagree about the operators of a layer. All modules use
-a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b, h], for b
-sequences of s positions and the hidden size h. Under sequence parallelism, activations between
-blocks have only this rank's positions.
+`install` makes the torch modules for given rows and registers each module under the name of its
+row. `run` computes the operators in order. The planner and the model both use the rows that the
+module `plan.layer.describe` makes, so they cannot disagree about the operators of a layer. All
+modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b, h],
+for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
+between blocks have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,7 @@ class Heads:
         if self.norms:
             q, k = (self._turned(x, number, rotary) for number, x in enumerate((q, k)))
         if rotary is not None:
-            v = v.clone()  # a copy, because a view would keep all of qkv in memory
+            v = v.clone()  # copy v, because a view would keep all of qkv in memory
         # in attention, heads come before positions, because products are computed for each head;
         # other tensors are [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
@@ -131,10 +131,11 @@ class Heads:
 
 
 class EarlyKeys(Heads):
-    """Three operators in one step: the product of queries, keys and values, their division into
-    heads, and the gather of keys and values over the context axis. The product has two parts. The
-    gather proceeds during the product of the queries, and the sum of the gradients of keys and
-    values proceeds during the backward of this product."""
+    """Three operators in one step: the matrix product that computes queries, keys and values, their
+    division into heads, and the gather of keys and values over the context axis. The matrix product
+    is computed in two parts: first keys and values, then queries. Keys and values are gathered
+    while the queries are computed. The gradients of keys and values are summed while the gradients
+    of the queries' part are computed."""
 
     def __init__(
         self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
@@ -326,8 +327,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
         """Return the queries at this rank's positions, and the keys and values at all positions."""
         if build.context.exchange != "all_gather":
             return q, k, v
-        # copy q, because a view would keep this rank's k and v in memory, which are not needed
-        # after the gather
+        # copy q: a view of the common tensor would keep this rank's k and v in memory, although
+        # they are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute
@@ -409,8 +410,8 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 
 def maker_of(row: Operator) -> Maker:
-    """Return the function that makes and registers the module of the operator that `row` describes.
-    If the row belongs to the user's own sublayer, the row itself makes the module."""
+    """Return the function that makes and registers the module for `row` (the description of an
+    operator). If `row` belongs to the user's own sublayer, the method of `row` makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 
@@ -442,17 +443,17 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
-    """Return True if `EarlyKeys` computes these rows: on a context axis whose transport makes
-    progress during computation. A quantized weight is an exception, because each of the two
-    products would unpack all of it."""
+    """Return True if one `EarlyKeys` computes the operators `rows`. This requires a context axis
+    whose messages make progress during computation, and a weight that is not quantized. Each of the
+    two matrix products would dequantize a quantized weight completely."""
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
     return build.context.gathers_early and build.model.quantize.weights == "none"
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if one of the operators `rows`, in their order, reads the value `name` before any
-    of them writes this value."""
+    """Return True if one of the operators `rows` reads the tensor `name` before an operator
+    overwrites this tensor."""
     for row in rows:
         if name in row.inputs:
             return True
@@ -462,10 +463,10 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    """Compute the operators of `steps` in this order. The inputs of the first operators are in
-    `values`, by name. Return the values that are left at the end, by name.
+    """Compute the operators of `steps` in this order. `values` has the inputs of the layer by name.
+    Return, by name, the tensors that no operator has used up.
 
-    A value is freed after the last operator that reads it.
+    A tensor is freed after the last operator that reads it.
     """
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]

@@ -29,9 +29,9 @@ class Split:
 
     If the number of shares does not divide the size of a part, the part is padded at its end; the
     padding is not part of the logical tensor. `most` is the maximum number of shares of each part.
-    For keys, for example, it is the number of key heads, because a head is never cut. If t is
-    larger than this number, neighbouring ranks have copies of the same share. If `most` is None,
-    each part has t shares.
+    For keys, for example, `most` is the number of key heads, because a head is never divided
+    between ranks. If t is larger than `most`, neighbouring ranks have copies of the same share. If
+    `most` is None, each part has t shares.
     """
 
     dim: int
@@ -62,9 +62,8 @@ class HeldShare:
     """A share of a parameter that one rank has: its slice of the logical tensor (`logical`), and
     its slice of the rank's local tensor (`local`).
 
-    `copies` is the number of neighbouring tensor ranks that have this share. `counts` is True on
-    the first of these ranks, and False on the other ranks, so that norms and checkpoints include
-    the share only once.
+    `copies` is the number of neighbouring tensor ranks that have this share. `counts` is True only
+    on the first of these ranks, so that norms and checkpoints include the share only once.
     """
 
     logical: Box
@@ -83,15 +82,14 @@ class Declaration:
     axes of the grid along which ranks have different parameters with this declaration, such as
     different experts; gradients are not summed over these axes. `rows_over` has the groups of ranks
     that use the parameter for different rows, in addition to the ranks with different tokens; the
-    gradient is summed over these groups. `parts` has the sizes of the matrices of which a parameter
-    without a division consists, along dim 0; if it is empty, the parameter is one matrix. If
-    `shared_gradient` is True, then
-    under sequence parallelism each tensor rank applies the parameter only to its own positions, and
-    the parameter's gradient must be summed over the tensor axis. If `partial_gradient` is True,
-    each tensor rank applies the parameter only to its own heads, and the gradient must always be
-    summed over the tensor axis. If `trains` is False, the parameter has no gradient, no master
-    weight and no moments. `low_bit` is the quantized form that matrix multiplications use; a
-    parameter that does not train is also stored in this form.
+    gradient is summed over these groups. A parameter that is not divided may consist of several
+    matrices: `parts` has their sizes along dim 0. If `parts` is empty, the parameter is one matrix.
+    If `shared_gradient` is True, then under sequence parallelism each tensor rank applies the
+    parameter only to its own positions, and the parameter's gradient must be summed over the tensor
+    axis. If `partial_gradient` is True, each tensor rank applies the parameter only to its own
+    heads, and the gradient must always be summed over the tensor axis. If `trains` is False, the
+    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized form that
+    matrix multiplications use; a parameter that does not train is also stored in this form.
     """
 
     shape: tuple[int, ...]
@@ -122,7 +120,7 @@ class Declaration:
         """Return the axes along which ranks have different parts of the parameter's state. Along
         the pipeline axis and the axes in `apart`, ranks have different parameters; along the other
         returned axes, they have different slices of the same parameter. Along all axes that are not
-        returned, ranks have the same part."""
+        returned, ranks have the same slice."""
         by_split = () if self.split is None else TENSOR_AXES
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
@@ -205,9 +203,10 @@ class Parameter(nn.Parameter):
 
     def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
-        second part of a split backward. `add` keeps the tensors that it needs, and may communicate
-        over the tensor axis. If `alone` is True, the contribution is rounded separately before it
-        is added, so that the result is the same as if another rank had computed it."""
+        second part of a split backward. The function `add` keeps the tensors that it needs in
+        memory until it is called, and may communicate over the tensor axis. If `alone` is True, the
+        contribution is rounded separately before it is added, so that the result is the same as if
+        another rank had computed it."""
         if alone:
             add = partial(_add_alone, add)
         if self.later is None:
@@ -217,7 +216,7 @@ class Parameter(nn.Parameter):
 
 
 def _add_alone(add: Callable[[Tensor], object], total: Tensor) -> None:
-    """Add to `total` what `add` adds to zeros of the same shape."""
+    """Call `add` with zeros of the shape of `total`, and then add the result to `total`."""
     product = torch.zeros_like(total)
     add(product)
     total.add_(product)

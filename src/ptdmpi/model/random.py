@@ -36,16 +36,16 @@ def initial(
     all slabs are yielded.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
-    slab is bitwise equal to the same rows of a tensor that torch draws in one call. The reason is
-    that torch draws numbers one after the other from the generator, and converts each group of
-    sixteen numbers to sixteen normally distributed numbers.
+    slab is bitwise equal to the same rows of a tensor that torch draws in one call. This is
+    possible because torch draws numbers one after the other from the generator, and converts each
+    group of sixteen numbers to sixteen normally distributed numbers.
     """
     whole = Box.whole(shape)
     if wanted is None:
         wanted = [whole]
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     # the generator is always on the CPU, so that weights are the same on all devices; the shift
-    # makes a seed of 63 bits
+    # gives a seed of 63 bits, which torch accepts
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     last = max((box.stop[0] for box in wanted), default=0)
     for slab in whole.slabs(_slab_rows(shape)):
@@ -57,7 +57,8 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        else:  # skip the numbers of this slab, which takes half the time of drawing them
+        # skip the random numbers of this slab, because skipping takes half the time of drawing
+        else:
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
 
@@ -85,8 +86,8 @@ CHUNK_ELEMENTS = 2**18
 
 
 def shift_right(value: Tensor, bits: int) -> Tensor:
-    """Return `value`, int64, shifted to the right by `bits` bits, with zeros as new bits (torch's
-    own right shift copies the sign bit). The result is in new memory."""
+    """Return `value`, int64, shifted to the right by `bits` bits, and fill the free bits with zeros
+    (torch's own right shift copies the sign bit). The result is a new tensor."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -183,9 +184,9 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
-    # The computation of a hash needs several temporary values of 8 bytes for each element. For all
-    # elements at once, this would need more memory than the masked tensor, and would not fit into a
-    # CPU's cache.
+    # The computation of a hash needs several temporary values of 8 bytes for each element. If all
+    # elements were hashed at once, these values would take more memory than the masked tensor, and
+    # would not fit into a CPU's cache.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):

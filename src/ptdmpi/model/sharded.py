@@ -1,13 +1,13 @@
 """The communication of a pipeline stage while it computes: sharded gradients are reduced (ZeRO
 stages 2 and 3), sharded weights are gathered (ZeRO stage 3), and all-reduces of gradients may begin
-early.
+before the backward has ended.
 
 A stage notifies its `Walk` when it reaches each of its modules in the forward, in the backward, and
 in recomputation. A module (`place`) is the embedding, a layer, or the head. With ZeRO stage 3, the
-weights of a module are gathered while the previous module is computed, and dropped after the
-module's computation; this includes frozen weights. Only frozen quantized matrices stay unsharded.
-With ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is computed, and is
-then reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
+weights of a module, including frozen weights, are gathered while the previous module is computed.
+They are dropped after the module's computation. Only frozen quantized matrices stay unsharded. With
+ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is computed, and is then
+reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -100,7 +100,7 @@ class GatheredWeights:
             self._there[unit][1].wait()
 
     def drop(self) -> None:
-        """Drop all gathered shard units. This is called when the weights have changed."""
+        """Drop all gathered shard units. Call this method when the weights have changed."""
         for unit in list(self._there):
             self._drop(unit)
 
@@ -111,8 +111,8 @@ class GatheredWeights:
         flat.view(group.size, -1)[group.rank].copy_(part)
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
-            # Assign a new tensor with its own version counter. Autograd has saved the parameter
-            # itself, and would otherwise treat the next gather as a change of a saved tensor.
+            # Assign a new tensor, which has a new version counter. Autograd has saved the parameter
+            # itself, and would otherwise report that the next gather changes a saved tensor.
             parameter.data = _placed(parameter.entry, flat, unit.start)
 
     def _drop(self, number: int) -> None:
@@ -148,8 +148,8 @@ class PlacedGradients(Protocol):
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients are not reduced before the caller has tested them.
-        `look` tests the gradient of a parameter; gradients that stay in the buffer are tested at
-        the end of the op."""
+        `look` is called with a parameter and tests its gradient. Gradients that are not reduced
+        during the op are tested at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -189,7 +189,7 @@ class ReducedGradients:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Provide memory for the gradients of the shard units `numbers`, which are computed next.
-        The gradients of earlier units are complete."""
+        Treat the gradients of all earlier units as complete."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -205,8 +205,8 @@ class ReducedGradients:
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                # remove the attribute, so that a later addition to the gradient, which would be an
-                # error, raises an exception
+                # remove the attribute, so that a later addition to the gradient raises an
+                # exception, because it would be an error
                 del parameter.main_grad
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
@@ -258,10 +258,10 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # The modules whose weights the backward needs. The backward does not reach modules before
-        # the first module that trains. It also does not need the weights of an embedding that
-        # consists only of tables, because the backward of a look-up does not use the values of a
-        # table.
+        # The modules whose weights the backward needs. The backward stops at the first module that
+        # trains, so it needs no weights of earlier modules. The backward also needs no weights of
+        # an embedding that consists only of tables, because the backward of a look-up does not use
+        # the values of a table.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
@@ -337,8 +337,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """The identity function at the input of a module. Its forward runs before the module's forward,
-    and its backward runs after the module's backward; both notify the `Walk`."""
+    """The identity function at the input of a module. The forward of this function runs before the
+    module's forward, and its backward runs after the module's backward; both notify the `Walk`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:

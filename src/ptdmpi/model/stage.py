@@ -92,7 +92,8 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # the walk, if there is one, is notified of the module of the stage that is computed
+        # a `Walk` (if there is one) is notified whenever the computation reaches the next module of
+        # the stage
         self.walk: Walk | None = None
         self._idle = False
         self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
@@ -127,8 +128,8 @@ class Stage(nn.Module):
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # convert to the compute type here, because otherwise each layer would have a converted
-            # copy
+            # convert the tables to the compute type here, because otherwise each layer would have
+            # its own converted copy
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)
@@ -241,17 +242,17 @@ class Stage(nn.Module):
         input; None on the first stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of its input is a tensor of zeros. This tensor is sent, too, because the
-        schedule is the same for all models. If no parameter of the stage trains either, nothing is
-        computed.
+        the gradient of its input is a tensor of zeros. The tensor of zeros is also sent, because
+        the schedule is the same for all models. If, in addition, no parameter of this stage trains,
+        nothing is computed.
         """
         if self._idle:
             return self._no_gradient()
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "its forward has left the loss"
-            # the loss is the last value, so its gradient is its weight in the mean over the global
-            # batch
+            # the backward begins with the total loss, whose gradient is its weight in the mean over
+            # the global batch
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])
@@ -271,8 +272,8 @@ class Stage(nn.Module):
         gradient of this stage's input, the same as `backward_microbatch`.
 
         All additions to gradients of parameters, including norms and biases, are deferred until
-        `weight_microbatch`. When `weight_microbatch` completes the gradient of a microbatch, the
-        gradient therefore contains nothing of later microbatches.
+        `weight_microbatch`. Therefore, when `weight_microbatch` completes the gradient of a
+        microbatch, no later microbatch has contributed to the gradient.
         """
         later: list[Callable[[], object]] = []
         try:
@@ -293,7 +294,8 @@ class Stage(nn.Module):
         later.reverse()
         with torch.no_grad():
             while later:
-                later.pop()()  # after the call, the tensors that the function has kept are freed
+                # delete the function after the call, so that the tensors that it has kept are freed
+                later.pop()()
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:
         for name, weight in self.named_parameters():

@@ -5,11 +5,11 @@ A kind of state has one number for each element of a parameter. The kinds are th
 each moment of the optimizer, and the values that the data-parallel method keeps. For each kind,
 replicas have equal or different values. The state also contains a few counters (`Counters`). Code
 that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of logical
-tensors with their values. Each slice has the list of axes along which ranks have different slices;
-from this list follows which ranks have the same values. Only this module uses the form in which a
-rank stores its part, which may differ between parameters and between kinds. There is one exception:
-after the loss of a rank, the surviving ranks send `State.flats` unchanged, because each receiver
-stores the same part of the state as its sender.
+tensors with their values. Each slice has the list of axes along which ranks have different slices.
+Ranks that differ only along other axes have the same values. Only this module knows the form in
+which a rank stores its part of the state. The form may differ between parameters and between kinds.
+There is one exception. After the loss of a rank, the surviving ranks send `State.flats` unchanged,
+because the receiver of a flat tensor stores the same part of the state as the sender.
 """
 
 import contextlib
@@ -75,10 +75,10 @@ class Piece:
 
     `cut_by` has the axes along which ranks have different slices; along all other axes ranks have
     the same slice, and these ranks write the slice to checkpoints together. `owned` is False if
-    another rank along an axis of `cut_by` has the same slice nevertheless and writes it to
-    checkpoints. This is the case for the second copy of a tied table, and for a share of which
-    neighbours on the tensor axis have copies. `replica` is the number of the replica if replicas
-    differ in this kind; None if they are equal.
+    this rank must not write the slice to checkpoints, because another rank along an axis of
+    `cut_by` has a copy of the slice and writes it. Examples are the second copy of a tied table,
+    and copies of key heads on neighbouring tensor ranks. `replica` is the number of the replica if
+    replicas differ in this kind; None if they are equal.
     """
 
     kind: str
@@ -102,7 +102,8 @@ class Piece:
 
     def copied(self) -> "Piece":
         """Return a piece with a copy of the present values on the host. If the copied piece is
-        pickled, only these values are sent, and not the memory of which they were a view."""
+        pickled, only these values are pickled, and not the larger tensor of which they were a
+        view."""
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
@@ -169,8 +170,8 @@ class State:
         # would read the file into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # a mark that is passed when a running copy of the state is complete; updates wait for this
-        # mark
+        # an event that occurs when a running copy of the state is complete; updates wait for this
+        # event
         self.read: Passed = copies_of(buffer.device).passed()
         # a function that completes unfinished operations; it is called before the state, or its
         # mean, is read
@@ -189,9 +190,9 @@ class State:
     def averaged(self, kind: str) -> Iterator[None]:
         """Return a context in which the values of `kind` are the mean over replicas, if replicas
         differ in this kind. All replicas must call this method, and the mean is bitwise equal on
-        all of them. Meanwhile this replica's own values are stored in the memory of the gradients,
-        which are overwritten. The caller must update the weights from the master weights
-        (`changed`), inside and after the context."""
+        all of them. Inside the context, this replica's own values are stored in the memory of the
+        gradients, so the gradients are lost. The caller must update the weights from the master
+        weights (`changed`), inside and after the context."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
@@ -238,7 +239,7 @@ class State:
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
         """Yield all pieces of the state that this rank has, parameter by parameter, and for each
         parameter kind by kind. If `mean` is True, the pieces are described as equal on all replicas
-        even if replicas differ. This is correct inside the context `averaged`."""
+        even if replicas differ. Such a description is correct inside the context `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -297,8 +298,9 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which ranks use different weights in matrix multiplications. These
-        are the axes of the parameter without the axes of the shard group."""
+        """Return the axes along which ranks use different weights in matrix multiplications. The
+        result has the axes along which the parameter's state differs, without the axes of the shard
+        group."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
@@ -352,8 +354,8 @@ def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
     """Return positions for the parameters `names` in flat tensors that contain only these
-    parameters, in the same order, and the lengths of these tensors. There is one tensor for each of
-    `units` shard units."""
+    parameters, in the same order, and the lengths of these tensors. The result has one tensor for
+    each of `units` shard units."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():

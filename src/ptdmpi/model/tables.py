@@ -13,8 +13,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class _Look(Function):
-    """The look-up of rows in a table, as a function whose backward adds the gradients of these rows
-    to the table's gradient."""
+    """The look-up of rows in a table, as an autograd Function. The backward adds the gradients of
+    these rows to the table's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
@@ -37,7 +37,7 @@ def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 
 class Table(nn.Module):
-    """A table that every tensor rank has completely. Rows are looked up only for this rank's
+    """A table whose full weight is on every tensor rank. Each rank looks up rows only for its own
     positions: row numbers [...] -> rows [..., hidden]."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:

@@ -1,8 +1,8 @@
 """Layers divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
 Activations are [s, b, h], for b sequences of s positions and the hidden size h. The sequence dim
-comes first, so that the sequence-parallel collectives work on contiguous memory. These are the
-conjugate operators f and g of the paper's Figure 3:
+comes first, so that the sequence-parallel collectives work on contiguous memory. Two operators
+communicate: the conjugate operators f and g of the paper's Figure 3:
 
     f   forward: nothing             backward: all-reduce
     g   forward: all-reduce          backward: nothing
@@ -99,8 +99,9 @@ class TensorAxis:
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
-        """Return the positions whose activations this rank has between blocks: `positions`, or,
-        under sequence parallelism, this tensor rank's share of `positions`."""
+        """Return the positions whose activations this rank has between blocks. Under sequence
+        parallelism these are this tensor rank's equal share of `positions`; otherwise they are all
+        `positions`."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
@@ -111,8 +112,8 @@ def accumulate_bias_gradient(
     does not train. `own` selects the elements of the bias that were added to the output; None
     selects all elements."""
     if bias is not None and bias.requires_grad:
-        # sum in the gradient's type, because a sum over all positions in a 16-bit type loses small
-        # terms
+        # sum in the type of `main_grad`, because a sum over all positions in a 16-bit type loses
+        # small terms
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: (total if own is None else own(total)).add_(summed))
 
@@ -132,7 +133,7 @@ class Gathered:
 
     def __call__(self) -> Tensor:
         """Return the activation at all positions. Begin the gather if it has not begun, and wait
-        for its end."""
+        until it is complete."""
         if self._whole is None:
             self._whole, arrived = self._begun or self._axis.gather_begin(self._x)
             self._begun = None
@@ -160,8 +161,8 @@ class LinearPass:
         return [self.weight, self.bias, *pairs]
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return the rows of a weight or of its gradient that belong to the outputs of the pass:
-        all rows."""
+        """Return the rows of a weight or of its gradient that belong to the outputs of the pass. In
+        this class these are all rows."""
         return rows
 
     def kept(self, x: Tensor) -> Tensor | None:
@@ -193,9 +194,9 @@ class LinearPass:
         alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
-        immediately or in the second part of a split backward. The functions `x` and `dy` return the
-        input and the gradient of the output at that time. `alone` is the argument of
-        `Parameter.accumulate`."""
+        immediately or in the second part of a split backward. `x` and `dy` are functions that
+        return the input and the gradient of the output; they are called when the gradients are
+        computed. `alone` is the argument of `Parameter.accumulate`."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(
@@ -229,16 +230,17 @@ class _ColumnLinear(Function):
         if x is not None:
             # Gather x again, because only this rank's positions were saved (Korthikanti et al.
             # 2022, section 4.2.2). If communication makes progress during computation, begin the
-            # gather early, so that it overlaps with the computation of the input's gradient.
-            # Otherwise an early gather would only use memory for longer. Detach x, because it would
-            # keep its autograd graph in memory.
+            # gather early, so that it overlaps with the computation of the input's gradient. If
+            # communication makes no progress during computation, an early gather would only use
+            # memory for longer. Detach x, because x would otherwise keep its autograd graph in
+            # memory.
             early = axis.comm.overlaps and not layer.weight.puts_off
             whole = Gathered(axis, x.detach(), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
         dx = None
         summed = DONE
         if ctx.needs_input_grad[0]:
-            # this reduction overlaps with the computation of the weights' gradients, which do not
+            # this all-reduce overlaps with the computation of the weights' gradients, which do not
             # need its result
             dx, summed = axis.reduce_begin(layer.input_gradient(dy, ups))
         if whole is not None:

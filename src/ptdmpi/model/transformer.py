@@ -1,5 +1,5 @@
-"""The modules of a transformer. One block class, which computes a table of operators, is used for
-models like GPT, LLaMA and BERT.
+"""The modules of a transformer. Models like GPT, LLaMA and BERT all use one class of layers, which
+computes the operators in a table.
 
 All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
 h], for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
@@ -36,8 +36,8 @@ from ptdmpi.plan.shape import parameters
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
 
-    Both tensors are float32. The rotated pairs are the channels (i, i + head size / 2), as in the
-    LLaMA weights in Hugging Face's format.
+    Both returned tensors are float32. The rotated pairs are the channels (i, i + head size / 2), as
+    in the LLaMA weights in Hugging Face's format.
     """
     size = model.head_size
     # compute in float32 for every compute type, because bfloat16 cannot represent large positions,
@@ -61,8 +61,8 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
     `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated linearly in the number of turns. This rule is not in Dubey et al. 2024;
-    its source is `apply_scaling` in Meta's repository llama-models.
+    between are interpolated linearly in the number of turns. The rule for these frequencies is not
+    in Dubey et al. 2024; its source is `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -156,8 +156,8 @@ class Block(nn.Module):
             self._compiled = compiled
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the layer's output for the input x. Both are [s, b, h]; under sequence
-        parallelism, both have only this rank's positions."""
+        """Return the layer's output for the input x. The input and the output are [s, b, h]; under
+        sequence parallelism, both have only this rank's positions."""
         if not torch.is_grad_enabled():
             return self._forward(x, context)
         run = self._forward if self._compiled is None else self._compiled
@@ -176,10 +176,10 @@ class Block(nn.Module):
         (this is P_a in Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
-        # torch's checkpoint adds its own hooks inside these hooks, for the tensors that the layer
+        # inside this context, torch's checkpoint adds its own hooks for the tensors that the layer
         # would save
         return saved_tensors_hooks(
-            # a copy, because a view would keep the memory of all of x
+            # copy this part, because a view would keep the memory of all of x
             lambda x: (self.axis.share(x).clone(), x.shape),
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )
@@ -190,7 +190,7 @@ class Block(nn.Module):
 
 class Embedding(nn.Module):
     """The embedding of token ids [s, b] and token types [s, b] as activations [s, b, h]: the sum of
-    word embedding, learned positions and token types, then norm and dropout. A model may have only
+    word embedding, learned positions and token types, then norm and dropout. A model may leave out
     some of these modules."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
@@ -223,7 +223,7 @@ class Embedding(nn.Module):
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
-        # in the hash of random numbers, the embedding has the layer number -1
+        # the hash of the embedding's dropout uses the layer number -1
         return drop_hidden(x, context, self.rate, place=(-1, 0), axis=self.axis)
 
 
@@ -273,7 +273,8 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        self.place = (model.layers, 0)  # in the hash of random numbers, a layer after the last one
+        # dropout is hashed with a layer number after the last layer's
+        self.place = (model.layers, 0)
         self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None
         if "sentence.pooler" in parts:

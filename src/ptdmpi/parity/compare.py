@@ -17,8 +17,9 @@ BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
 }
-# Muon iterates in bfloat16, except in fp64. If the last bit of a gradient makes a bfloat16 value
-# round in the other direction, the update differs by much more than the last bit.
+# Muon iterates in bfloat16, except in fp64. A difference in the last bit of a gradient can make a
+# bfloat16 value round in the other direction. The update then differs by much more than the last
+# bit.
 MUON_BARS = {**BARS, "fp32": {**BARS["fp32"], "loss": 1e-4, "norm": 1e-4}}
 BITWISE = ("fp32", "bf16")
 KEY_BIAS = "attention.qkv.bias"
@@ -74,7 +75,7 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the biases of queries, keys and values. Relative differences ignore the
+    """Return the names of the biases of queries, keys and values. Comparisons leave out the
     elements of these biases that belong to keys.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. The true

@@ -23,7 +23,7 @@ from ptdmpi.config.zero import STAGES
 HIDDEN = 32
 HEADS = 4
 SEQ_LENGTH = 16
-MOST_RANKS = 16  # enough for every pair of settings, such as tensor = 4 with pipeline = 4
+MOST_RANKS = 16  # enough ranks for every pair of settings, such as tensor = 4 with pipeline = 4
 GLOBAL_SIZE = 16  # sequences per step; a multiple of every data x micro_size below
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -45,8 +45,8 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
 # values, so each value of a factor occurs together with each value of any other factor. With a
 # STRIDE of 41, the remaining candidates can be listed in a few seconds.
 STRIDE = 41
-# 12 layers are enough for pipeline x virtual = 12 stages. No number of stages above 1 divides 7
-# layers, and no tensor-parallel size above 1 divides a vocabulary of 53.
+# 12 layers are enough for pipeline x virtual = 12 stages. 7 layers cannot be divided evenly into
+# several stages, and a vocabulary of 53 cannot be divided evenly over several tensor ranks.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
@@ -157,11 +157,11 @@ class ComparedLayout(Layout):
     def base(self) -> "ComparedLayout":
         """Return the plainest layout for which a training run must have the same bits.
 
-        The base layout has the same values of the settings that determine the order of sums: the
-        tensor-parallel size, the microbatch size, sequence parallelism and, unless the run is
-        reproducible, the data-parallel size. If the optimizer's state is sharded, the base layout
-        also sums gradients in the same order: over ranks before or after microbatches, and first
-        within shard groups or at once over all ranks.
+        This base layout and the given layout have equal values of the settings that determine the
+        order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
+        unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
+        the base layout also sums gradients in the same order: over ranks before or after
+        microbatches, and first within shard groups or at once over all ranks.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -193,7 +193,7 @@ class ComparedLayout(Layout):
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout."""
+    """A case of the comparison: a model and the layout in which it is trained."""
 
     layout: ComparedLayout
     model: ComparedModel
@@ -210,8 +210,8 @@ class Case:
         """Return the cost of a step: the number of computed layers, counted for each microbatch and
         tensor rank.
 
-        At this model size a layer takes the same time on a rank, however few of its parameters the
-        rank has.
+        At this model size, a layer takes the same time on every rank, even if the rank has few of
+        the layer's parameters.
         """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
@@ -219,10 +219,9 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """Return the effects of the settings, by name. In some layouts a setting has no effect.
-
-        The covering set also contains all pairs of effects. Otherwise sequence parallelism and
-        dropout might occur together only with one tensor rank, where sequence parallelism has no
+        """Return the effects of the settings, by name. In some layouts a setting has no effect: for
+        example, sequence parallelism with one tensor rank. The covering set therefore also contains
+        all pairs of effects, so that each pair of settings occurs in a layout in which both have an
         effect.
         """
         layout = self.layout
@@ -252,8 +251,8 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# Setting -> other settings that it needs. `_mildest` adds them to a case that does not set them
-# itself.
+# Setting -> other settings that it needs. `_mildest` adds these other settings to a case that does
+# not set them.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -337,8 +336,8 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """Return a case that has these values, and otherwise values with which it violates no rule. So
-    if the case violates a rule, the given values are the reason."""
+    """Return a case with the given values. The other settings have values with which the case
+    violates no rule; so if the case violates a rule, the given values are the reason."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -348,12 +347,12 @@ def _mildest(values: dict[str, Any]) -> Case:
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
-    """Return the indices of rows that together contain every pair of values that occurs in any row.
-    `costs` has the cost of each row.
+    """Return the indices of some rows of a table of candidate cases. The chosen rows together
+    contain every pair of values that occurs in any row. `costs` has the cost of each row.
 
-    Each choice takes the row with the greatest number of new pairs divided by the root of its cost.
-    With every STRIDE-th combination as a candidate, this rule chooses a third more rows than a rule
-    that ignores the costs, but the chosen rows together take a quarter less time.
+    In each turn, the chosen row is the one with the greatest number of new pairs divided by the
+    root of its cost. Compared with a rule that ignores the costs, this rule chooses a third more
+    rows, but training all chosen rows takes a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -384,7 +383,7 @@ def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with run.reproducible, in which the bits of the results must not depend on the
-    data-parallel size. Their model has dropout."""
+    data-parallel size. The model of these cases has dropout."""
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
@@ -459,9 +458,9 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. The shards of the optimizer's state cut the matrices, too:
-    in one shard group, in several shard groups with copies of the state, and with gradients that
-    are summed over ranks in each microbatch.
+    The tensor axis divides the matrices. The shards of the optimizer's state also divide the
+    matrices. The cases have one shard group, several shard groups with copies of the state, and
+    gradients that are summed over ranks in each microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

@@ -1,9 +1,9 @@
-"""A test of the set of losses that change when one token of the input changes.
+"""A test that checks which losses change when one token of the input changes.
 
-A causal model predicts a token at the position before the token. All positions from the token's own
-to the end of its document attend to the token. In a bidirectional model all positions of the sample
-attend to it. If labels are shifted at the edge of a slice, if one document attends to another, or
-if masks are at wrong positions, the set of losses that change is different.
+A causal model predicts a token at the position before it. The positions from the token to the end
+of its document attend to the token. In a bidirectional model, all positions of the sample attend to
+the token. If labels are shifted at the edge of a slice, if one document attends to another, or if
+masks are at wrong positions, the set of losses that change is different.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,10 @@ MODELS = (
     ComparedModel(kind="gpt", layers=2, masked=False),
     ComparedModel(kind="bert", layers=2, masked=False),
 )
-PLAIN = replace(ALONE, context=2)  # probed with each context-parallel method and each model
+# this layout is probed with each context-parallel method and each model
+PLAIN = replace(ALONE, context=2)
 # Each of these layouts is probed with each context-parallel method, and with one model each. The
-# methods begin with different models.
+# first layout has a different model for each method.
 COMBINED = (
     replace(ALONE, context=4),
     replace(PLAIN, tensor=2, sequence_parallel=True),
@@ -42,7 +43,8 @@ TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 @dataclass(frozen=True)
 class Probed:
-    """A case, and one line for each perturbed token that changes wrong losses."""
+    """A case, and one line of text for each perturbed token that changes losses which it must not
+    change."""
 
     case: Case
     faults: Sequence[str]
@@ -98,11 +100,11 @@ def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
 
 
 def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str]:
-    """Perturb `tokens` (positions) of the first sample of a batch, one after the other. Return a
-    line for each token that changes other losses than it should.
+    """Perturb `tokens` (positions) of the first sample of a batch, one after the other. Return one
+    line of text for each token that changes a wrong set of losses.
 
-    All ranks call this. The batch has all positions of its sequences. Its masked tokens are not
-    perturbed.
+    All ranks call this. The batch has all positions of its sequences. Masked tokens of the batch
+    are not perturbed.
     """
     lines = []
     before = losses_of(engine, batch)
@@ -136,7 +138,7 @@ def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
 
 def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
     """Return a copy of the batch in which one input token of the first sample has another id. The
-    label at the position before the token changes, too, unless the batch has masked tokens."""
+    label at the position before the token also changes, unless the batch has masked tokens."""
     inputs = batch.inputs.clone()
     inputs[token, 0] = (inputs[token, 0] + 1) % vocab_size
     if batch.masked is not None:

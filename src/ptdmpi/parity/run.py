@@ -24,11 +24,11 @@ from ptdmpi.plan.layout.grid import Grid, layout_grid
 T = TypeVar("T")
 SEED = 1234
 MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documents
-# At this model width the layers would hardly change the residual stream with the usual standard
-# deviation of 0.02, and faults would not be visible.
+# With the usual standard deviation of 0.02, layers of this width would hardly change the residual
+# stream, and faults would not be visible.
 INIT_STD = 0.1
 # If a gradient consists only of rounding errors, Adam divides these errors by their own size plus
-# epsilon. With an epsilon of 1e-8 the step can be as large as the full learning rate, and chance
+# epsilon. With an epsilon of 1e-8 such a step can be as large as the full learning rate, and chance
 # would decide whether parameters stay within their tolerance.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
@@ -91,8 +91,9 @@ def configuration(task: TrainingTask) -> Config:
 def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Microbatch]:
     """Return the microbatches of one data rank, from the global batch of `step`.
 
-    The tokens are random, and the same in every layout. If the model is `masked`, each sequence has
-    its own random fraction of positions whose loss has weight 1; its other positions have weight 0.
+    The tokens are random, and the same in every layout. If the model is `masked`, some random
+    positions of each sequence have a loss with weight 1, and the others have weight 0. The fraction
+    of these positions differs between sequences.
     """
     generator = torch.Generator().manual_seed(SEED + step)
     shape = (GLOBAL_SIZE, SEQ_LENGTH)
@@ -120,8 +121,8 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
     """Return the tokens of a batch as samples for a masked language model.
 
-    The tokens of a sequence determine which of its positions are masked. Sequences with an odd
-    sample number have the label 1 for the order of their two halves, the others 0.
+    The tokens of a sequence determine which of its positions are masked. The label for the order of
+    a sequence's two halves is 1 if the sample number is odd, and otherwise 0.
     """
     places = torch.arange(len(batch.inputs))[:, None]
     masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)

@@ -20,7 +20,7 @@ from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
 SHORT_STEPS = 3
-SHORT_ROWS = slice(1, 3)  # the first row is left out, because it has one rank
+SHORT_ROWS = slice(1, 3)  # the first case is left out, because it is the layout with one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
@@ -69,10 +69,10 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    The other fields map a compute type to results. `differences` has the greatest difference from
-    the training run on one rank, by kind of value ("loss", "norm", "gradients", "parameters").
-    `bits` has the first value whose bits differ, or None. `torn` has the tensors whose copies on
-    several ranks differ. Bits are not compared on a transport that is not exact.
+    `differences`, `bits` and `torn` map a compute type to results. `differences` has the greatest
+    difference from the training run on one rank, by kind of value ("loss", "norm", "gradients",
+    "parameters"). `bits` has the first value whose bits differ, or None. `torn` has the tensors
+    whose copies on several ranks differ. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
@@ -113,8 +113,8 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         ADAPTED: layouts.adapted_cases(ranks),
         MUON: layouts.muon_cases(ranks),
     }
-    # layouts with the most ranks find the most faults, and among these the layouts with the most
-    # effects do
+    # layouts with the most ranks come first, because they find the most faults; among them, the
+    # layouts with the most effects come first
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]

@@ -78,7 +78,8 @@ def probe_named(case: Case) -> str:
 
 
 def _probe_cells(probe: Probed) -> list[str]:
-    """Return the cells of a probe, in the order of `PROBE_HEADINGS`."""
+    """Return the table cells of a probe (a test with a perturbed token), in the order of
+    `PROBE_HEADINGS`."""
     layout, model = probe.case.layout, probe.case.model
     documents = ("one", "several")[model.documents]
     return [str(layout), _options(layout), model.kind, documents, "RED" if probe.faults else "ok"]

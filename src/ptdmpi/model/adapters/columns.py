@@ -12,7 +12,8 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
     """Return the adapters of the outputs `columns` of a linear, for a product that computes only
-    these columns. They have the parameters of the given adapters, and other column numbers."""
+    these columns. The result shares the parameters of the given adapters, but has other column
+    numbers."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 

@@ -8,7 +8,7 @@ In a column-parallel linear, B is divided in the same way as W, and every rank h
 rank computes only a partial gradient of A, and the partial gradients are summed over the tensor
 axis once in a step. In a row-parallel linear, A is divided in the same way as W, and every rank has
 the full B. The adapter's partial product is added to W's partial product before the all-reduce, so
-no further message is sent.
+the adapter needs no message of its own.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """A pair of adapter matrices A and B. Their product with the input is added to the outputs
+    """A pair of adapter matrices A and B. The product of A, B and the input is added to the outputs
     `columns` of a linear on this tensor rank. The forward and the backward of the linear call the
     adapter's methods; the adapter itself has no forward method."""
 
@@ -86,9 +86,9 @@ class LowRankAdapter(Computing):
         alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
-        part of a split backward. When the gradients are computed, the two functions `operands`
-        return x and dy. `down` is the result of `add_to`, and `up` is the result of the method
-        `up`. `alone` is the argument of `Parameter.accumulate`."""
+        part of a split backward. `operands` are two functions that return x and dy; they are called
+        when the gradients are computed. `down` is the result of `add_to`, and `up` is the result of
+        the method `up`. `alone` is the argument of `Parameter.accumulate`."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

@@ -6,9 +6,9 @@ experts, in the order of their numbers. All ranks of the group compute the same 
 microbatch number at the same time, each rank with its own tokens. The activation of a token is
 called a row, and is sent once for each expert of the token.
 
-An expert computes the rows of each source rank separately, rank after rank, in the order that the
-rows have on the source rank. Each matrix product therefore has the same rows as without expert
-parallelism, and the results are bitwise equal.
+An expert computes the rows of each source rank separately, one source rank after the other. Rows
+from the same rank keep their order. Each matrix product therefore has the same operands as without
+expert parallelism, and the results are bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,10 @@ class RowCounts(NamedTuple):
 
 class Dispatch(Protocol):
     """The interface of the exchange of a microbatch's rows between ranks. The rank has T tokens
-    with k experts each. The experts of this rank compute R rows, each with j weights. `held` tells
-    which of these rows belong to which expert of this rank; here the experts are numbered from 0.
-    `counts` has the numbers of rows that ranks send to each other; None if nothing is sent."""
+    with k experts each. The experts of this rank compute R rows, each with j weights. `held` says
+    which of these rows belong to which expert of this rank; its expert numbers are local to the
+    rank and start from 0. `counts` has the numbers of rows that ranks send to each other; None if
+    nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -72,7 +73,7 @@ class LocalDispatch:
         return rows
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values as they are."""
+        """Return the values unchanged, because no values are sent."""
         return values
 
     def summed(self, results: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class LocalDispatch:
         return results
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values as they are."""
+        """Return the values unchanged, because no values are sent."""
         return values
 
 

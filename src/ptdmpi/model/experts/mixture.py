@@ -3,17 +3,18 @@ the experts' outputs.
 
 No token is dropped. The output of a token is a sum over its experts, in ascending order of the
 experts' numbers. Therefore the output does not depend on other tokens, or on how the batch is
-divided. The tensor axis divides the width of each expert, or experts are whole and each tensor
-rank routes its own tokens (`tokens.py`). If the axis divides experts, tensor ranks have partial
-outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in the
-partial gradients, so the router needs no separate message in the layer. Its contribution to the
-input's gradient is summed over the tensor ranks together with the contribution of the experts. The
-gradient of its weight is summed at the end of a step, together with other partial gradients.
+divided. The tensor axis divides the width of each expert, or experts are whole and each tensor rank
+routes its own tokens (`tokens.py`). If the tensor axis divides experts, each tensor rank computes
+partial outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear
+in the partial gradients, so the router needs no separate message in the layer. The router's
+contribution to the input's gradient is summed over the tensor ranks together with the contribution
+of the experts. The gradient of the router's weight is summed at the end of a step, together with
+other partial gradients.
 
-If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
-all of these ranks send. It computes the gradient of a weight separately for each source rank, and
-adds these gradients in ascending order of ranks, so that the result is bitwise equal to data
-parallelism without divided experts.
+If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
+rows (activations of one token each) that all of these ranks send to this expert. The rank computes
+the gradient of a weight separately for each source rank, and adds these gradients in ascending
+order of ranks, so that the result is bitwise equal to data parallelism without divided experts.
 """
 
 import itertools
@@ -135,7 +136,8 @@ class MixturePass:
         return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
 
     def linear(self, of_expert: ExpertLinear) -> LinearPass:
-        """Return the pass of one of an expert's linears. The adapters have no dropout."""
+        """Return the arguments with which one of an expert's two linears is computed. The adapters
+        have no dropout."""
         return LinearPass(
             weight=of_expert.weight,
             bias=None,
@@ -173,8 +175,8 @@ class MixturePass:
         return Computed(total, kept)
 
     def kept_of(self, saved: Sequence[Tensor]) -> list["ExpertTensors"]:
-        """Return the tensors of each segment that `forward` has kept, from the list of all these
-        tensors in which autograd has saved them."""
+        """Return the tensors that `forward` has kept for each segment, given the flat list in which
+        autograd has saved them."""
         first, second = (len(linear.adapters) for linear in self.experts[0])
         each = 1 + first + second
         return [
@@ -234,9 +236,9 @@ class MixturePass:
         return self.routing.losses(logits, loads, self.router.balance)
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
-        """Return the router's losses, multiplied by their factors. Their gradient is a part of this
-        rank's partial gradient. If all tensor ranks route the same tokens, they have the same
-        losses, so all tensor ranks except the first return an empty list."""
+        """Return the router's losses, multiplied by their factors. The gradient of these losses is
+        a part of this rank's partial gradient. If all tensor ranks route the same tokens, they have
+        the same losses, so all tensor ranks except the first return an empty list."""
         if not self.factors or not self.tokens.first:
             return []
         losses = self.losses(logits, loads)
@@ -345,7 +347,7 @@ class _Mixture(Function):
             kept=layer.kept_of(kept),
         )
         if not (ctx.needs_input_grad[0] or layer.router.weight.requires_grad):
-            return None, *nothing  # only adapters of these experts train
+            return None, *nothing  # neither the router nor the input needs a gradient
         by_weights = dispatch.pairs_back(gradients.weights)
         sums = [(weights, by_weights), *((loss, torch.ones_like(loss)) for loss in trained)]
         outputs, by_outputs = zip(*sums, strict=True)

@@ -72,8 +72,8 @@ class Routing:
         self, logits: Tensor, loads: "SequenceLoads | None", balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the T tokens and multiplied by its
-        coefficient. They are computed from the router's outputs `logits` [T, E]; the T tokens are
-        the positions [s, b] of b sequences in row-major order.
+        coefficient. The losses are computed from the router's outputs `logits` [T, E]. The T tokens
+        are the positions [s, b] of b sequences in row-major order.
 
         No gradient is computed for the loads (needed only for a balance loss of each sequence) and
         the numbers `balance` [E]. Each loss is a sum over tokens, so the sum over the ranks that
@@ -105,7 +105,7 @@ class Routing:
 class SequenceLoads(NamedTuple):
     """The experts' loads in each of b sequences: `counts` [b, E] of float64 has the number of the
     sequence's tokens that chose the expert. A sequence has `positions` tokens with `each` experts
-    each. This rank may have only some of these tokens."""
+    each. This rank may have only some of the tokens of a sequence."""
 
     counts: Tensor
     positions: int

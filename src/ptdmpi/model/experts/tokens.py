@@ -1,20 +1,21 @@
-"""The tokens of a mixture of experts on one tensor rank, and how they are taken from the input and
-combined to the output.
+"""The tokens that one tensor rank computes in a mixture of experts: their selection from the input,
+and their combination to the output.
 
 If the tensor axis divides each expert, every tensor rank computes all tokens: the rank has a part
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
-If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and the experts
-of these tokens compute them completely. The walk of a token: under sequence parallelism a rank
-already has only its own positions. Otherwise all tensor ranks have the same activations, and each
-takes the block of positions with its number. The token is sent to its experts and back, so its
-output is complete on the rank that has routed it. Without sequence parallelism the outputs of all
-tensor ranks are then gathered. The walk of a gradient is the same: the gradient of the output is
-complete on every rank that has the position, so a rank takes its own positions of it, and sends
-them to the experts. The gradient of the input is complete at these positions, and is gathered if
-every rank needs it. So no activation and no gradient of an activation is summed over the tensor
-axis. The gradients of the router and of the experts are sums over tokens, so those of the ranks
-that have the same parameters are added at the end of the step.
+If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and an expert
+computes all of its width for its tokens. In this case a token takes the following path. Under
+sequence parallelism a rank already has only its own positions. Otherwise all tensor ranks have the
+same activations, and tensor rank r takes the r-th block of positions. The token is sent to its
+experts and back, so its output is complete on the rank that has routed it. Without sequence
+parallelism the outputs of all tensor ranks are then gathered. A gradient takes the same path. The
+gradient of the output is complete on every rank that has the position, so each rank takes the
+gradient at its own positions, and sends it to the experts. The gradient of the input is complete at
+these positions, and is gathered if every rank needs it. With whole experts, no activation and no
+gradient of an activation is therefore summed over the tensor axis. The gradients of the router and
+of the experts are sums over tokens, so the gradients of all ranks that have the same parameters are
+added at the end of the step.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class TensorTokens:
     @property
     def first(self) -> bool:
         """Return True if this rank counts the losses of its tokens. If several tensor ranks route
-        the same tokens, only the first of them does."""
+        the same tokens, only the first of these ranks counts the losses."""
         return self.apart or self.axis.rank == 0
 
     def taken(self, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The kernels of a layer. They are fast on their device and save few tensors for the backward pass.
+"""The kernels of a layer. The kernels are fast on their device and save few tensors for the
+backward pass.
 
 A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
 products with them. Each module of a stage has a reference to the object (`Computing`); `compute_by`
@@ -62,8 +63,8 @@ class Kernels:
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32 on this device.
 
-        The result is True in three cases: the precision requires float32, this device cannot
-        multiply the type, or the run began on a device that could not multiply the type.
+        Return True in three cases: the precision requires float32, this device cannot multiply the
+        type, or the run began on a device that could not multiply the type.
         """
         if dtype == self._narrow or not host.multiplies(device_type, dtype):
             return True

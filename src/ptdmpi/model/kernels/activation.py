@@ -3,11 +3,12 @@
 GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes one
 tanh in the forward and another tanh in the backward; together these take as long as the
 exponentials of four sigmoids. The second implementation is used on hosts on which it was faster in
-measurements (`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z
-= 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
-dz/dx and saves the derivative instead of the input, so that the backward is one multiplication. It
-computes in float32 or wider, for a few rows at a time, so that all intermediate values fit into the
-caches. Each result is rounded once.
+measurements (`choice.HostChoice`). The second implementation computes gelu(x) = x S(z) with the
+logistic function S and z = 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the
+derivative S(z) + x S(z) S(-z) dz/dx and saves the derivative instead of the input, so that the
+backward is one multiplication. The second implementation computes in float32 or wider, for a few
+rows at a time, so that all intermediate values fit into the caches of the processor. Each result is
+rounded once.
 """
 
 import math
@@ -27,9 +28,9 @@ CUBE = 0.044715  # the factor of x^3: Hendrycks and Gimpel 2016 (arXiv 1606.0841
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 # number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
 CHUNK_ELEMENTS = 1 << 17
-# Smaller tensors are computed by PyTorch, because for these tensors starting ten kernels instead of
-# one kernel takes as much time as is saved. From this number of elements on, the memory for a chunk
-# is not larger than the gradient, which the backward needs anyway.
+# PyTorch computes smaller tensors. For them, the time to start ten kernels instead of one is as
+# long as the time that the second implementation saves. From this number of elements on, the memory
+# for a chunk is not larger than the gradient, which the backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is
@@ -38,8 +39,9 @@ SHRUNK = 0.875
 
 
 def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
-    """Return GELU of x, with the shape of x (Hendrycks and Gimpel 2016, arXiv 1606.08415). This is
-    the tanh form, as in GPT-2, or for "gelu_exact" the form with the error function, as in BERT."""
+    """Return GELU of x, with the shape of x (Hendrycks and Gimpel 2016, arXiv 1606.08415). The
+    result is GELU's tanh form, as in GPT-2, or for "gelu_exact" the form with the error function,
+    as in BERT."""
     if activation == "gelu_exact":
         return F.gelu(x)
     if not _by_sigmoid(x, kernels):
@@ -107,8 +109,8 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Yield, for each chunk of rows of x [..., f]: the rows; four temporary tensors of the same
-    shape in float32 or wider; and the same rows of each tensor in `results`."""
+    """Yield three values for each chunk of rows of x [..., f]: the rows, four temporary tensors of
+    the same shape in float32 or wider, and the same rows of each tensor in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
@@ -180,8 +182,8 @@ class _GatedBySlopes(Function):
 
 
 class _Gated(Function):
-    """A gated unit: the activation of the gate times the value. For the backward the function saves
-    only its input."""
+    """A gated unit: the activation of the gate times the value. The function saves only its input
+    for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:

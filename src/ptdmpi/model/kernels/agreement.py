@@ -1,5 +1,5 @@
-"""The agreement of all ranks of a run on the kernels with which they compute. The fastest kernels
-are chosen by a table of measurements.
+"""The agreement of all ranks of a run on the kernels with which they compute. A table of
+measurements says which kernels are the fastest.
 
 The agreed kernels are stored in the run directory and in the checkpoints, so that a resumed run
 gives bitwise equal results, even on another processor.
@@ -31,7 +31,7 @@ FILE = "kernels.json"  # the file in the run directory that stores the agreed ke
 # Attention backends: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention 3
 # has the same SDPBackend name as FlashAttention 2, which it replaces in torch.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# the backends for inputs that no backend of the table supports, such as float32
+# the attention backends for inputs, such as float32, that no backend of the table supports
 REST = ("EFFICIENT_ATTENTION", "MATH")
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
@@ -196,15 +196,16 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """Return the kernel of this kind that the run has used so far (`kept`). If the run has no
-    kernels yet, return the fastest kernel (`fresh`)."""
+    """Return the kernel of this kind that the run has used so far (`kept`). If no kernels are
+    stored for the run, return the fastest kernel (`fresh`)."""
     if "attention" not in kept:
         return fresh
     if kind in kept:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi that had no choice of this kind. Such a
-    # run keeps PyTorch's kernel, so that its results stay bitwise equal. It has multiplied 16-bit
-    # types as the processor requires, and `fresh` does the same.
+    # run keeps PyTorch's kernel, so that its results stay bitwise equal. The older version
+    # multiplied 16-bit types in the form that is the fastest for the processor, and `fresh` does
+    # the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

@@ -3,16 +3,15 @@
 Each layer has an `AttentionCore` with a list of implementations. The first implementation that
 supports an input computes attention for it.
 
-`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. It
-    computes attention with soft caps, which no fused kernel supports, and long causal attention on
-    a CPU if the choice of kernels says so.
-`PackedKernel`: FlashAttention of concatenated sequences. It computes attention with windows or
-    documents on a GPU, in 16-bit types.
-`MaskedKernel`: PyTorch's kernel with a mask. It computes attention with windows or documents on a
-    GPU in wider types, and in a compiled graph.
-`BlockedKernel`: PyTorch's kernel in blocks of queries. It computes attention with windows or
-    documents, and long causal attention, on a CPU.
-`WholeKernel`: PyTorch's kernel in one call. It computes all other inputs.
+`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. This
+kernel computes attention with soft caps, which no fused kernel supports. This kernel also computes
+long causal attention on a CPU if this kernel is the chosen one. `PackedKernel`: FlashAttention,
+with all sequences concatenated to one. This kernel computes attention with windows or documents on
+a GPU, in 16-bit types. `MaskedKernel`: PyTorch's kernel with a mask. This kernel computes attention
+with windows or documents on a GPU in wider types, and in a compiled graph. `BlockedKernel`:
+PyTorch's kernel in blocks of queries. This kernel computes attention with windows or documents, and
+long causal attention, on a CPU. `WholeKernel`: PyTorch's kernel in one call. This kernel computes
+all other inputs.
 
 No kernel saves scores for the backward pass, but `ProductKernel` can save the probabilities.
 """
@@ -37,10 +36,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
-    number of heads, or a divisor of this number (grouped queries). `documents` is None if each
-    sequence is one document. `positions` are the positions of the queries; keys and values may have
-    more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. The number of heads of keys and
+    values is the same, or divides the number of query heads (grouped queries). `documents` is None
+    if each sequence is one document. `positions` are the positions of the queries; keys and values
+    may have more positions."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +48,8 @@ class Input(NamedTuple):
     positions: Positions = ALL
 
     def sight(self, scores: Scores) -> Sight:
-        """Return the keys that each query sees under the rules of `scores`."""
+        """Return the rules for the keys that each query sees: `scores`, the documents and the
+        positions."""
         return Sight(scores, self.documents, self.positions)
 
 
@@ -57,8 +57,8 @@ class AttentionResult(NamedTuple):
     """The result of attention, `out` [b, heads, s, head size], and the log-sum-exp of each query's
     scores, `logsumexp` [b, heads, s].
 
-    `logsumexp` is in float32 or wider and has no gradient. It is None if it was not requested, or
-    if the implementation cannot return it.
+    `logsumexp` is in float32 or wider and has no gradient. `logsumexp` is None if it was not
+    requested, or if the implementation cannot return it.
     """
 
     out: Tensor
@@ -163,8 +163,8 @@ class ProductKernel:
         return None
 
     def takes(self, given: Input) -> bool:
-        """Return True for attention with soft caps, and for long causal attention on a CPU if the
-        choice of kernels says so."""
+        """Return True for attention with soft caps. Also return True for long causal attention on a
+        CPU if matrix products are the chosen kernel for it."""
         return self.scores.softcap > 0 or self._chosen(given) is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -175,8 +175,8 @@ class ProductKernel:
 
 
 class PackedKernel:
-    """FlashAttention over concatenated documents. It supports only 16-bit types on GPUs, and does
-    not return the log-sum-exp."""
+    """FlashAttention over concatenated documents. This implementation supports only 16-bit types on
+    GPUs, and does not return the log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -278,7 +278,8 @@ class BlockedKernel:
 
 
 class WholeKernel:
-    """PyTorch's kernel, applied to whole sequences. On a GPU it does not return the log-sum-exp."""
+    """PyTorch's kernel, applied to whole sequences. On a GPU this implementation does not return
+    the log-sum-exp."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores

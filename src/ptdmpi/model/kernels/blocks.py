@@ -61,8 +61,9 @@ class Sight:
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries at positions [first, last) of some sequences (`rows`), in a document at
-    positions [begin, end). A query's position plus `shift` is its index among this rank's queries.
+    """Consecutive queries at positions [first, last) of the sequences `rows`. All queries are in
+    one document, at positions [begin, end). A query's position plus `shift` is its index among this
+    rank's queries.
     """
 
     rows: slice
@@ -74,8 +75,8 @@ class QueryRun(NamedTuple):
 
 
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
-    """Yield the queries of sequences of `length` positions as runs of consecutive queries, document
-    by document."""
+    """Yield the queries of all sequences, which have `length` positions, as runs of consecutive
+    queries within one document."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]
@@ -203,6 +204,7 @@ class BlockedAttention(Function):
             dq[queries] = parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
-            # free them now, because the next block needs as much memory for its own
+            # free these gradients now, because the next block needs the same amount of memory for
+            # its gradients
             del parts
         return dq, dk, dv, None

@@ -56,9 +56,9 @@ class ProductAttention(Function):
 
     The backward pass computes the probabilities of a block again, so that only queries, keys and
     values are saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft cap
-    is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are saved,
-    too; the results are bitwise equal. If `how.library_forward` is True and there is no soft cap,
-    PyTorch's kernel computes the forward pass.
+    is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are also
+    saved. The results are bitwise equal in both cases. If `how.library_forward` is True and there
+    is no soft cap, PyTorch's kernel computes the forward pass.
 
     Scores are computed in float32 at least, even for 16-bit types. If scores were rounded to a
     16-bit type, gradients would be less exact than with a fused kernel. All other products are in

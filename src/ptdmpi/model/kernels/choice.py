@@ -24,8 +24,8 @@ Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # measurements: kind of ker
 
 @dataclass(frozen=True)
 class AttentionByLibrary:
-    """Causal attention by PyTorch's kernel. It is computed in blocks of queries for sequences
-    shorter than `whole_from`, and in one call for longer sequences."""
+    """Causal attention by PyTorch's kernel. Sequences shorter than `whole_from` are computed in
+    blocks of queries, and longer sequences in one call."""
 
     whole_from: float = math.inf
 
@@ -57,9 +57,9 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """The least number of multiplications (positions x inputs x outputs) from which on oneDNN's
-    fused call computes x W^T + b (`output`) and dy W (`input_gradient`). With infinity, the fused
-    call is never used, and PyTorch computes the product and adds the bias."""
+    """The sizes (positions x inputs x outputs) from which on oneDNN's fused call is used, for x W^T
+    + b (`output`) and for dy W (`input_gradient`). With infinity, the fused call is never used, and
+    PyTorch computes the product and adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf
@@ -78,7 +78,7 @@ class HostChoice:
 
 
 BY_LIBRARY = HostChoice()
-# entries that fit every host, by which PyTorch's kernels are chosen
+# entries that fit every host and choose PyTorch's kernels
 BY_PYTORCH: Entries = {
     kind: [
         {"capability": "", "type": dtype} for dtype in ("float64", "float32", "float16", "bfloat16")
@@ -91,7 +91,7 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of the type `dtype`.
 
     For each kind of computation, the first measurement that fits the host is used. The measurements
-    `own` come before the entries of the table. If no entry fits, PyTorch's kernel is used.
+    `own` come before the entries of the table. If no measurement fits, PyTorch's kernel is used.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     chosen = HostChoice(_attention(attention), _linear(linear))

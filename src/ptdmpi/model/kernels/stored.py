@@ -1,8 +1,8 @@
 """The form in which a run stores its choice of kernels: {kind: [text, ...]}. The choice is stored
 in the file kernels.json of the run directory and in the manifest of a checkpoint.
 
-On a host each kind of kernel has one text. The text is a name; sizes and words may follow it,
-separated by colons:
+For a host, one text is stored for each kind of kernel. The text is a name; sizes and words may
+follow the name, separated by colons:
 
     attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
                 of 128 queries), "products:256:kept" (of 256, probabilities are saved); see WORDS
@@ -13,7 +13,7 @@ separated by colons:
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
 they are tried. Unknown texts are skipped, because a run on another type of device, or another
-version, may have written them.
+version of ptdmpi, may have written these texts.
 """
 
 import math

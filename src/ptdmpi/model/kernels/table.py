@@ -1,4 +1,4 @@
-"""The table of measurements in presets/kernels.toml, by which kernels are chosen."""
+"""The table of measurements in presets/kernels.toml, from which the fastest kernels are chosen."""
 
 import tomllib
 from functools import cache

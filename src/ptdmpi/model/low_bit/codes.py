@@ -53,7 +53,7 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
     """Return a table [256, elements per byte] with the levels that each value of a byte encodes.
-    The first level is the one in the lowest bits."""
+    The lowest bits of the byte encode the first level."""
     levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(levels, levels, indexing="ij")
@@ -121,8 +121,8 @@ def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def _by_block(scales: Tensor, form: LowBit) -> Tensor:
-    """Return the scales as a tensor with a separate dim for the numbers of a block: [..., blocks *
-    numbers] -> [..., blocks, numbers]."""
+    """Return `scales` [..., blocks * numbers] as [..., blocks, numbers], with a separate dim for
+    the numbers of each block."""
     return scales.unflatten(-1, (-1, form.numbers))
 
 

@@ -15,8 +15,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
     """Pack n integers, int64 [n] in [0, 2^bits), into bytes: uint8 [packed_bytes(n, bits)].
 
     First come the lowest bytes of all integers, then the second lowest bytes of all integers, and
-    so on. If `bits` is not a multiple of 8, `bits % 8` bits of each integer remain. These bits of
-    eight integers are packed into `bits % 8` bytes; the first integer has the lowest bits.
+    so on. If `bits` is not a multiple of 8, `bits % 8` bits of each integer remain. The remaining
+    bits of eight integers are packed into `bits % 8` bytes; the first integer has the lowest bits.
     """
     planes = []
     for _ in range(bits // 8):

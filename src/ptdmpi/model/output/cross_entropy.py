@@ -1,6 +1,6 @@
-"""Cross-entropy of logits whose columns are divided over the tensor axis. Only three numbers per
-token are sent over the axis, and not the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
-In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
+"""Cross-entropy of logits whose columns are divided over the tensor axis. The ranks send only three
+numbers per token to each other, and not the logits (Shoeybi et al. 2019, arXiv 1909.08053, section
+3). In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 
 The logits of a microbatch are the largest tensor of a step, and there is never a second copy of
 them in memory. Logits of 16-bit types are converted to float32 for a few positions at a time, in
@@ -113,7 +113,7 @@ def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
         # for wide types, the forward pass has stored the exponentials in the buffer
         wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
         wide.div_(totals[rows, None]).mul_(factors[rows, None])
-        # subtract the factor at the label's column, on the rank that has this column; other ranks
+        # the rank that has the column of the label subtracts the token's factor there; other ranks
         # subtract 0
         wide.scatter_add_(-1, local[rows], labels[rows])
         if wide is not chunk:

@@ -62,7 +62,8 @@ class TokenOutput(Output):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
         self._add_transform(model, parts)
-        # muP multiplies the logits; to multiply the head's input is the same, and less work
+        # muP multiplies the logits by a factor; to multiply the head's input gives the same result
+        # with less work
         self.factor = None if model.width_ratio == 1.0 else 1.0 / model.width_ratio
         self.head = built.output_head(parts["head"], self._head_axis(), model.logit_softcap)
         self.modules["head"] = self.head
@@ -121,8 +122,8 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # this axis is without sequence parallelism, because each tensor rank has all of the few
-        # masked positions
+        # a tensor axis without sequence parallelism, because each tensor rank has all masked
+        # positions
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:

@@ -103,8 +103,9 @@ class _Sum(Function):
 
 
 class _CountedOnce(Function):
-    """The identity of a loss that all ranks of an axis have computed together. Its backward divides
-    the gradient by the number of ranks, because `_Sum` adds the gradients of all ranks' losses."""
+    """The identity function, applied to a loss that all ranks of an axis have computed together.
+    The backward divides the gradient by the number of ranks, because `_Sum` adds the gradients of
+    all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:

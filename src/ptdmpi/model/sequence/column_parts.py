@@ -1,8 +1,9 @@
-"""A column-parallel linear whose outputs are computed in parts, each by a product of its own, so
-that a message of one part can overlap with the product of another.
+"""A column-parallel linear whose outputs are computed in parts, each by a separate matrix product.
+A message with the result of one part can then overlap with the product of the next part.
 
 The parts share the collectives of the tensor axis (`model/tensor_parallel.py`): the input is
-gathered once, and the gradients of the input are added before they are summed over the axis once.
+gathered once, and the parts' gradients of the input are added before their sum is all-reduced over
+the axis once.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ptdmpi.model.tensor_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(LinearPass):
-    """The forward pass of a linear for some columns of its outputs only."""
+    """The forward pass of a linear, restricted to some columns of its outputs."""
 
     columns: slice
 
@@ -36,7 +37,7 @@ class _Part(LinearPass):
 
 class ColumnParts:
     """One forward pass of a column-parallel linear, and its backward, in `count` parts. The weight
-    must not be quantized, because every part would unpack all of it."""
+    must not be quantized, because every part would dequantize the complete weight."""
 
     def __init__(
         self, linear: ColumnParallelLinear, x: Tensor, stream: RandomStream | None, *, count: int
@@ -50,7 +51,7 @@ class ColumnParts:
 
     def product(self, columns: slice) -> Tensor:
         """Return the outputs `columns` of the linear, [s, b, columns]. The backward of every part
-        must run: the last one returns the gradient of the input."""
+        must run: the backward of the last part returns the gradient of the input."""
         linear = self._linear
         part = _Part(
             weight=linear.weight,
@@ -66,8 +67,8 @@ class ColumnParts:
 
 
 class _Shared:
-    """What the parts of a pass share. In the forward this is the input at all positions; in the
-    backward it is this input again, and the sum of the input's gradients."""
+    """The tensors that all parts of a pass share: in the forward the input at all positions; in the
+    backward the input, gathered again, and the sum of the input's gradients."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -77,27 +78,30 @@ class _Shared:
         self._sum: Tensor | None = None
 
     def _ends(self) -> bool:
-        """Count one part. Return True if it is the last of the forward or of the backward."""
+        """Count one part. Return True if this part is the last one of the forward or of the
+        backward."""
         self._left = (self._left or self._count) - 1
         return self._left == 0
 
     def input(self, x: Tensor, part: _Part) -> Tensor:
-        """Return the input at all positions, which the first part gathers."""
+        """Return the input at all positions; the call of the first part gathers it."""
         whole = part.axis.gather(x) if self._whole is None else self._whole
         self._whole = None if self._ends() else whole
         return whole
 
     def input_again(self, x: Tensor | None, part: _Part) -> Gathered | None:
         """Return the input for the gradients of weights; None if no gradient of the part needs it.
-        The first part decides whether its gather begins early, as in a linear without parts."""
+        The first part decides whether the gather of the input begins early, by the same rule as in
+        a linear without parts."""
         if x is not None and self._again is None:
             early = part.axis.comm.overlaps and not part.weight.puts_off
             self._again = Gathered(part.axis, x.detach(), early)
         return None if x is None else self._again
 
     def add(self, gradient: Tensor | None, part: _Part) -> tuple[Tensor | None, Handle]:
-        """Add the part's gradient of the input. The last part begins the sum over the tensor axis,
-        and gets its result; the other parts get None."""
+        """Add the part's gradient of the input to the sum of all parts. The call of the last part
+        begins the all-reduce over the tensor axis, and returns its result; the calls of other parts
+        return None."""
         if gradient is not None and self._sum is not None:
             gradient = self._sum.add_(gradient)
         self._sum = gradient
@@ -130,7 +134,8 @@ class _ColumnPart(Function):
         whole = ctx.shared.input_again(x, part)
         ups = [adapter.up(dy) for adapter in part.adapters]
         gradient = part.input_gradient(dy, ups) if ctx.needs_input_grad[0] else None
-        # this sum overlaps with the weights' gradients, which do not need its result
+        # this all-reduce overlaps with the computation of the weights' gradients, which do not need
+        # the result
         dx, summed = ctx.shared.add(gradient, part)
         if whole is not None:
             part.accumulate(whole, lambda: dy, downs, ups)

@@ -1,11 +1,11 @@
-"""The context axis. Its ranks have different positions of the same samples, and attention on each
-rank sees the keys of all ranks.
+"""The context axis. The ranks of the context axis have different positions of the same samples, and
+attention on each rank sees the keys of all ranks.
 
 This module implements the method "all_gather", which gathers keys and values (Dubey et al. 2024,
-arXiv 2407.21783, section 3.3.2). On transports that proceed in the background, the gather
-begins before the product of the queries, and the sum of the gradients proceeds during the backward
-of this product. `heads.py` implements the method "ulysses", and `ring.py` the
-method "ring".
+arXiv 2407.21783, section 3.3.2). Some transports (libraries that send messages) make progress
+during computation. With them, keys and values are gathered while the queries are computed, and the
+gradients of keys and values are summed during the backward of this computation. `heads.py`
+implements the method "ulysses", and `ring.py` the method "ring".
 """
 
 from dataclasses import dataclass, field
@@ -70,14 +70,14 @@ class ContextAxis:
 
     def dealt(self, whole: Tensor) -> Tensor:
         """Return the tensor `whole` [s, ...], which is in the order of positions, in the order of
-        the ranks that have its chunks. This is the inverse of `in_order`."""
+        the ranks that have its chunks. This method is the inverse of `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 
 
 class _WholeKeys(Function):
-    """The gather of keys and values in one message. In the backward, their gradients are summed in
-    one message."""
+    """The gather of keys and values in one message. In the backward, the gradients of keys and
+    values are summed in one message."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, axis: ContextAxis) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,8 @@ def _apart(both: Tensor) -> Tensor:
 
 
 class _UnderWay:
-    """The message of keys and values that is under way, in the forward or in the backward, and its
-    result."""
+    """The message with keys and values (forward) or with their gradients (backward) that has begun
+    and is not complete, and the tensor that receives its result."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self.axis = axis
@@ -113,16 +113,18 @@ class _UnderWay:
         self._message: Handle = DONE
 
     def begin(self, result: Tensor, message: Handle) -> Tensor:
-        """Keep a message that has begun. Return its result, which is not complete."""
+        """Store a message that has begun. Return the tensor that receives its result, which is not
+        complete yet."""
         self._result, self._message = result, message
         return result
 
     def end(self) -> Tensor:
-        """Return the result when it is complete."""
+        """Wait until the message is complete. Return its result."""
         result, message = self._result, self._message
         assert result is not None, "no message is under way"
         message.wait()
-        # the handle has the tensors of the message, which would stay until the backward
+        # remove the handle, because it refers to the tensors of the message, which would stay in
+        # memory until the backward
         self._result, self._message = None, DONE
         return result
 
@@ -131,8 +133,9 @@ class ArrivingKeys(NamedTuple):
     """Keys and values that are being gathered. `own` has the keys and values of this rank.
 
     Autograd computes gradients in reverse order. The sum of the gradients of keys and values begins
-    in the backward of `wait`, and is complete in the backward of `whole_keys_begin`. In between are
-    the backwards of everything that the forward computed between these two.
+    in the backward of `wait`, and is complete in the backward of `whole_keys_begin`. In the
+    meantime, autograd computes the backward of everything that the forward computed between these
+    two calls.
     """
 
     own: Tensor

@@ -36,16 +36,17 @@ def all_heads(y: Tensor, axis: ContextAxis, *, kept: bool = False) -> Tensor:
     heads at this rank's positions, [s / c, b, heads * head size].
 
     `kept` is True if the kernel of attention keeps `y` for its backward. The memory of `y` is then
-    freed until the backward, in which the ranks send the outputs back. So a rank stores its outputs
-    once, as on one rank, where the kernel and the next linear keep the same tensor.
+    freed until the backward, in which the ranks send the outputs back. So a rank stores only one
+    copy of its outputs. Without context parallelism there is also only one copy, because the kernel
+    and the next linear keep the same tensor.
     """
     joined: Tensor = _AllHeads.apply(y, axis, kept)
     return joined
 
 
 class _PartOfHeads(Function):
-    """The exchange of queries, keys and values in one message. In the backward, their gradients are
-    exchanged in one message."""
+    """The exchange of queries, keys and values in one message. In the backward, the gradients of
+    queries, keys and values are exchanged in one message."""
 
     @staticmethod
     def forward(
@@ -66,7 +67,7 @@ class _PartOfHeads(Function):
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
-        # the parts have no name, so that they are freed before the message
+        # the separate tensors are not assigned to names, so that they are freed before the message
         dealt = torch.cat([axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)], 2)
         arrived = axis.comm.all_to_all(dealt).unflatten(0, (axis.size, -1))
         del dealt
@@ -98,7 +99,7 @@ class _AllHeads(Function):
         if ctx.sends_back:
             ctx.save_for_backward(y, joined)
             storage = y.untyped_storage()
-            if storage.nbytes() == y.nbytes:  # nothing else is in this memory
+            if storage.nbytes() == y.nbytes:  # this memory contains only `y`, so it can be freed
                 storage.resize_(0)
         return joined
 
@@ -109,7 +110,8 @@ class _AllHeads(Function):
             y, joined = ctx.saved_tensors
             storage = y.untyped_storage()
             storage.resize_(max(storage.nbytes(), y.nbytes))
-            # the same values as before, so autograd need not know that they were written
+            # write through `.data`, so that autograd does not notice; the values are the same as
+            # before
             y.data.copy_(_by_heads(joined, axis))
         return _by_heads(dy, axis), None, None
 

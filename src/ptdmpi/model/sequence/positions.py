@@ -1,8 +1,8 @@
 """The positions of a sequence that one rank has.
 
 The code for labels, rotary angles, learned positions, documents, masks, dropout and sequence
-parallelism uses a `Positions` object. No other code computes where a rank's part of a sequence
-begins.
+parallelism uses a `Positions` object. Only this class computes which positions of a sequence a rank
+has.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ class Positions:
 
     @property
     def parts(self) -> int:
-        """Return the number of equal parts into which the sequence is divided. These positions are
-        one of the parts."""
+        """Return the number of equal parts into which the sequence is divided. This object
+        describes one of the parts."""
         return self.size * self.shares
 
     @property

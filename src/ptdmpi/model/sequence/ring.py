@@ -176,9 +176,9 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of a block of keys and values on their way around the ring. The gradients
-    follow the block, each rank adds its contribution, and at the end they arrive at the rank to
-    which the block belongs."""
+    """The gradients of a block of keys and values on their way around the ring. The gradients are
+    sent around the ring after the block. Each rank adds its contribution to them, and at the end
+    they arrive at the rank to which the block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -199,7 +199,7 @@ class _Journey:
 
 class _Queries:
     """The scaled queries of this rank, in the wide type in which sums are computed. The class
-    computes their scores with received keys."""
+    computes the scores of these queries with received keys."""
 
     def __init__(self, q: Tensor, work: RingWork) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
@@ -214,7 +214,8 @@ class _Queries:
         return self._work.kernels
 
     def tiles(self, visit: _Visit) -> Iterator[_RingTile]:
-        """Yield the scores of this rank's queries with the received keys of `visit`, in tiles."""
+        """Yield the scores of this rank's queries with the received keys of `visit`, one tile (some
+        queries and some keys) at a time."""
         keys = visit.keys.to(self.wide)
         softcap = self._work.seen.scores.softcap
         for tile, positions in self._places(visit):
@@ -230,8 +231,8 @@ class _Queries:
             )
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
-        """Yield tiles, and the positions of their keys in the sequence. Queries that see none of
-        the received keys, and keys that no query sees, are not part of the tiles."""
+        """Yield tiles, and the positions of their keys in the sequence. No tile has queries that
+        see none of the received keys, or keys that no query sees."""
         size = self._work.axis.size
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
@@ -291,8 +292,8 @@ class _Merged:
 
     def __init__(self, q: Tensor, wide: torch.dtype) -> None:
         b, heads, s, d = q.shape
-        # the memory order is [queries, b, heads, head size], in which the next operator reads the
-        # result
+        # the order in memory is [queries, b, heads, head size], because the next operator reads the
+        # result in this order
         self.out = q.new_zeros((s, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         self._maxima = q.new_full((b, heads, s), -torch.inf, dtype=wide)
         self._sums = torch.zeros_like(self._maxima)
@@ -320,8 +321,8 @@ class _Merged:
 
 class _Gradients:
     """The backward computation of one rank's attention. `dq` [b, heads, queries, head size] is the
-    gradient of its queries, divided by the scale of scores. The method `add` also computes this
-    rank's contributions to the gradients of received keys and values."""
+    gradient of this rank's queries, divided by the scale of scores. The method `add` also computes
+    this rank's contributions to the gradients of received keys and values."""
 
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:
         self.dq = torch.zeros_like(dout, dtype=queries.wide)

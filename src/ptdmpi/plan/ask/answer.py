@@ -10,9 +10,9 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
-MOST_INSIDE = 2  # largest number of lines with which the legend is inside the panel
-LETTERS_PER_PANEL = 56  # letters in a line of the title, for each panel
-MOST_PLAIN = 300  # greatest ratio of the ends of a logarithmic axis with plain labels
+MOST_INSIDE = 2  # with more lines than this, the legend is outside the panel
+LETTERS_PER_PANEL = 56  # letters that fit into a line of the title, per panel
+MOST_PLAIN = 300  # the labels are plain numbers up to this ratio of the ends of a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Panel:
     """A picture: lines through points (`lines`: name -> points), or one bar for each name.
 
     `level` is a dashed horizontal line, and `mark` a vertical line at a point of the horizontal
-    axis. Both have a label.
+    axis. `level` and `mark` each have a label.
     """
 
     across: str
@@ -115,8 +115,8 @@ def _label_plainly(axis: Any) -> None:
 
 
 def _legend_place(panel: Panel) -> dict[str, Any]:
-    """Return the position of the legend. It is below a panel with many lines, because a legend
-    inside the panel would cover the lines."""
+    """Return the position of the legend. If a panel has many lines, the legend is below the panel,
+    because inside the panel it would cover the lines."""
     if len(panel.lines) <= MOST_INSIDE:
         return {"loc": "best"}
     return {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}

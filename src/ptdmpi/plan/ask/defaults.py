@@ -18,8 +18,8 @@ def default_batch(model: str) -> int:
     publishes.
 
     If the sequence length is changed, the batch has as many tokens as the published batch. If no
-    batch is published, it has about `USUAL_TOKENS` tokens, and a note says so. Raises InputError
-    for a model that is no preset.
+    batch is published, the returned batch has about `USUAL_TOKENS` tokens, and a note says so.
+    Raises InputError for a model that is no preset.
     """
     preset, keys = preset_and_keys(model)
     if preset is None:
@@ -40,8 +40,8 @@ def default_batch(model: str) -> int:
 
 
 def usual_precision(cluster: Cluster) -> str:
-    """Return bf16 if the cluster file has a peak for it, else fp16 if it has a peak for that, else
-    the first precision that has a peak."""
+    """Return a precision for which the cluster file has the peak FLOP/s: bf16 if possible,
+    otherwise fp16 if possible, otherwise the first precision in the file."""
     known = cluster.device.peak_flops
     for precision in PREFERRED:
         if precision in known:

@@ -2,8 +2,8 @@
 
 A method that does not sum the complete gradients changes the update, so a training may need more
 steps. The answer gives the time of a step, and the number of additional steps with which a training
-takes as long as with complete gradients. If this number is large, the method may save time. Only a
-training can show whether the method saves time.
+takes as long as with complete gradients. If this number is large, the method may save time; but
+only a training can show how many additional steps the method really needs.
 """
 
 from collections.abc import Iterator

@@ -45,11 +45,11 @@ class TieredTimes(StepTimes):
     """Seconds of steps on a network of two tiers. Messages within a pod of nodes have the rates of
     the cluster file; messages between pods have 1/`taper` of these rates.
 
-    If any message passes between pods, all ranks wait for it. So pipelines on more than one pod
-    send at the tapered rate, and so do data axes whose ranks are not all in one pod. Consecutive
-    ranks fill one node after the other, and the ranks of a data axis are in a block of tensor x
-    data consecutive ranks. So a data axis is in one pod if tensor x data divides the number of
-    ranks in a pod.
+    All ranks wait for the slowest message. So all messages of a pipeline have the tapered rate if
+    the pipeline spans several pods. The same holds for all messages of the data axis if its ranks
+    are not all in one pod. Consecutive ranks fill one node after the other, and the ranks of a data
+    axis are in a block of tensor x data consecutive ranks. The ranks of a data axis are therefore
+    in one pod if tensor x data divides the number of ranks in a pod.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class TieredAxis(DataAxis):
 
 
 class What(NamedTuple):
-    """A change of the machine, with two steps on the changed machine. `same_s` is the step in the
-    layout that was best before the change, and `best` is the price of the layout that is best after
-    it."""
+    """A change of the machine, with two steps on the changed machine. `same_s` is the step time in
+    the layout that was the best before the change. `best` is the price of the layout that is the
+    best after the change."""
 
     name: str
     same_s: float

@@ -1,13 +1,13 @@
-"""The ways to cut the two matrix products of an MLP over the tensor axis, and the messages that
-each way needs.
+"""The four ways to divide the two matrix products of an MLP over the tensor axis, and the messages
+that each way needs.
 
 The MLP computes Y = f(X A) B, with the activation function f. X has one row for each token, A has
 shape (h, u) and B has shape (g, h), where h is the hidden size and g the size of B's input. u = g,
 or u = 2 g if f is gated. A product that is cut by columns needs its whole input and yields columns
 of its output. A product that is cut by rows needs only columns of its input and yields a summand of
-its output. f is not linear and must see the sum: f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So
-each way to cut A and B needs the following collectives. The letter after a collective is the number
-of columns of its tensor.
+its output. f is not linear, so it must be applied to the complete sum: f(X1 A1 + X2 A2) is not f(X1
+A1) + f(X2 A2). Therefore each way to cut A and B needs the following collectives. The letter after
+a collective is the number of columns of the tensor that is sent.
 
     A by, B by       forward                            backward
     columns, rows    sum h                              sum h
@@ -15,11 +15,11 @@ of columns of its tensor.
     rows, rows       reduce-scatter u, sum h            gather u, gather h
     rows, columns    sum u, gather h                    sum g, gather h
 
-A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together. On t tensor
-ranks, a reduce-scatter or a gather sends (t - 1)/t of the tensor from each rank. The first way, A
-by columns and B by rows, sends least (Shoeybi et al. 2019, arXiv 1909.08053, section 3). It sends
-nothing between the two products, and it never sends the wider tensor. Attention is cut in the same
-way, with heads in place of columns.
+A sum is an all-reduce. An all-reduce sends as much as a reduce-scatter and a gather together. On t
+tensor ranks, a reduce-scatter or a gather sends (t - 1)/t of the tensor from each rank. The first
+way, A by columns and B by rows, sends the least (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+This way sends nothing between the two products, and never sends the wider tensors with g or u
+columns. Attention is cut in the same way, with heads in place of columns.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,8 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-LEAST_STATE_BYTES = 2  # lower bound of the bytes of a parameter, over all ranks of a replica
+# lower bound of the bytes for each parameter, summed over all ranks of a replica
+LEAST_STATE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def answer(
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)
     least = LEAST_STATE_BYTES * count / pricer.capacity_bytes
-    if days is not None:  # fewer ranks would be late even at the peak
+    # with fewer ranks, the training would miss the deadline even at the peak FLOP/s
+    if days is not None:
         active = active_count(pricer.model.config, pricer.model.vocab_size)
         least = max(least, MODEL_FLOPS * active * tokens / pricer.machine.peak / (days * DAY_S))
     rungs = ladder(devices, min(most, int(least)), most)
@@ -111,7 +113,7 @@ def answer(
 
 
 def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
-    """Return the cost on each number of ranks in `rungs` that has a layout."""
+    """Return the cost for each number of ranks in `rungs` for which there is a legal layout."""
     costs = []
     for ranks in rungs:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
@@ -154,7 +156,7 @@ def _sentence(pricer: Pricer, best: Cost, days: float | None, price: float | Non
 def _reply(
     pricer: Pricer, costs: list[Cost], best: Cost, *, days: float | None, price: float | None
 ) -> Reply:
-    """Return the reply with its tables and pictures."""
+    """Return the answer with its tables and pictures."""
     header = ["ranks", "days", "rank-hours", "MWh", "MFU", "layout"]
     if price is not None:
         header.insert(3, "money")

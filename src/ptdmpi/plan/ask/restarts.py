@@ -2,17 +2,17 @@
 training (goodput).
 
 A job fails at random, on average every M seconds; for n nodes M is 1/n of one node's mean time
-between failures. It saves after each τ seconds of training, and a save takes δ seconds. A restart
-after a failure takes R seconds, and the training since the last save is lost. By Daly 2006 ("A
-higher order estimate of the optimum checkpoint interval for restart dumps", equation 13) the
-goodput is
+between failures. The job saves a checkpoint after each τ seconds of training, and a save takes δ
+seconds. A restart after a failure takes R seconds, and the training since the last save is lost. By
+Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps", equation
+13) the goodput is
 
     τ / (M exp(R / M) (exp((τ + δ) / M) - 1))
 
-for independent failures (exponential gaps), which also happen while the job saves or restarts. The
-goodput is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M). If δ is much smaller than M, the solution
-is near Young's τ = sqrt(2 δ M) (Young 1974, "A first order approximation to the optimum checkpoint
-interval").
+if failures are independent (the times between them are exponentially distributed) and also happen
+while the job saves or restarts. The goodput is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M). If δ
+is much smaller than M, the solution is near Young's τ = sqrt(2 δ M) (Young 1974, "A first order
+approximation to the optimum checkpoint interval").
 """
 
 import math

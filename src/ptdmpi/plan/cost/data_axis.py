@@ -52,8 +52,8 @@ class Behind(NamedTuple):
 class StagePlaces(NamedTuple):
     """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
 
-    `held` is the stage's part of the model. `stays` is the number of places (layers or ends of the
-    model) whose gathered weights are still in memory when an op begins. `gathers` is how often
+    `held` is the stage's part of the model. `stays` is the number of places (embedding, layers or
+    head) whose gathered weights are still in memory when an op begins. `gathers` is how often
     DeepSpeed gathers a tensor in a microbatch.
     """
 
@@ -103,8 +103,8 @@ class DataAxis:
     # -- after the pipeline ----------------------------------------------------------------------
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of messages after the last backward. They include the sum of a tied
-        table's gradients over the first and the last stage of the pipeline."""
+        """Return the seconds of messages after the last backward. These messages include the sum of
+        a tied table's gradients over the first and the last stage of the pipeline."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         gradients_s += self._dense_s(layout, elements) + self._experts_s(layout, elements)
         for unit, count in self._units(layout, elements):
@@ -161,8 +161,8 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _norms_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds in which ranks gather the norms of the rows of sharded gradients. A
-        row is never divided between two shards."""
+        """Return the seconds in which ranks gather the norms of sharded gradients. Ranks gather one
+        norm for each block of `ALIGNMENT` elements, which is never divided between two shards."""
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
@@ -191,16 +191,16 @@ class DataAxis:
             held=stage,
             gathers_weights=layout.shards_weights,
             group=self.shard_group(layout),
-            # only 1F1B alternates forwards and backwards on one chunk, so that each op begins with
-            # the layer with which the op before it ended
+            # only 1F1B alternates forwards and backwards on one chunk; each op then begins with the
+            # layer with which the previous op ended
             stays=int(layout.schedule == "1f1b"),
             gathers=_gathers(layout),
         )
         return self._in_ops(places)
 
     def _counted_in_ops(self, stage: StagePlaces) -> InOps:
-        """Return the seconds of a stage's messages in the ops of one microbatch. There is one
-        message for each unit or, for DeepSpeed, for each tensor."""
+        """Return the seconds of a stage's messages in the ops of one microbatch. A stage sends one
+        message for each unit or, with DeepSpeed, for each tensor."""
         held, group = stage.held, stage.group
         places = parameters.places(self.model, self.vocab_size, held)
         if self.cluster.software.zero_unit == "tensor":
@@ -239,8 +239,8 @@ class DataAxis:
             return 0.0
         group = self.shard_group(layout)
         runs = trained_runs(self.model.runs())
-        share = layers / max(1, count_of(runs))  # of the model's trained layers
-        whole_s, most_s = 0.0, 0.0  # of gathers: the sum, and the maximum over layers
+        share = layers / max(1, count_of(runs))  # as a fraction of the model's trained layers
+        whole_s, most_s = 0.0, 0.0  # seconds of gathers: the sum and the maximum over layers
         least_s = 0.0
         for kind, count in runs:
             layer = ModelPart(
@@ -262,7 +262,7 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # the weights of one layer are still in memory
+        # the weights of one layer are still in memory and need no gather
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
@@ -286,10 +286,10 @@ class DataAxis:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return (seconds of gathering weights, seconds of summing gradients). They are sums over
-        all tensors of a stage's layers and over the vocabulary's table, with separate messages for
-        each tensor. Small tensors cost mostly latency, so the total size alone would not give the
-        time."""
+        """Return (seconds of gathering weights, seconds of summing gradients). Both are sums over
+        all tensors of a stage's layers and the vocabulary's table. Each tensor is sent in a
+        separate message. The time for a small tensor is mostly latency, so the total size alone
+        does not determine the time."""
         gathered_s = summed_s = 0.0
         for kind, count in held.runs:
             for size in self.layer_tensors(held.tensor, kind):
@@ -323,6 +323,6 @@ class DataAxis:
 
 
 def _gathers(layout: Layout) -> int:
-    """Return how often DeepSpeed gathers a tensor in a microbatch. It gathers once for the forward
-    and once for the backward, and once more if the forward is recomputed."""
+    """Return how often DeepSpeed gathers a tensor in a microbatch. DeepSpeed gathers once for the
+    forward and once for the backward, and once more if the forward is recomputed."""
     return 2 + (layout.recompute == "full")

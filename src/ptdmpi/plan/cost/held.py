@@ -107,7 +107,8 @@ class HeldParts:
                     if not trains:
                         unit = f"frozen {unit}"
                     uses[place].append(unit)
-                    if tied and place == HEAD and both:  # its weights are counted in the embedding
+                    # the weights of a tied head are counted in the embedding
+                    if tied and place == HEAD and both:
                         if not trains:
                             continue
                         unit = SECOND
@@ -122,8 +123,9 @@ class HeldParts:
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield the places that each op of a rank passes, in the form that `places.gathers` reads:
-        (places, 1) for a forward, (places, -1) for a backward."""
+        """Yield, for each op of a rank, the places (embedding, layers and head) that the op
+        computes, in the form that `places.gathers` reads: (places, 1) for a forward, (places, -1)
+        for a backward."""
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:
@@ -132,8 +134,9 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """Return the number of places at the beginning of a stage that have no backward: the places
-        before the first trained part, and an embedding that only looks up rows of its tables."""
+        """Return the number of places (embedding, layers or head) at the beginning of a stage that
+        have no backward. These are the places before the first trained part, and an embedding that
+        only looks up rows of its tables."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -147,7 +150,7 @@ class HeldParts:
         """Return the number of neighbours of a rank's stages that are on other ranks.
 
         For each microbatch the rank exchanges one activation and one gradient of an activation with
-        each of these neighbours: it sends one of them and receives the other one.
+        each of these neighbours: the rank sends one of the two tensors and receives the other one.
         """
         stages = range(self.placed.stages)
         return sum(

@@ -69,7 +69,7 @@ class Seconds:
 
     @property
     def launched(self) -> "Seconds":
-        """Return a copy of these seconds in which `compute` includes the time that the device waits
+        """Return a copy of this object in which `compute` includes the time that the device waits
         for its host."""
         waits_s = max(0.0, self.host - self.device)
         return replace(self, compute=self.compute + waits_s, host=0.0)
@@ -119,14 +119,16 @@ class TensorRank:
                 return machine.flash_s(rows, columns, head_size, products) * seen
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds that kernels wait for a message. If the program overlaps the message
-        with some kernels, only the time after the end of these kernels is returned."""
+        """Return the seconds that kernels wait for a message. If the training program computes some
+        kernels during the message, return only the part of the message's time that remains after
+        these kernels."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
         if message.to_next:
             seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
             return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
-        if message.collective == "all_to_all":  # size excludes the bytes that the rank keeps
+        # `size` must include the bytes that the rank sends to itself
+        if message.collective == "all_to_all":
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
@@ -285,8 +287,9 @@ class EndTimes(TensorRank):
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """Return the time of the embedding's backward. This backward computes only the gradient of
-        the table, so a split backward has all of it in W (gradients of weights)."""
+        """Return the time of the embedding's backward. The embedding's backward computes only the
+        gradient of the table. In a split backward, all of this time is therefore in W (gradients of
+        weights)."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")

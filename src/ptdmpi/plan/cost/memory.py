@@ -30,8 +30,8 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# Optimizer state in a file is read ahead and written back in blocks of this many bytes. Two blocks
-# are in memory at once.
+# Optimizer state in a file is read ahead and written back in blocks of this many bytes. Two of
+# these blocks are in memory at the same time.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of cached results
 
@@ -93,7 +93,7 @@ class StateBytes(NamedTuple):
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
     """Return (bytes of optimizer state on the device, bytes in the host's memory). `rooms` is the
     number of bytes that an update on the host needs in addition. If ranks compute on the host
-    (`on_host`), its memory is the device's memory, and the second number is 0."""
+    (`on_host`), the host is the device, and the second number is 0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -127,9 +127,9 @@ class MemoryModel:
 
     `stages` computes the bytes and parameters of the model's stages. `runtime_bytes` is the memory
     in use before the first tensor. `on_host` is True if ranks compute on the host, so that
-    offloading to the host's memory moves nothing. `method` says how many numbers of optimizer state
-    there are for each master weight, and gives the receive buffers of the data axis and the copies
-    of the state in the host's memory.
+    offloading to the host's memory moves nothing. `method` gives three things: the number of
+    optimizer values for each master weight, the size of the receive buffers of the data axis, and
+    the copies of the state in the host's memory.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class MemoryModel:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the memory model for a training on `nodes` nodes. `wide_products` and `kept_block`
-        have the meaning of these fields of `Software`."""
+        """Return the memory model for a training on `nodes` nodes. For `wide_products` and
+        `kept_block`, see the fields of `Software` with these names."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
@@ -198,9 +198,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (one stage of each sort, the index of each stage's sort) for the stages of a
-        pipeline rank. Two stages of one sort need the same memory, whatever the other settings of
-        the layout are."""
+        """Group the stages of a pipeline rank by their properties (`_sort`). Stages of one group
+        need the same memory, whatever the other settings of the layout are. Return (one stage of
+        each group, the index of each stage's group)."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -217,8 +217,8 @@ class MemoryModel:
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
         """Return the properties that determine a stage's memory: its layers without a backward, its
-        other layers by kind and by mode of recomputation, True if it is the model's first stage,
-        and True if it is the model's last stage. `own` are the layers of the stage."""
+        other layers by kind and by mode of recomputation, and whether it is the model's first stage
+        and the model's last stage. `own` are the layers of the stage."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of
@@ -287,8 +287,8 @@ class MemoryModel:
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Return True if every pipeline rank has enough memory.
 
-        The first checks use only the state and a lower bound of the activations. They are fast and
-        exclude most layouts of a large model.
+        The first checks use only the state and a lower bound of the activations. The first checks
+        are fast and exclude most layouts of a large model.
         """
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
@@ -363,7 +363,8 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        if self.method.matrices:  # the shard with the fewest matrix elements has the most state
+        # the rank whose shard has the fewest elements of Muon's matrices has the most state
+        if self.method.matrices:
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # bytes of buffers in the host's memory for each parameter that the host updates: for its
@@ -393,8 +394,8 @@ class MemoryModel:
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def _counted_values(self, tensor: int) -> int:
-        """Return the bytes of a quantized weight after a product has unpacked it, on one of
-        `tensor` ranks."""
+        """Return the bytes for dequantizing the largest quantized weight, on one of `tensor` ranks:
+        its dequantized values and the working memory."""
         layout = Layout(tensor, 1, 1)
         sizes = Sizes(
             model=self.model,
@@ -419,8 +420,8 @@ class MemoryModel:
         memory: an activation and a gradient in transit for each neighbour, and gathered sharded
         state."""
         stages = placement_of(layout).stages_of(rank)
-        # a rank with several chunks may hold the first or the last stage and still have neighbours
-        # before and after
+        # a rank with several chunks may have neighbours in both directions, even if it has the
+        # first or the last stage
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
@@ -464,13 +465,11 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 
 
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
-    """Return all working memory of a rank, in bytes.
-
-    The result is the larger of two amounts. The first amount is needed during the backward
-    (`working`, `beside_bytes`). The second amount is needed after the backward, when no activations
-    are kept, by messages of data ranks or by an update of whole matrices. If messages overlap with
-    the forwards, their memory is added to the first amount. Copies of the weights of neighbours are
-    added to both amounts.
+    """Return all working memory of a rank, in bytes: the larger of two amounts. The first amount is
+    needed during the backward (`working`, `beside_bytes`). The second amount is needed after the
+    backward, when no activations are kept, by messages of data ranks or by an update of whole
+    matrices. If messages overlap with the forwards, their memory is added to the first amount.
+    Copies of the weights of neighbours are added to both amounts.
     """
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

@@ -20,13 +20,14 @@ sends codes, they are gathered.
 The bytes that a rank sends are the mean over ranks. In this trainer's ring, every slice of the
 gradients starts at rank 0, so that the ring gives the same sums as all_reduce
 (`ptdmpi.engine.data_parallel.pairwise`). In the textbook's ring, each rank starts one slice, and
-there are 2 (n - 1) messages of B / n in a row. So the latency is O(n) for a ring and for a
-parameter server, and O(1) for decentralized steps. The volume is O(n) for a parameter server and
-for gathered codes. Gathering codes sends less than an all_reduce while C n < 2 B.
+there are 2 (n - 1) messages of B / n in a row. Therefore the number of latencies in a step is O(n)
+for a ring and for a parameter server, and O(1) for decentralized steps. The number of sent bytes is
+O(n) for a parameter server and for gathered codes. Gathering codes sends less than an all_reduce
+while C n < 2 B.
 
 The time of encoding and decoding is a lower bound: the time in which the memory reads and writes
-the encoded and decoded values. Selecting the greatest numbers, or hashing, takes longer; that time
-is unknown until it is measured.
+the encoded and decoded values. Methods that select the greatest numbers, or that hash, take longer
+than this bound; the time is unknown until it is measured.
 """
 
 import math
@@ -158,7 +159,7 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour
     if section.compressor == "power_sgd":
-        return {"all_reduce": code}  # its factors are summed
+        return {"all_reduce": code}  # the ranks sum the factors of PowerSGD
     if section.error_feedback in SQUEEZED:
         return {"send": code * (n - 1) / n, "all_gather": code}
     return {"all_gather": n * code}
@@ -171,7 +172,7 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
-            return 2 * sizes.gradients * (n - 1) / n  # to and from the server
+            return 2 * sizes.gradients * (n - 1) / n  # gradients to the server and means from it
         case "decentralized" if encodes(section):
             return neighbours(section.topology, n) * sizes.code(section)
         case "decentralized" | "local" if not encodes(section):
@@ -251,7 +252,8 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                every = 1 + neighbours(section.topology, n)  # its own code and the received codes
+                # number of codes: the rank's own code and the received codes
+                every = 1 + neighbours(section.topology, n)
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
                 return self._neighbours_s(sizes.code(section), group) + coding_s
@@ -309,9 +311,9 @@ class MethodAxis(DataAxis):
         return told_s + machine.stream_s(passes * sizes.masters)
 
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
-        """Return the seconds of messages of `size` bytes that a rank sends at the same time. `far`
-        is the mean number of messages to other nodes, `near` the mean number within the rank's own
-        node."""
+        """Return the seconds in which a rank sends several messages of `size` bytes at the same
+        time. `far` is the mean number of messages to other nodes, and `near` is the mean number of
+        messages within the rank's own node."""
         if group.nodes == 1:
             near += far
             far = 0.0
@@ -335,6 +337,7 @@ class MethodTimes(StepTimes):
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
-        """Make the data axis for `method`, which has the meaning of the argument of `StepTimes`."""
+        """Replace the data axis of `StepTimes` by one for the method; for the arguments see
+        `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

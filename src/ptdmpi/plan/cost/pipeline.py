@@ -23,11 +23,11 @@ class StageTimes:
 
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
-    Both are 0 if `placed` puts the two stages on one rank. With `overlap`, a message is transferred
-    while its sender and its receiver compute. Without `overlap`, the receiver waits for the whole
-    message, and so does the sender, which receives a message at the same time. If backwards are
-    split, `weight_s` is the part of `backward_s` spent on the gradients of weights; else it is
-    empty.
+    Both times are 0 if `placed` puts the two stages on one rank. With `overlap`, a message is
+    transferred while its sender and its receiver compute. Without `overlap`, the receiver waits for
+    the whole message, and so does the sender, which receives a message at the same time. If
+    backwards are split, `weight_s` is the part of `backward_s` that is spent on the gradients of
+    weights; otherwise `weight_s` is empty.
     """
 
     forward_s: tuple[float, ...]
@@ -78,11 +78,11 @@ class StageTimes:
     def lower_bound_s(self, microbatches: int) -> float:
         """Return a lower bound, in seconds, that holds for every order of ops.
 
-        It is the maximum over ranks of the sum of three times: of the work that other ranks must do
-        before this rank's first forward, of all work of this rank, and of the work that other ranks
-        must do after its last backward. In a split backward, the third time is 0: after I (the
-        gradient of the input) only weight gradients remain, and all ranks compute their weight
-        gradients at the same time.
+        For each rank, add the time of three kinds of work: the work that other ranks must do before
+        this rank's first forward, all work of this rank, and the work that other ranks must do
+        after its last backward. The bound is the maximum of this sum over the ranks. In a split
+        backward, the third time is 0: after I (the gradient of the input) only weight gradients
+        remain, and all ranks compute their weight gradients at the same time.
         """
         bound = before = after = 0.0
         way = float(not self.overlap)
@@ -144,8 +144,8 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
 def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """Return the seconds from the first forward to the last backward.
 
-    A schedule of more than `MOST_OPS` ops is extrapolated: the pipeline has long been in its steady
-    state, in which each further microbatch adds the same time.
+    For a schedule of more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches. In
+    the steady state of the pipeline, each further microbatch adds the same time.
     """
     p, stages = times.placed.pipeline, times.placed.stages
     # a multiple of p microbatches (whole rounds); the steady state begins after the first round
@@ -165,10 +165,11 @@ def _simulated_s(kind: str, microbatches: int, times: StageTimes) -> float:
 
 
 class _Pass:
-    """One pass over a numbered schedule.
+    """A simulation that visits each op of a numbered schedule once.
 
-    An op also needs earlier ops of its own stage; for example, a backward needs its forward. These
-    ops come before it in the order of its rank, so a rank waits only for sources on other ranks.
+    An op also needs earlier ops of its own stage; for example, a backward needs its forward. The
+    order of ops on a rank already puts the earlier ops of a stage first. So a rank waits only for
+    ops on other ranks.
     """
 
     def __init__(self, numbered: _Numbered, times: StageTimes) -> None:

@@ -84,9 +84,9 @@ class Price:
 
 
 class Pricer:
-    """The prices of layouts of one model and batch on one cluster. Kernels of the same shape in
-    several layouts are priced once. `times` has the seconds of the parts of a step. `usable_bytes`
-    is the amount of a device's memory that a layout may fill."""
+    """The prices (step time and memory) of layouts of one model and batch on one cluster. Kernels
+    of the same shape in several layouts are priced once. `times` has the seconds of the parts of a
+    step. `usable_bytes` is the amount of a device's memory that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -111,9 +111,8 @@ class Pricer:
         *,
         method: RunMethod | None = None,
     ) -> "Pricer":
-        """Return the pricer of a training with a global batch of `batch` sequences. `method` has
-        the meaning of the argument of `StepTimes`. Raises InputError if the device has no peak for
-        `precision`."""
+        """Return the pricer of a training with a global batch of `batch` sequences. For `method`,
+        see `StepTimes`. Raises InputError if the device has no peak for `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def keeping_free(self, share: float) -> "Pricer":
@@ -134,9 +133,9 @@ class Pricer:
     def rough_bound_s(self, layout: Layout) -> float:
         """Return a lower bound of `bound_s` that needs no stages.
 
-        It is the sum of three times: the work of the mean rank, the time to fill the pipeline
-        before this work and to drain it afterwards, and the time of data axis and optimizer for the
-        mean number of parameters of a rank.
+        The bound is the sum of three times: the work of the mean rank, the time to fill the
+        pipeline before this work and to drain it afterwards, and the time of data axis and
+        optimizer for the mean number of parameters of a rank.
         """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
@@ -145,18 +144,19 @@ class Pricer:
         """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
         config = self.model.config
         p, fewest = layout.pipeline, config.layers // layout.stages
-        if config.has_unlike_layers:  # a stage may have few layers with much work
+        if config.has_unlike_layers:  # layers differ in work, so a stage may have few layers
             fewest = 1
         worked_s, passed_s = self._rough(layout)
-        # the mean rank is in the middle: half of the other ranks fill the pipeline before it, and
-        # half drain the pipeline after it; if the first stage has fewer layers, all other stages
-        # wait less for it
+        # the mean rank is in the middle: half of the other ranks compute before it while the
+        # pipeline fills, and half compute after it while the pipeline drains; if the first stage
+        # has fewer layers, all other stages wait for it for a shorter time
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of the mean rank, and the time of one layer for
-        which other ranks wait. Both are the same for any number of chunks."""
+        """Return two times in seconds: the work of the mean rank, and the shortest time for which
+        other ranks wait while a rank computes one layer. Both times are the same for any number of
+        model chunks."""
         axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
@@ -283,7 +283,7 @@ class Pricer:
             context=context_s,
             expert=expert_s,
             pipeline=ways_s,
-            bubble=max(0.0, makespan_s - busy_s - ways_s),  # not -0.0 by rounding
+            bubble=max(0.0, makespan_s - busy_s - ways_s),  # rounding could make it negative
             data=data_s + sent_s,
             optimizer=optimizer_s,
         )

@@ -25,8 +25,8 @@ Keys = dict[str, int | str | bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A run whose memory is computed: its layout, its global batch, and the memory model of what it
-    trains.
+    """A run whose memory is computed: its layout, its global batch, and the memory model of its
+    training.
 
     `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if its
     state may be stored outside of the device. `host_capacity_bytes` is the host memory of one rank.
@@ -50,9 +50,9 @@ class Step:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
-        """Return the `Step` of a resolved configuration on `nodes` nodes. `wide_products` and
-        `kept_block` have the meaning of these fields of `Software`, and `on_host` has the meaning
-        of the argument of `MemoryModel`."""
+        """Return the `Step` of a resolved configuration on `nodes` nodes. For `wide_products` and
+        `kept_block`, see the fields of `Software` with these names; for `on_host`, see
+        `MemoryModel`."""
         memory = MemoryModel.of(
             config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )
@@ -150,8 +150,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(step: Step) -> float:
-    """Return the mean bytes of state over the ranks that divide the model. However the model is
-    divided, at least one rank has this many bytes."""
+    """Return the mean bytes of state over the ranks that divide the model. At least one rank has
+    this many bytes, whatever the division of the model."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -162,8 +162,8 @@ def _least_state_bytes(step: Step) -> float:
 
 
 def _some(numbers: list[int]) -> list[int]:
-    """Return all numbers or, if there are too many, a selection from the first to the last
-    number."""
+    """Return at most `MOST_SIZES` of the numbers: all of them, or an evenly spaced selection that
+    includes the first and the last number."""
     last = len(numbers) - 1
     if last < MOST_SIZES:
         return numbers
@@ -171,14 +171,16 @@ def _some(numbers: list[int]) -> list[int]:
 
 
 def _steps(step: Step, grown: int) -> list[Keys]:
-    """Return the changes of a layout on `grown` times its ranks, the cheapest first."""
+    """Return the single changes of settings that may reduce the memory of a rank, if the run may
+    have `grown` times its ranks. Changes that add less time to a step come first."""
     layout = step.layout
     steps: list[Keys] = []
     if layout.recompute == "none":
         steps.append({"recompute.mode": "selective"})
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        # sequence parallelism divides all activations that partitioning divides, and more
+        # sequence parallelism divides all activations that `partition_activations` divides, and
+        # other activations
         divides: Keys = {"parallel.sequence_parallel": True}
         if partitions:
             divides["recompute.partition_activations"] = False

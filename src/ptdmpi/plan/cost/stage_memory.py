@@ -135,9 +135,10 @@ class StageMemory:
         # `dealt` returns the work of each rank of a shard group, if the optimizer updates whole
         # matrices
         self.dealt = cache(self._counted_dealt)
-        # name of an inventory in `OP_KINDS` -> its bytes for one microbatch in a stage
+        # name, in `OP_KINDS`, of tensors that are kept between ops -> their bytes for one
+        # microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # name of a working memory in `OP_KINDS` -> its bytes for an op in a stage
+        # name, in `OP_KINDS`, of a kind of working memory -> its bytes for an op in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,
             "inputs": self.input_bytes,
@@ -236,8 +237,8 @@ class StageMemory:
 
         I frees activations and stores operands for W (gradients of the weights). The layer that is
         computed also needs its working memory. All layers of one kind and mode of recomputation
-        change the number of bytes by the same amount. So the peak is at the loss, in the last or
-        the first layer of such a group of layers, or at the end.
+        change the number of bytes by the same amount. So the number of bytes is the largest at the
+        loss, in the last or the first layer of such a group of layers, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -390,8 +391,8 @@ def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
 
 
 def trained_kind(kind: LayerKind) -> LayerKind:
-    """Return the kind of such a layer with a backward. The memory of a layer without a backward is
-    computed from this kind, too."""
+    """Return the same kind of layer, but with a backward. The memory of layers of `kind` is stored
+    under the returned kind, even if they have no backward."""
     return kind._replace(idle=False)
 
 

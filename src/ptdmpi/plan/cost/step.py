@@ -158,12 +158,13 @@ class StepTimes:
         """Return the seconds that sharding adds to each stage's (forward, backward) of a
         microbatch.
 
-        If messages overlap with computation (`dp_overlap`), a device waits only if the messages of
-        an op take longer than the op, and only for the difference.
+        If messages overlap with computation (`dp_overlap`), a device waits only for the time by
+        which the messages of an op take longer than the op.
         """
-        if not layout.shards_gradients:  # most layouts of a search
+        if not layout.shards_gradients:  # this holds for most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
-        alike: dict[ModelPart, InOps] = {}  # most stages of a layout are alike
+        # most stages of a layout have the same layers, and are computed once
+        alike: dict[ModelPart, InOps] = {}
         added = []
         parts = self.memory.stages.stage_parts(layout)
         for part, (forward, backward) in zip(parts, seconds, strict=True):
@@ -211,7 +212,7 @@ class StepTimes:
             # the weights of the first layer, which are needed immediately
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
-            # the last message is not hidden, because no op follows it
+            # the last message does not overlap with computation, because no op follows it
             data_s += self.data.in_ops(layout, self.memory.stages.stage_parts(layout)[0]).last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)
@@ -276,7 +277,7 @@ def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
     If two stages are on one rank, nothing is sent and the value is arbitrary.
     """
     row = layout.tensor * layout.context * layout.data
-    if row % devices == 0:  # each pipeline rank has whole nodes
+    if row % devices == 0:  # the ranks of one pipeline rank fill whole nodes
         return [True] * (count - 1)
     placed = placement_of(layout)
     starts = [placed.rank_of(stage) * row for stage in range(count)]

@@ -3,12 +3,12 @@
 Let S be the bytes of one microbatch's activation between two layers. For each microbatch, a rank of
 the tensor axis sums 2 S bytes per layer in the forward, and 2 S in the backward (Shoeybi et al.
 2019, arXiv 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace
-each sum, and if a linear has kept only this rank's slice of its input, the input is gathered once
-more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). For each microbatch, a stage sends
-S bytes in each direction, or S/t if messages are scattered over t tensor ranks (Narayanan et al.
-2021, arXiv 2104.04473, section 4.1). Data ranks sum their gradients once in a step. `_data` has the
-closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
-communication-efficient methods.
+each sum. If a linear has kept only this rank's slice of its input, the input is gathered once more
+in the backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). For each microbatch, a
+stage sends S bytes in each direction, or S/t if messages are scattered over t tensor ranks
+(Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Data ranks sum their gradients once in a
+step. `_data` has the closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the
+closed forms of communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,7 +134,7 @@ class StepTraffic:
         size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
-        if layout.dealing.whole:  # each tensor rank has other tokens
+        if layout.dealing.whole:  # each tensor rank has different tokens
             tallies["tensor"].add("all_reduce", size)
 
     def _same_experts(self, rank: int) -> Tally:
@@ -166,7 +166,8 @@ class StepTraffic:
             for size in part.copied(layout.tensor):
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
-            tally.add("all_reduce", counted * element, norms)  # the squares of the norms
+            # the ranks sum the squares of the norms
+            tally.add("all_reduce", counted * element, norms)
         for (whole, _), count in _dealt(self, rank, shard).makes.items():
             if size := gathered_bytes(whole, layout.tensor, self.sizes.compute_bytes):
                 tally.add("all_gather", size, count)
@@ -344,8 +345,8 @@ class StepTraffic:
 
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
-    """Return the matrices that a rank updates as wholes, and the slices that it exchanges for
-    this."""
+    """Return the complete matrices that a rank updates (with Muon), and the slices of matrices that
+    ranks exchange for these updates."""
     if not of.method.matrices:
         return Dealt()
     layout = of.layout

@@ -20,8 +20,8 @@ class UpdateTimes:
         self.gradient_bytes = self.cluster.software.gradient_bytes
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds of the optimizer's kernels. The bandwidth of the memory limits their
-        speed.
+        """Return the seconds of the optimizer's kernels, whose speed is limited by the bandwidth of
+        the memory.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
         rank's shard. (This trainer does not divide gradients, because the weights of its loss
@@ -71,10 +71,11 @@ class UpdateTimes:
     def _update_bytes(self) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        There are up to six kernels. They convert the gradient to float32 if it is in a half type,
-        divide by the loss scale (fp16), compute the norm, scale the gradient to clip it, run the
-        optimizer, and copy the master weight to the weight. The optimizer reads gradient, master
-        weight and moments, and writes master weight and moments (AdamW 7 numbers, SGD 3).
+        There are up to six kernels. These kernels convert the gradient to float32 if it is in a
+        half type, divide it by the loss scale (fp16), compute the norm, scale the gradient to clip
+        it, run the optimizer, and copy the master weight to the weight. The optimizer reads
+        gradient, master weight and moments, and writes master weight and moments (AdamW 7 numbers,
+        SGD 3).
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
@@ -104,7 +105,7 @@ class UpdateTimes:
         if self.cluster.on_host:
             update_s = self.machine.update_s(shard, kernels)
         else:
-            assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked them
+            assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
             # if the weights are the master weights, the link also carries the weights from the
             # device to the host

@@ -5,7 +5,7 @@ An operator (`operator.py`) describes its work in these terms. `plan.cost.layer`
 of kernels and messages on a cluster. `folds.py` adds up the tensors in memory and the bytes of
 messages.
 
-Some kernels are launched, but have no time of their own (`priced` is False). The efficiencies of
+For some kernels only the launch is counted, and no time (`priced` is False). The efficiencies of
 clusters were calibrated with published times of whole layers, so the times of the other kernels
 include the time of these kernels.
 """
@@ -37,9 +37,10 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """A kernel that moves `moved_bytes` (read and written) and hardly computes.
+    """A kernel whose time depends only on the `moved_bytes` that it reads and writes, because it
+    computes little.
 
-    `launches` is the number of kernels that move these bytes together.
+    `launches` is the number of kernels that together move these bytes.
     """
 
     moved_bytes: float

@@ -64,8 +64,8 @@ class SplitHeads(Operator):
         return None
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
-        if a single norm covered queries and keys."""
+        """Yield the kernels of the norm of queries and the norm of keys. The time of these kernels
+        is computed as if a single norm covered queries and keys."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads
@@ -81,8 +81,8 @@ class SplitHeads(Operator):
 
     def _rotated(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of the rotation: two products, a difference and a sum. Queries and keys
-        are rotated as one tensor, or as two tensors if each of them has a norm. These kernels have
-        no time of their own (`priced` is False)."""
+        are rotated as one tensor, or as two tensors if each of them has a norm. No time is counted
+        for these kernels (`priced` is False), because the time of other kernels includes it."""
         if not self.rotates:
             return
         heads, kv_heads = sizes.priced_heads
@@ -131,13 +131,13 @@ class SplitHeads(Operator):
             yield from norm_operands(sizes, name, norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input and of what the rotation and the norms
-        need before it.
+        """Return the working bytes of the backward: the gradient of the input, and the tensors of
+        the backward of the rotation and of the norms.
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
-        tensors of their size. Norms are computed one after the other, the queries' norm last, when
-        the gradients of queries and keys after the norms are in memory, too. The result is 0 for
-        programs of 2021, as that of `norm_backward`.
+        tensors of their size. The backward of the queries' norm comes last; the gradients of
+        queries and keys are then also in memory. For the published programs of 2021 the result is
+        0, as in `norm_backward`.
         """
         if not sizes.fused_attention:
             return 0
@@ -165,8 +165,8 @@ class Attend(Operator):
     Explicit attention writes one score for each head of this rank, each query and each key to
     memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear keeps
-    its input, which is the output of this operator. It is False if the linear is frozen and has no
-    adapters.
+    its input, which is the output of this operator. `feeds_kept` is False if the linear is frozen
+    and has no adapters.
     """
 
     feeds_kept: bool = True
@@ -217,7 +217,7 @@ class Attend(Operator):
             yield MemoryPass(scores * (2 * e + 1))
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
-        if not _in_ring(sizes):  # a ring keeps no scores
+        if not _in_ring(sizes):  # ring attention keeps no scores
             yield from self.core(sizes, backward=False)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
@@ -260,8 +260,8 @@ class Attend(Operator):
         # explicit attention repeats each key and value head for all query heads of its group;
         # FlashAttention does not
         repeated = heads if explicit else kv_heads
-        # capped scores are computed in blocks, and operands are converted to float32 only for one
-        # block at a time
+        # capped scores are computed block by block, and only the operands of one block are in
+        # float32 at a time
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
@@ -281,7 +281,8 @@ class Attend(Operator):
 
     def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
         """Return True if the kernel's backward reads the output in the type in which the next
-        operator reads it. Widened kernels keep a wide output of their own."""
+        operator reads it. A kernel that widens its operands keeps a separate output in the wide
+        type."""
         if _in_ring(sizes) or not sizes.fused_attention:
             return True
         same = sizes.operand_bytes == sizes.compute_bytes
@@ -349,11 +350,11 @@ class Attend(Operator):
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. With explicit scores these are the gradients of
-        the softmax's output and input, the first gradient before and after dropout; a host also
-        copies the mask to their type; and the gradient of the values. For kernels that store no
-        scores they are the gradients of the operands and of the output, and the output if the
-        kernel reads it, because the next linear's backward has not freed it then."""
+        """Return the working bytes of the backward. With explicit scores these are the gradient of
+        the softmax's output (before and after dropout) and of its input, and the gradient of the
+        values; a host also needs a copy of the mask in the type of the gradients. For kernels that
+        store no scores, the working bytes are the gradients of the operands and of the output. If
+        such a kernel reads the output, the output is added, because it is still in memory."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -361,7 +362,8 @@ class Attend(Operator):
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             scores = rows * model.seq_length * (2 + sizes.on_host) * sizes.wide_bytes
-            if not sizes.fused_attention:  # the published lists have no gradient of the values
+            # the published lists of tensors leave out the gradient of the values
+            if not sizes.fused_attention:
                 return scores
             return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
         keys = heads * sizes.keys
@@ -375,9 +377,10 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
-        """Return True if the kernel's backward reads the output, although the output is counted as
-        freed: by the backward of the next linear, or before the output is sent back (`JoinHeads`).
-        A kernel with widened operands keeps its own wide output."""
+        """Return True if the kernel's backward reads an output that other methods count as freed.
+        The next linear's backward counts it as freed; with "ulysses", `JoinHeads` counts it as
+        freed until it is sent back. A kernel that widens its operands keeps a separate output in
+        the wide type."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -386,9 +389,10 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients if a host computes blocks of queries: of the gradients
-        of operands and output, and of one block's gradients, which are added to them. A block has
-        up to all keys, the gradient of its queries, and copies of its output's gradient."""
+        """Return the bytes of all gradients if a host computes blocks of queries. They are the
+        gradients of the operands and of the output, and the gradients of one block before they are
+        added. A block has at most all keys, the gradient of its queries, and copies of its output's
+        gradient."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (2 * _rows(sizes) + 3 * block)
@@ -480,9 +484,9 @@ def capped_block_bytes(sizes: Sizes) -> int:
     """Return the working bytes of attention with capped scores, for one block of queries with all
     keys.
 
-    They are four tensors in the type of sums (float32 or wider), which are the scores, their tanh
-    and the gradients of both; and the attention weights in the type of matrix products, which a
-    host may convert to the type of sums.
+    Four of the tensors are in the type of sums (float32 or wider): the scores, their tanh and the
+    gradients of both. The attention weights are in the type of matrix products; a host may convert
+    them to the type of sums.
     """
     model = sizes.model
     if not model.attention_softcap:

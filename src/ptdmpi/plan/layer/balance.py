@@ -3,7 +3,7 @@
 A sequence is cut into 2c equal chunks for c ranks, and rank r has the chunks r and 2c - 1 - r.
 Without a window every rank has the same number of scores (Dubey et al. 2024, arXiv 2407.21783,
 section 3.3.2). With a window the numbers differ, because queries in the first chunks see fewer keys
-than other queries. So the rank with the first chunk has fewer scores than the other ranks.
+than other queries. The rank with the first chunk therefore has fewer scores than the other ranks.
 """
 
 import itertools

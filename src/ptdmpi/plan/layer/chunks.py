@@ -21,8 +21,8 @@ def loss_rows(columns: int, on_host: bool) -> int:
 
 
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
-    """Return the number of scores of a block of queries that are computed at once. They are the
-    scores of all `heads`, or, if these are more than BLOCK_SCORES, of as many heads as BLOCK_SCORES
-    allows, but at least of one group of `group` heads."""
+    """Return the number of scores of a block of queries that are computed at once. If all `heads`
+    have at most BLOCK_SCORES scores, these are the scores of all heads. Otherwise they are the
+    scores of as many heads as BLOCK_SCORES allows, but at least of one group of `group` heads."""
     block = min(QUERY_BLOCK, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

@@ -17,9 +17,9 @@ from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
-# The number of times that a score is read or written outside of matrix products, in a forward and
-# in a backward. The forward computes maximum, difference, exponential and sum. The backward
-# computes difference, exponential, and the gradient of the scores.
+# How often a score is read or written outside of matrix products, in a forward and in a backward.
+# The forward computes maximum, difference, exponential and sum. The backward computes difference,
+# exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
 HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its attention weights is drawn
 # The number of times that the output is read or written for each block of keys and values that
@@ -29,7 +29,8 @@ MERGE_PASSES = 5
 
 def key_copies(kv_heads: int, ranks: int) -> int:
     """Return the number of copies of each key head that are needed to distribute the key heads over
-    `ranks` ranks. It is the smallest number with which all ranks have equally many key heads.
+    `ranks` ranks. The result is the smallest number of copies with which all ranks have equally
+    many key heads.
 
     If `ranks` divides the number of query heads, the number of copies divides the number of query
     heads of each key head.
@@ -156,11 +157,11 @@ class _Dealing(_Exchange):
 
     @abstractmethod
     def _elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that a rank has before the exchange. It has the same number
-        afterwards."""
+        """Return the number of elements that a rank has before the exchange. The rank has the same
+        number of elements after the exchange."""
 
     def _bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of `_elements`; 0 if nothing is exchanged."""
+        """Return the bytes that a rank has before the exchange; 0 if nothing is exchanged."""
         deals = sizes.layout.exchange == "ulysses"
         return deals * self._elements(sizes) * sizes.compute_bytes
 
@@ -227,7 +228,8 @@ class JoinHeads(_Dealing):
             yield Item(f"{self.name}.output", size // each, each)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of `_Exchange.backward_bytes`, and of outputs that were sent back."""
+        """Return the bytes of the gradients during the exchange, and of the outputs that are sent
+        back."""
         return super().backward_bytes(sizes) + self.sends_back(sizes) * self._bytes(sizes)
 
 
@@ -296,8 +298,8 @@ class RingCore:
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of a phase. Each block of keys and values visits all other context
-        ranks. In a backward, the gradients of the block follow it, and at the end return to the
-        rank that owns it.
+        ranks. In a backward, the gradients of the block are sent after the block. At the end they
+        return to the rank that owns the block.
 
         The products of a visit overlap with the messages of the next visit. In a backward the
         products that compute scores overlap with the messages of keys and values. All other
@@ -339,9 +341,10 @@ class RingCore:
         return narrow * self.sizes.compute_bytes + wide + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
-        """Return the number of bytes of these tensors: the gradient of the output; the queries and
-        their gradient in the type of sums; two blocks of keys and values; three blocks of their
-        gradients (this rank's part, the sum that arrives, and the new sum); the scores."""
+        """Return the number of working bytes of the backward, for these tensors: the gradient of
+        the output; the queries and their gradient in the type of sums; two blocks of keys and
+        values; three blocks of their gradients (this rank's part, the sum that arrives, and the new
+        sum); the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
         narrow = self.query_elements + 2 * self.key_elements
         taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes
@@ -352,9 +355,9 @@ class RingCore:
         gradients and the gradients of scores, and if scores are capped their values of tanh. The
         queries of these scores, and the gradients of their outputs, are copied.
 
-        With dropout there are the weights or gradients before and after dropout, the mask, and a
-        hash of each query. While the mask is drawn there are only the weights, and in a forward
-        the weights of the scores before.
+        With dropout, there are also the weights or gradients before and after dropout, the mask,
+        and a hash of each query. While the mask is drawn, only the weights are in memory and, in a
+        forward, the weights of the previous scores.
         """
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size

@@ -71,8 +71,8 @@ class LayerBuild:
         return self.model.matrix_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
-        """Return the operator of a linear with its adapters. It reads the value `source` and writes
-        the value `target`."""
+        """Return the operator of a linear with its adapters. The operator reads the value `source`
+        and writes the value `target`."""
         adapters = adapters_of(self.model, name, linear) if self.adapted else ()
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
@@ -200,8 +200,8 @@ def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
 def _feed_forward(
     build: LayerBuild, name: str, width: int, value: str = "y"
 ) -> tuple[Operator, ...]:
-    """Return the operators of an MLP whose inner width is `width`. They read the value "y" and
-    write `value`."""
+    """Return the operators of an MLP whose inner width is `width`. The first operator reads the
+    value "y", and the last operator writes the value `value`."""
     model = build.model
     up, down = _linears(build, width)
     return (
@@ -327,7 +327,8 @@ def adapters_of(
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return the operators before the first layer. They read the token ids and write x."""
+    """Return the operators before the first layer. These operators read the token ids and write the
+    residual stream x."""
     h, std = model.hidden, model.init_std
     trains = not model.adapt.adapts
     table = Table(vocab_size, h, std, split=True, trains=trains)
@@ -346,7 +347,8 @@ def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 
 def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return the operators after the last layer. They read x and write the loss.
+    """Return the operators after the last layer. These operators read the residual stream x and
+    write the loss.
 
     If the weights are tied, the weight of "head" is the table of the embedding.
     """

@@ -31,11 +31,12 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
 def norm_backward(sizes: Sizes, elements: int) -> int:
     """Return the number of bytes that the backward of a norm of `elements` elements needs.
 
-    A kernel of the whole backward needs only the gradient of the input. RMSNorm has such a kernel
-    on devices, if its weights have the type of the activations. Otherwise it computes in the type
-    of sums: the normalized input, the gradient before the weights, and the product of both. On a
-    host a product of two types also needs a copy of its narrower operand. The result is 0 for
-    programs of 2021, because the published lists of their tensors have none of these.
+    If one kernel computes the whole backward, it needs only the gradient of the input. RMSNorm has
+    such a kernel on devices, if its weights have the type of the activations. Otherwise three
+    tensors are computed in the type of sums: the normalized input, the gradient multiplied by the
+    weights, and the product of both. On a host a product of two types also needs a copy of its
+    narrower operand. The result is 0 for the published programs of 2021, because the published
+    lists of their tensors do not include these tensors.
     """
     if not sizes.fused_attention:
         return 0
@@ -89,7 +90,7 @@ class Normalize(Operator):
         yield from norm_operands(sizes, self.name, self.norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of `norm_backward`."""
+        """Return the bytes that the backward of the norm needs (see `norm_backward`)."""
         return norm_backward(sizes, self._elements(sizes))
 
 
@@ -177,7 +178,8 @@ class AddResidual(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient before and after dropout's scaling. A host also copies
-        the mask to the type of the gradient. The published program does this in one kernel."""
+        the mask to the type of the gradient. The result is 0 for the published program, which
+        scales the gradient in one kernel."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes

@@ -87,8 +87,8 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the table of positions. It has the size of the whole table, even if
-        only some rows of the table were added to x."""
+        """Yield the gradient of the table of positions. The gradient has the size of the whole
+        table, even if only some rows of the table were added to x."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
@@ -180,9 +180,9 @@ class Predict(Operator):
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
         yield from self._scaling(sizes)
-        # A decoder's head has no bias. Its computing time nevertheless includes a pass over the
-        # gradient of the logits, because the calibration against published steps included this
-        # pass.
+        # A decoder's head has no bias. The computing time of the head nevertheless includes a pass
+        # over the gradient of the logits, because the calibration with published step times
+        # included this pass.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -227,12 +227,14 @@ class Predict(Operator):
             yield Item("head.bias", columns, sizes.wide_bytes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. The result is 0 for programs of 2021, because
-        the published lists of their tensors have only the gradients of the loss."""
+        """Return the working bytes of the backward. The result is 0 for the published programs of
+        2021, because the published lists of their tensors include only the gradients of the
+        loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
-        # the gradients of the logits before and after the cap are in memory together
+        # the gradients of the logits before the cap and after the cap are in memory at the same
+        # time
         uncapped = sizes.model.logit_softcap and sizes.predicted * columns * sizes.compute_bytes
         shape = (self.linear.inputs, columns)
         return linear_backward(sizes, shape, sizes.predicted) + int(uncapped)

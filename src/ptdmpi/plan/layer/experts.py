@@ -2,9 +2,10 @@
 
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
 tokens. If the tensor axis divides the width of each expert, all tensor ranks choose the same
-experts. Each computes a summand of the outputs and of all gradients, including the gradient of the
-router. The usual sums over the tensor axis add these summands. If experts are not divided, each
-tensor rank chooses experts for 1/t of the positions, and these experts compute complete outputs.
+experts. Each tensor rank computes a summand of the outputs and of all gradients, including the
+gradient of the router. The usual sums over the tensor axis add these summands. If experts are not
+divided, each tensor rank chooses experts for 1/t of the positions, and these experts compute
+complete outputs.
 """
 
 from collections.abc import Iterator
@@ -130,8 +131,8 @@ class MixExperts(Operator):
 
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts together: one row for each token and each of its
-        experts. If experts are distributed over ranks, a rank has this number of rows on average,
-        and they come from all ranks of its expert group."""
+        experts. If experts are distributed over ranks, the number is the average of all ranks; the
+        rows of a rank come from all ranks of its expert group."""
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
@@ -194,8 +195,8 @@ class MixExperts(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
-        """Return the kernels of an activation, one for each expert. They move `numbers` values for
-        each row and each element of the expert's width."""
+        """Return the kernels of an activation, one for each expert. Each kernel moves `numbers`
+        values for each row and each element of the expert's width."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
         return Elementwise(kind, rows * self._width(sizes), moved)
@@ -212,7 +213,8 @@ class MixExperts(Operator):
         yield self._products(sizes, self._up_width(sizes), h)
         yield from self._adapting(sizes, "up")
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
-        yield MemoryPass(2 * pairs * width * c, used)  # rows are multiplied by their weights
+        # rows (one for each token of an expert) are multiplied by their weights
+        yield MemoryPass(2 * pairs * width * c, used)
         yield self._products(sizes, h, width)
         yield from self._adapting(sizes, "down")
         yield MemoryPass(3 * pairs * h * c, used)  # results are added to their tokens
@@ -224,7 +226,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        selected = 1 + self.keeps_rows  # output gradients, and inputs
+        # rows of output gradients and, if they are kept, of inputs are selected
+        selected = 1 + self.keeps_rows
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
         yield from self._adapting(sizes, "down", back=True)
@@ -245,7 +248,8 @@ class MixExperts(Operator):
         used, rows = self._groups(sizes)
         for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            if sizes.layout.expert > 1:  # the gradients are cleared, and added to the sum
+            # the gradients are set to zero before, and added to the sum after
+            if sizes.layout.expert > 1:
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
@@ -257,7 +261,8 @@ class MixExperts(Operator):
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
         gathered = Message("all_gather", size)
         if sizes.layout.dealing.whole:
-            if not sizes.divides_sequence:  # the output, or the gradient of the input
+            # the output (forward) or the gradient of the input (backward) is gathered
+            if not sizes.divides_sequence:
                 yield gathered
             if phase == "forward" and self._counts_sequences(sizes):
                 yield Message("all_reduce", self._sequence_loads(sizes) * LOAD_BYTES)
@@ -267,7 +272,8 @@ class MixExperts(Operator):
                 yield gathered
             yield summed(sizes, size)
             return
-        if sizes.divides_sequence:  # gather the gradient of the output, and the input again
+        # the gradient of the output is gathered, and the input is gathered again
+        if sizes.divides_sequence:
             yield gathered
             if self._keeps_input(sizes):
                 yield gathered
@@ -362,7 +368,7 @@ class MixExperts(Operator):
             whole += sizes.local_tokens * h * c
         scores = 8 * self._scores(sizes) * wide + 4 * self._pairs(sizes) * INDEX_BYTES
         width = (2 + self.keeps_rows) * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)
-        if self.adapters:  # the gradient of a linear's input, and an adapter's part of it
+        if self.adapters:  # the gradient of a linear's input, and the adapter's contribution to it
             width += max(h, self._width(sizes)) + self._ranks("up") + self._ranks("down")
         expert = tokens * width * c
         if wide > c:
@@ -384,7 +390,8 @@ class MixExperts(Operator):
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:
-        """Return the result of `adding_bytes` for a matrix of the shape (inputs, outputs)."""
+        """Return the bytes that `adding_bytes` computes, for one matrix of the shape (inputs,
+        outputs)."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         inputs, outputs = shape
         alone = inputs * outputs * wide * (sizes.layout.expert > 1)

@@ -1,5 +1,5 @@
-"""Parameters, FLOPs, messages and memory of a model. Each is a sum or a maximum over the model's
-operators.
+"""Parameters, FLOPs, messages and memory of a model. Each of these quantities is a sum or a maximum
+over the model's operators.
 
 Time is also a sum over operators. `plan.cost.layer` computes it, because the times of kernels
 depend on the machine.
@@ -105,8 +105,8 @@ def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that the operators before and after the layers keep. These operators are
-    never recomputed."""
+    """Return the bytes that the operators before and after the layers keep. The operators before
+    and after the layers are never recomputed."""
     return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
 
 
@@ -120,8 +120,9 @@ def head_works(rows: Rows, sizes: Sizes) -> int:
     """Return the largest number of bytes that the backward of the operators after the layers needs,
     in addition to the bytes that they keep.
 
-    A norm comes after the logits are freed; the operator before it may still hold their gradient.
-    The other operators are counted as if all kept tensors were in memory."""
+    In the backward of a norm, the kept tensors of later operators, such as the logits, are counted
+    as freed, except the tensors of the operator directly after the norm. In the backward of all
+    other operators, all kept tensors are counted as still in memory."""
     works = 0
     freed = 0
     after = 0
@@ -140,17 +141,17 @@ def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes of the largest quantized weight after unpacking, plus the working memory of
-    the unpacking; 0 if no weight is quantized."""
+    """Return the bytes of the largest quantized weight after dequantization, plus the working
+    memory of the dequantization; 0 if no weight is quantized."""
     products = [row for row in rows if isinstance(row, Multiply)]
     largest = max((row.quantized_elements(sizes) for row in products), default=0)
     return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
 
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
-    """Return the bytes that the forward of a layer without a backward needs. They are the larger of
-    two amounts: the bytes of the tensors that the layer would keep for a backward, and the bytes of
-    the residual stream together with the tensors of one operator."""
+    """Return the bytes that the forward of a layer without a backward needs. The result is the
+    larger of two amounts: the bytes of the tensors that the layer would keep for a backward, and
+    the bytes of the residual stream together with the tensors of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -208,14 +209,14 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
         gone += total_bytes(own)
         operands += operand_bytes(sublayer.operators, sizes)
-    if mode == "full":  # recomputation ends with drawing the last dropout mask
+    if mode == "full":  # the recomputation ends when the last dropout mask is drawn
         works = max(works, again + rows[-1].drawing_bytes(sizes))
     return LayerBytes(stays, works, max(works, input_works))
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
-    """Yield (operator, bytes) for each operator from the last to the first. The bytes are those of
-    the inputs of later operators that are already freed in the backward of this operator."""
+    """Yield (operator, bytes) for each operator from the last to the first. The bytes are the sum
+    over all inputs of later operators that are already freed in the backward of this operator."""
     freed = 0
     after = 0
     for row in reversed(sublayer.operators):

@@ -10,15 +10,15 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
-# A host unpacks a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
-# memory per element. Other devices unpack chunks that are DEVICE_CHUNKS times as large, because
-# launching more kernels would cost more time than a better use of caches would save.
+# A host dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of
+# working memory per element. Other devices dequantize chunks that are DEVICE_CHUNKS times as large,
+# because launching more kernels would cost more time than a better use of caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
-# Number of kernels that unpack a chunk: they convert codes to integers, convert integers to levels,
-# multiply by the scales, and convert to the compute type.
+# Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
+# levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # float32, whatever the compute type is
-# Kinds of the two tensors of a quantized matrix in files. They replace the kind "weights".
+# Kinds of the two tensors of a quantized matrix in files. Both kinds replace the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, half of them for each sign, with zero as
@@ -117,8 +117,8 @@ class LowBit:
 
     @property
     def middles(self) -> tuple[float, ...]:
-        """Return the thresholds halfway between neighbouring levels, ascending. There is one
-        threshold less than there are levels."""
+        """Return the thresholds halfway between neighbouring levels, ascending. The number of
+        thresholds is the number of levels minus 1."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class LowBit:
 
 
 def chunk_elements(on_host: bool) -> int:
-    """Return the number of elements of a matrix that a device unpacks at once."""
+    """Return the number of elements of a matrix that a device dequantizes at once."""
     if on_host:
         return CHUNK_ELEMENTS
     return CHUNK_ELEMENTS * DEVICE_CHUNKS
@@ -152,14 +152,14 @@ def chunk_elements(on_host: bool) -> int:
 def unpacking(
     form: LowBit, shape: tuple[int, int], compute_bytes: int, on_host: bool
 ) -> tuple[float, int]:
-    """Return (bytes moved, number of kernels) for unpacking a matrix with `shape` = (inputs,
+    """Return (bytes moved, number of kernels) for dequantizing a matrix with `shape` = (inputs,
     outputs) once, as `ptdmpi.model.low_bit` does.
 
-    There are four passes, and a fifth for codes with a minimum. The first pass reads codes and
-    writes them as integers of four bytes. The second reads the integers and writes levels. The
-    third reads levels and writes their products with the scales. If there is a minimum, another
-    pass reads and writes the products. The last pass reads the products and writes them in the
-    compute type.
+    The dequantization has four passes over the matrix, and a fifth one for codes with a minimum.
+    The first pass reads codes and writes them as integers of four bytes. The second reads the
+    integers and writes levels. The third reads levels and writes their products with the scales. If
+    there is a minimum, another pass reads and writes the products. The last pass reads the products
+    and writes them in the compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1

@@ -34,8 +34,9 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    # True if the operator's tensors are large and cheap to compute. They are then recomputed under
-    # `recompute.mode = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    # True if the operator's tensors are large and cheap to compute. These tensors are then
+    # recomputed under `recompute.mode = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198,
+    # section 5).
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
@@ -54,8 +55,9 @@ class Operator:
         return any(part.trains for part in self.parts().values())
 
     def refuses(self, layout: Layout) -> str | None:
-        """Return why the operator cannot be computed in a layout, and what would be legal; None if
-        it can. The dry run, the planner and the training then refuse the layout."""
+        """Return the reason why the operator cannot be computed in a layout, and what would be
+        legal; return None if it can be computed. If a reason is returned, the dry run, the planner
+        and the training refuse the layout."""
         return None
 
     def multiplications(self, model: ModelConfig) -> float:
@@ -143,13 +145,13 @@ def hash_bytes(elements: int) -> int:
 
 @dataclass(frozen=True)
 class OwnOperator(Operator):
-    """An operator of a sublayer that a user has written (`model.sublayers`). It also makes its own
-    torch module."""
+    """An operator of a sublayer that a user has written (`model.sublayers`). This operator also
+    makes its own torch module."""
 
     def module(self, build: Any) -> Any:
         """Return the `torch.nn.Module` that computes this operator on one rank.
 
-        Its `forward(*inputs, context)` returns the outputs. `build`, of the class
+        The module's `forward(*inputs, context)` returns the outputs. `build`, of the class
         `ptdmpi.model.operators.Build`, has the model's configuration, the tensor axis and the
         number of the layer. Parameters are made with `ptdmpi.model.parameters.declare`.
         """

@@ -10,11 +10,11 @@ from typing import Literal
 
 Sees = Literal["positions", "heads", "all"]
 
-# Every parameter and every shard starts at a multiple of this many elements. So vectorised kernels
-# compute every element with the same instructions, at any position, and need no scalar code for the
-# last elements. The bits of an element then depend neither on its neighbours nor on the rank that
-# holds it. For the same reason, norms of gradients are computed in rows of this length: a row is
-# never divided between two ranks.
+# Every parameter and every shard starts at a multiple of this many elements. Vectorised kernels
+# then compute every element with the same instructions, at any position, and need no scalar code
+# for the last elements. The bits of an element therefore depend neither on the neighbouring
+# elements nor on the rank that holds the element. For the same reason, norms of gradients are
+# computed in rows of this length: a row is never divided between two ranks.
 ALIGNMENT = 256
 
 
@@ -69,7 +69,8 @@ class Linear:
 
     def copied(self, tensor: int) -> Iterator[int]:
         """Yield the unsharded number of elements of each weight that neighbouring tensor ranks hold
-        as copies. Such a weight belongs to key or value heads that several tensor ranks share.
+        as copies. The copied weights are those of key or value heads that several tensor ranks
+        share.
         """
         if self.most is None:
             return

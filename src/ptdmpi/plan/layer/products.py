@@ -1,4 +1,5 @@
-"""Products with weights: a linear, its adapters, and the collectives of the tensor axis around it.
+"""Matrix products with weights: a linear, its adapters, and the collectives of the tensor axis
+before and after the linear.
 
 Column-parallel and row-parallel linears follow Shoeybi et al. 2019 (arXiv 1909.08053, section 3).
 Under sequence parallelism they follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2):
@@ -25,9 +26,9 @@ class Multiply(Operator):
 
     Under sequence parallelism a column-parallel linear reads "local" rows, and a row-parallel
     linear writes "local" rows. `rows` is the kind of rows that the matrix product itself reads and
-    writes. `quantized` is the format of the weight that the product unpacks, or None for a weight
-    that is not quantized. `shares_input` is True if the input is part of a tensor that another
-    operator keeps.
+    writes. `quantized` is the format of a quantized weight, which each product dequantizes; None if
+    the weight is not quantized. `shares_input` is True if the input is part of a tensor that
+    another operator keeps.
     """
 
     linear: Linear
@@ -79,8 +80,8 @@ class Multiply(Operator):
         tensor = sizes.layout.tensor
         inputs, outputs = self.linear.local(tensor)
         if self.is_attention and sizes.gathers_early:
-            # keys and values are gathered during the product of the queries, so they are computed
-            # by another product
+            # keys and values are gathered while the queries are computed, so they need a separate
+            # matrix product
             yield inputs, outputs - sizes.query_width, self.linear.trains
             outputs = sizes.query_width
         yield inputs, outputs, self.linear.trains
@@ -90,7 +91,8 @@ class Multiply(Operator):
             yield pair.rank, outputs, True
 
     def _unpacked(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that unpack a frozen quantized weight. Every pass unpacks it."""
+        """Yield the kernels that dequantize a frozen quantized weight. Each forward and each
+        backward dequantizes the weight again."""
         if self.quantized is None or self.linear.trains:
             return
         moved, launches = unpacking(
@@ -113,9 +115,9 @@ class Multiply(Operator):
         yield from self._added_bias(sizes)
 
     def _added_bias(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernel that adds the bias after the sum over the tensor axis. This kernel has
-        no time of its own (`priced` is False). Megatron-LM of 2021 adds the bias in the kernel of
-        dropout and residual instead."""
+        """Yield the kernel that adds the bias after the sum over the tensor axis. No time is
+        counted for this kernel (`priced` is False), because the time of other kernels includes it.
+        Megatron-LM of 2021 adds the bias in the kernel of dropout and residual instead."""
         summed_before = self.linear.split == "rows" and sizes.layout.tensor > 1
         if self.linear.bias and summed_before and sizes.fused_attention:
             elements = self._rows_of_ends(sizes)[1] * sum(self.linear.outputs)
@@ -127,8 +129,8 @@ class Multiply(Operator):
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradient of the input, and the sum that is the
-        gradient of the bias."""
+        """Yield the kernels that compute the gradient of the input and the gradient of the bias,
+        which is a sum over rows."""
         rows = sizes.rows(self.rows)
         yield from self._unpacked(sizes)
         for inputs, outputs, _ in self._matrices(sizes):
@@ -258,8 +260,8 @@ class Multiply(Operator):
         is added to the sum of gradients.
 
         A column-parallel linear computes the gradient of the input first. A row-parallel linear
-        computes the gradient of the weight first. The result includes what the gradients of the
-        adapters need.
+        computes the gradient of the weight first. The result includes the bytes that the gradients
+        of the adapters need.
         """
         result = linear_backward(
             sizes,
@@ -300,9 +302,9 @@ class Multiply(Operator):
         return max(linear, rows * inputs * c + max(products, rows * inputs * c))
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the products whose sums are the gradient of the widest scale. They
-        are computed in the type of sums. In half types one operand is converted, and a host also
-        copies the other."""
+        """Return the bytes of the products whose sums are the gradient of the widest scale. These
+        products are computed in the type of sums (float32 or wider). For half types one operand is
+        converted to this type, and a host also makes a copy of the other operand."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host
@@ -351,8 +353,8 @@ def weight_gradient(
     sum of gradients. `weights` is the number of weights of this shape, whose gradients are computed
     one after the other.
 
-    The adding kernel reads the product, and reads and writes the sum. It is not needed if the
-    kernel of the product itself adds to the sum, in the type of the sum.
+    The adding kernel reads the product, and reads and writes the sum. No adding kernel is needed if
+    the kernel of the product itself adds to the sum, in the type of the sum.
     """
     yield MatrixProduct(m=inputs, n=outputs, k=rows, batch=weights, launches=weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -373,9 +375,9 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     """Return the bytes that are needed to compute the gradient of a weight and add it to the sum,
     without the operands.
 
-    They include the gathered operand. If gradients have a wider type than weights, the product is
-    counted in both types. If the product is computed in float32, the float32 copies of the operands
-    are counted instead, because its kernel adds to the sum.
+    These bytes include the gathered operand. If gradients have a wider type than weights, the
+    product is counted in both types. If the product is computed in float32, the float32 copies of
+    the operands are counted instead, because the kernel of this product adds directly to the sum.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -400,11 +402,11 @@ def linear_backward(
     """Return the number of bytes that the backward of a linear with `shape` = (inputs, outputs)
     needs for `rows` rows.
 
-    In half types this includes the gradient of the weight and its float32 copy, which is added to
-    the sum. If the product is computed in float32, it includes the float32 copies of the operands
-    and of the result instead. With `adds_to_input`, the adapters of a frozen linear add their
-    gradients to the gradient of the input. With `weight_first`, the gradient of the weight is freed
-    before the gradient of the input is computed.
+    In half types the bytes include the gradient of the weight and its float32 copy, which is added
+    to the sum. If the product is computed in float32, the bytes include the float32 copies of the
+    operands and of the result instead. With `adds_to_input`, the adapters of a frozen linear add
+    their gradients to the gradient of the input. With `weight_first`, the gradient of the weight is
+    freed before the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes
@@ -414,8 +416,8 @@ def linear_backward(
     if adapt.adapts:
         added = 0
         if adds_to_input:
-            # one adapter is computed after the other; with dropout its mask and the masked input
-            # are added
+            # the adapters are computed one after the other; with dropout, an adapter also needs its
+            # mask and the masked input
             added = result
             if adapt.dropout > 0.0:
                 added += hash_bytes(rows * inputs) + rows * inputs * (1 + c)

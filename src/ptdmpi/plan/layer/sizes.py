@@ -105,18 +105,18 @@ class Sizes:
 
     @property
     def compute_bytes(self) -> int:
-        """Return the bytes of a number in weights and activations."""
+        """Return the bytes of one element of a weight or an activation."""
         return PRECISIONS[self.precision].compute.bytes
 
     @property
     def wide_bytes(self) -> int:
-        """Return the bytes of a number in softmaxes, losses and master weights: float32 or
+        """Return the bytes of one element of a softmax, a loss or a master weight: float32 or
         wider."""
         return PRECISIONS[self.precision].master.bytes
 
     @property
     def operand_bytes(self) -> int:
-        """Return the bytes of a number in the operands of a matrix product."""
+        """Return the bytes of one element of an operand of a matrix product."""
         return self.wide_bytes if self.software.wide_products else self.compute_bytes
 
     @property

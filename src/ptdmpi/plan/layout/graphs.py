@@ -1,11 +1,11 @@
 """Graphs over data ranks, with doubly stochastic weights for each step. Each kind of graph is a
 class.
 
-A topology over n ranks is a doubly stochastic matrix W for each step. Its entry w_ij is the weight
-with which rank i takes the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1, so
-the average over the ranks does not change (exactly: weights are fractions here). A graph is a pure
-function of name, n, seed and step. So all ranks and the planner compute the same graph, and no rank
-needs to send the graph.
+A topology over n ranks is a doubly stochastic matrix W for each step. The entry w_ij of W is the
+weight that rank i gives to the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1,
+so the average over the ranks does not change (exactly: weights are fractions here). A graph is a
+pure function of name, n, seed and step. All ranks and the planner therefore compute the same graph,
+and no rank needs to send it.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ class Topology(ABC):
     def row(self, step: int, rank: int) -> Row:
         """Return the weights w_ij of step `step` (counted from 0) for i = `rank`, by j.
 
-        They are the weights that `rank` gives to its own values and to the values of the ranks that
-        send to it.
+        These are the weights that `rank` gives to its own values and to the values of the ranks
+        that send to `rank`.
         """
 
     @abstractmethod
     def column(self, step: int, rank: int) -> Row:
         """Return the weights w_ij of step `step` (counted from 0) for j = `rank`, by i.
 
-        They are the weights that `rank` itself and the ranks to which it sends give to the values
-        of `rank`.
+        These are the weights that `rank` itself, and the ranks to which `rank` sends, give to the
+        values of `rank`.
         """
 
     def sources(self, step: int, rank: int) -> tuple[int, ...]:
@@ -62,7 +62,8 @@ class Topology(ABC):
         The factor is for the worst case, and is the geometric mean over a period of P steps:
         ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
         """
-        import numpy as np  # code that needs only neighbours works without numpy
+        # import numpy only here, so that code that needs only neighbours works without numpy
+        import numpy as np
 
         product = np.eye(self.size)
         for step in range(self.period or 1):
@@ -84,8 +85,8 @@ class Topology(ABC):
 
     @property
     def spectral_gap(self) -> float:
-        """Return 1 - `contraction`. It is 1 if the steps of a period compute the exact average, and
-        near 0 if averaging is slow."""
+        """Return 1 - `contraction`. The spectral gap is 1 if the steps of a period compute the
+        exact average, and near 0 if averaging is slow."""
         return 1.0 - self.contraction()
 
 
@@ -124,7 +125,8 @@ class Edges(Topology):
 
 
 class Circulant(Topology):
-    """A directed graph that looks the same from each rank, with equal weights.
+    """A directed graph with equal weights, in which all ranks have neighbours at the same
+    distances.
 
     In step k every rank i averages its values with the values of ranks i - s, for all s in
     `offsets[k]`.
@@ -174,8 +176,9 @@ class RandomPairs(Topology):
         """Return the contraction in the mean square, sqrt(lambda_2(E[W^T W])), where lambda_2 is
         the second largest eigenvalue.
 
-        The formula is from Boyd et al. 2006, section II. W of a matching is a projection, so W^T W
-        is W. E[W] has the same weight between any two ranks, so its lambda_2 has a closed form.
+        The formula is from Boyd et al. 2006, section II. For a matching, W is a projection, so W^T
+        W is W. E[W] has the same weight between any two ranks, so lambda_2 of E[W] has a closed
+        form.
         """
         if self.size < 2:
             return 0.0
@@ -199,7 +202,8 @@ def _pairs(size: int, seed: int, step: int) -> list[int]:
 
 
 def _completed(rank: int, row: Row) -> Row:
-    """Return `row` with the remaining weight added for `rank` itself, ascending in rank."""
+    """Return `row` (weights by rank), completed by the weight of `rank` itself, so that the weights
+    add up to 1. The result is in ascending order of ranks."""
     own = Fraction(1) - sum(row.values())
     whole = {**row, rank: own} if own else dict(row)
     return {peer: whole[peer] for peer in sorted(whole)}

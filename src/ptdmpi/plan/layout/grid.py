@@ -1,9 +1,9 @@
 """The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
-The grid is pure arithmetic, so every process can compute it for any rank: a planner computes it for
-all of 3072 ranks, and a communicator for its own rank. Code that splits communicators, watches
-ranks or distributes state gets the axes from a grid by name. So a new axis needs only an entry in
-`AXES`.
+The grid is pure arithmetic, so every process can compute it for any rank. For example, the planner
+computes it for all of 3072 ranks, and a communicator computes it for one rank. Code that splits
+communicators, monitors ranks or distributes state gets the axes from a grid by name. A new axis
+therefore needs only an entry in `AXES`.
 """
 
 import itertools
@@ -19,10 +19,11 @@ class Axis:
     """The properties of an axis: how ranks with different coordinates on the axis differ.
 
     With `cuts_state` the ranks hold different parts of the training state, at least for some
-    parameters; without it all ranks of the axis hold the same state. With `other_parameters` the
-    ranks hold parameters with different names, so no rank knows the names of all parameters. With
-    `cuts_width` the ranks have slices of the same linears. With `reads_samples` the ranks read
-    different samples. With `cuts_sequence` the ranks have different positions of the same samples.
+    parameters; without `cuts_state` all ranks of the axis hold the same state. With
+    `other_parameters` the ranks hold parameters with different names, so no rank knows the names of
+    all parameters. With `cuts_width` the ranks have slices of the same linears. With
+    `reads_samples` the ranks read different samples. With `cuts_sequence` the ranks have different
+    positions of the same samples.
     """
 
     cuts_state: bool = False
@@ -51,10 +52,11 @@ class Axis:
 # The axes of this trainer. The first axis varies fastest: consecutive ranks are neighbours on it.
 # Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
 # 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
-# microbatch, is last. The tensor ranks form two axes: one of ranks with different experts, and one
-# of ranks with slices, or else copies, of the same experts. The context ranks form three axes, and
-# so do the data ranks: one axis of ranks with different experts, one of ranks that shard the state
-# (`zero`), and one of ranks with copies of the state.
+# microbatch, is last. The tensor ranks form two axes. Along the first, ranks have different
+# experts; along the second, ranks have slices or copies of the same experts. The context ranks form
+# three axes: along the first, ranks have different experts; along the second, ranks shard the state
+# (`zero`); along the third, ranks have copies of the state. The data ranks form three axes in the
+# same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),
@@ -66,7 +68,7 @@ AXES: Mapping[str, Axis] = {
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
-UNLISTED = Axis()  # of an axis that is not in `AXES`
+UNLISTED = Axis()  # the properties of an axis that is not in `AXES`
 # Names of groups that are derived from the axes. WORLD: all ranks. TENSOR: ranks that have slices
 # of the same linears. REPLICAS: ranks that hold the same state. DATA: ranks that read different
 # samples for the same part of the model. CONTEXT: ranks that have different positions of the same
@@ -92,7 +94,7 @@ ALONG: Mapping[str, Callable[[Axis], bool]] = {
 SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
 EXPERT_AXES = tuple(name for name, axis in AXES.items() if axis.deals_experts)
 TENSOR_AXES = tuple(name for name, axis in AXES.items() if axis.cuts_width)
-# the tensor ranks that have the same experts
+# the tensor axis along which ranks have the same experts
 SAME_EXPERTS = next(name for name in TENSOR_AXES if name not in EXPERT_AXES)
 
 Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, counted from 0
@@ -183,8 +185,8 @@ class Grid:
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """Return the ranks in the group of `rank` that has the name `group`, ascending.
 
-        The result is empty if `rank` is in no such group. This happens only for "ends", which has
-        the first and the last rank of a pipeline of at least 2 ranks.
+        The result is empty if `rank` is in no such group. Only the group "ends" may be empty: it
+        has the first and the last rank of a pipeline of at least 2 ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -200,8 +202,8 @@ class Grid:
         """Return the name of the axis, or else of the first group in `ALONG`, that has the same
         ranks as `group`.
 
-        One communicator can then serve both groups. If no axis or earlier group has the same ranks,
-        or if `group` is an axis, "ends" or the world, the result is `group` itself.
+        Both groups can then use the same communicator. If no axis or earlier group has the same
+        ranks, or if `group` is an axis, "ends" or the world, the result is `group` itself.
         """
         axes = self.along(group)
         if not axes:
@@ -218,9 +220,9 @@ class Grid:
     def called(self, group: str) -> str:
         """Return the name under which a group is printed for users.
 
-        If one axis has all data ranks, it is called "data", whether these ranks shard the state or
-        hold copies of it. If one axis has all context ranks, it is called "context", and if one
-        axis has all tensor ranks, "tensor".
+        If one axis has all data ranks, the name is "data", whether these ranks shard the state or
+        hold copies of it. If one axis has all context ranks, the name is "context". If one axis has
+        all tensor ranks, the name is "tensor".
         """
         names = (TENSOR, DATA, CONTEXT)
         return next((name for name in names if group == self.same_as(name)), group)
@@ -279,12 +281,13 @@ def training_grid(
     other axes have size 1.
 
     Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
-    different experts. Such a group consists of some of the context ranks with one data coordinate,
-    or of all context ranks with several neighbouring data coordinates. If `whole_experts` is True,
-    the `tensor` ranks do not divide experts, and such a group consists of some of the tensor ranks,
-    or of all tensor ranks of such context and data ranks. Likewise, among the ranks
-    with the same experts, groups of `shards` neighbours shard the state. Raises ValueError for a
-    name that is not in `AXES`, and if such groups cannot be formed.
+    different experts. A group of `expert` neighbours consists of some of the context ranks with one
+    data coordinate, or of all context ranks with several neighbouring data coordinates. If
+    `whole_experts` is True, the `tensor` ranks do not divide experts. A group of `expert`
+    neighbours then consists of some of the tensor ranks, or of all tensor ranks of several
+    neighbouring context and data ranks. Likewise, among the ranks with the same experts, groups of
+    `shards` neighbours shard the state. Raises ValueError for a name that is not in `AXES`, and if
+    such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:

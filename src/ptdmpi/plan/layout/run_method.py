@@ -1,8 +1,8 @@
 """The messages that a data rank sends in a step, for each data-parallel method: their sizes in
 bytes, and the splitting of large tensors into several messages.
 
-The engine splits its messages by the sizes in this file. The planner's counts of traffic and memory
-use the same sizes.
+The training engine and the planner's counts of traffic and memory both use the sizes of messages in
+this file.
 """
 
 import contextlib
@@ -38,10 +38,11 @@ class RunMethod:
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
     `matrices` the optimizer (Muon) updates each matrix of a layer as a whole, and keeps one value
-    less per element of a matrix. The run has `steps` steps; if the run measures the consensus
-    distance, its last step also measures it. The norm of each rank's own gradient is computed every
-    `noise_every` steps, or never if this is 0. A node keeps `copies` files in its memory for each
-    of its ranks. Each of these files has the rank's shard of a checkpoint.
+    less per element of a matrix. The run has `steps` steps. If the run measures the consensus
+    distance in some steps, its last step is one of these steps. The norm of each rank's own
+    gradient is computed every `noise_every` steps, or never if this is 0. A node keeps `copies`
+    files in its memory for each of its ranks. Each of these files has the rank's shard of a
+    checkpoint.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -118,14 +119,16 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            if not self.section.overlap:  # two pieces, or all elements if these are fewer
+            # two messages of the largest size, or all elements if these are fewer
+            if not self.section.overlap:
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of a rank's copies of the public weights of its neighbours. A rank keeps
-        them during the whole run if neighbours exchange codes."""
+        """Return the bytes of a rank's copies of the public weights of its neighbours. If
+        neighbours exchange codes (compressed weights), a rank keeps these copies during the whole
+        run."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)
@@ -184,7 +187,8 @@ class RunMethod:
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # messages travel from rank 0 to n - 1, and then along n - 1, 0, .., n - 2
+                # a message first goes along the ranks 0, 1, ..., n - 1, and then along n - 1, 0,
+                # ..., n - 2
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)
@@ -201,8 +205,8 @@ class RunMethod:
 
 def copies_at_once(config: Config, nodes: int) -> int:
     """Return the number of files that a node has in its memory for each of its ranks while the
-    ranks of `nodes` nodes write a copy of the state. These files are the new file and the previous
-    file of the rank. If there are several nodes, the node also has the two files of a rank of the
+    ranks of `nodes` nodes write a copy of the state. The files of a rank are its new file and its
+    previous file. If there are several nodes, the node also has the two files of a rank of the
     neighbouring node."""
     if not config.checkpoint.memory_every_steps:
         return 0

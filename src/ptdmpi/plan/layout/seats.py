@@ -1,5 +1,5 @@
-"""The assignment of surviving ranks to coordinates of the grid after ranks were lost. It depends
-only on its arguments, so all ranks compute the same assignment."""
+"""The assignment of surviving ranks to coordinates of the grid after ranks were lost. The
+assignment depends only on the arguments, so all ranks compute the same assignment."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,13 @@ YIELDING = "replicate"
 
 
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
-    """Return the grid with the most data ranks that `ranks` surviving ranks can fill.
-
-    The result replaces `grid`. `begun` is the grid with which the run began; `sequences` is
-    explained in `widest_data_size`. The number of copies of the state is reduced first. If the
-    ranks are too few for a single copy, the state is cut into fewer shards: into the largest number
-    that is at most the former number and divides the number of remaining data ranks. Experts stay
-    distributed over the same number of ranks. Returns None if the ranks cannot hold one complete
-    model.
+    """Return the grid that replaces `grid`: the grid with the most data ranks that `ranks`
+    surviving ranks can fill. `begun` is the grid with which the run began; `sequences` is explained
+    in `widest_data_size`. The number of copies of the state is reduced first. If the ranks are too
+    few for a single copy, the state is cut into fewer shards. The new number of shards is the
+    largest divisor of the number of remaining data ranks that is at most the former number of
+    shards. Experts stay distributed over the same number of ranks. Returns None if the ranks cannot
+    hold one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -50,10 +49,10 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     `held[i]` has the former coordinates of survivor i (None if it was a spare rank), in a grid that
     differs from `grid` at most in the size of the axis `YIELDING`; `nodes[i]` is the node of
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
-    coordinates. So tensor groups stay on their nodes, and little state must be sent. An empty seat
-    (coordinates whose rank was lost) goes to a survivor that holds the same state. If no survivor
-    holds this state, the seat goes to a survivor on the node of the seat's tensor ranks, or else to
-    the first free survivor.
+    coordinates. Tensor groups therefore stay on their nodes, and little state must be sent. An
+    empty seat (coordinates whose rank was lost) goes to a survivor that holds the same state. If no
+    survivor holds this state, the seat goes to a survivor on the node of the seat's tensor ranks,
+    or else to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -78,8 +77,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts first: prefer the same state, then the same node, because sending state
-            # costs more than messages between nodes
+            # False sorts before True, so the same state is preferred first, and then the same node:
+            # sending state costs more than messages between nodes
             fit = [
                 (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
                 for survivor in free

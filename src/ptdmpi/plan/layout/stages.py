@@ -1,5 +1,5 @@
-"""The assignment of layers to stages. Each layer is in one stage, and the rank with the most work
-has as little work as possible."""
+"""The assignment of layers to stages. The assignment minimises the work of the rank with the most
+work."""
 
 import heapq
 import itertools
@@ -64,8 +64,8 @@ def split_layers(
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank.
-    Among splits for which this maximum is equal, it minimises the largest work of a stage, and then
-    the distance from the even split. Every stage has at least one layer.
+    Among splits with the same largest work of a rank, the chosen split minimises the largest work
+    of a stage, and then the distance from the even split. Every stage has at least one layer.
     """
     return list(_split(layers, placed, head, first))
 
@@ -87,8 +87,8 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         # rounding errors
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # `last` is at most the number of an even split, because with more layers it is better to move
-    # one of them to another stage
+    # `last` is at most the number of layers in an even split: if the last stage had more layers, it
+    # would be better to move one of them to another stage
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 
@@ -115,17 +115,18 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
         return round(max(ranks), DECIMALS), max(works), abs(last - layers / stages), -last
 
     most = layers - first - (stages - 2)
-    if placed.virtual == 1:  # each rank has one stage
+    if placed.virtual == 1:  # in this case each rank has one stage
         most = min(most, -(-(layers - first) // (stages - 1)))
     return dealt(min(range(1, most + 1), key=cost))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """Return the work, in layers, of the rank with the most work after `_spread`.
+    """Return the work, in units of layers, of the rank with the most work if `_spread` divides the
+    layers.
 
     The layers are divided over all stages except the last: `base` is the quotient, and `odd` layers
     remain. Each rank without the last stage gets k of the remaining layers, and the rank with the
-    last stage gets the rest. The number k is the smallest with which the rank of the last stage has
+    last stage gets all others. k is the smallest number for which the rank with the last stage has
     no more work than the other ranks. `sizes` are the numbers of ranks and of stages per rank, and
     `last_work` is the work of the last stage.
     """
@@ -149,7 +150,8 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    free = []  # (load of a rank, its first stage that may take one more layer, its other stages)
+    # (work of a rank, the first of its stages that may take one more layer, its other such stages)
+    free = []
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]
         load = sum(given.get(stage, float(base)) for stage in placed.stages_of(rank))

@@ -1,4 +1,5 @@
-"""The topologies of decentralised data parallelism by name, and a check of graphs."""
+"""The topologies of decentralised data parallelism by name, and a check that the graph of a
+topology is valid."""
 
 from collections.abc import Callable, Sequence
 from math import isqrt
@@ -42,7 +43,7 @@ def _torus(size: int, seed: int) -> Topology:
     _, columns = sides(size)
 
     def near(rank: int) -> set[int]:
-        first = rank - rank % columns  # first rank of the row
+        first = rank - rank % columns  # first rank of this row of the grid
         beside = {first + (rank + step) % columns for step in (-1, 1)}
         return beside | {(rank + step) % size for step in (-columns, columns)}
 
@@ -51,8 +52,8 @@ def _torus(size: int, seed: int) -> Topology:
 
 def _hypercube(size: int, seed: int) -> Topology:
     # if the size is no power of two, corners with numbers of at least `size` are missing. Clearing
-    # a bit makes a number smaller, so every rank still has a path to rank 0 (incomplete hypercubes:
-    # Katseff 1988, IEEE Trans. Comput. 37)
+    # a bit of a rank's number gives a smaller number, so every rank still has a path to rank 0
+    # (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 
@@ -141,8 +142,8 @@ def check(graph: Topology, steps: int = 16) -> None:
     """Raise InputError unless repeated steps of the graphs average over all ranks.
 
     The weights must be above 0 and doubly stochastic in each step of a period (without a period, in
-    each of the first `steps` steps). Senders and receivers must expect the same messages. The
-    graphs of a period must connect all ranks.
+    each of the first `steps` steps). Each message that a rank expects must be sent by another rank.
+    The graphs of a period must connect all ranks.
     """
     size, reached = graph.size, _Groups(graph.size)
     for step in range(graph.period or steps):
@@ -186,7 +187,8 @@ class _Groups:
         return rank
 
     def parts(self) -> list[list[int]]:
-        """Return the groups, each ascending, in order of their first rank."""
+        """Return the groups of connected ranks, in order of their first rank. The ranks of a group
+        are ascending."""
         groups: dict[int, list[int]] = {}
         for rank in range(len(self._above)):
             groups.setdefault(self._top(rank), []).append(rank)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ptdmpi.plan.schedule.orders import Placement
 
-HALVINGS = 60  # steps of the search for the least work; each halves the interval
+HALVINGS = 60  # steps of the search for the least work; each step halves the interval
 SLACK = 1e-9  # the fraction by which rounding may change a sum of works
 
 
@@ -21,8 +21,8 @@ def split_unlike(
     `works` has the work of each layer, and `head` is the work of the head, in the same unit. The
     last stage also has the head. The first stage has `first` layers, unless `first` is None. Every
     stage has at least one layer. The largest work of a stage is as small as possible. If ranks have
-    several stages, layers then move between neighbouring stages while this lowers the largest work
-    of a rank.
+    several stages, layers are then moved between neighbouring stages as long as this lowers the
+    largest work of a rank.
     """
     start = first or 0
     count = placed.stages - (first is not None)
@@ -37,8 +37,8 @@ def split_unlike(
 
 
 def _least_most(sums: Sequence[float], count: int, head: float) -> float:
-    """Return the least possible value of the largest work of a stage. `sums` are the sums of the
-    works of the first layers, for 0, 1, ... layers."""
+    """Return the least possible value of the largest work of a stage. `sums[i]` is the work of the
+    first i layers together."""
     low, high = 0.0, sums[-1] + head
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -50,8 +50,9 @@ def _least_most(sums: Sequence[float], count: int, head: float) -> float:
 
 
 def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list[int] | None:
-    """Return the lowest possible end of each stage if no stage has more work than `most`; None if
-    this is impossible. Stages are filled from the last to the first."""
+    """Return the lowest possible end (number of the layer after the last one) of each stage if no
+    stage has more work than `most`; None if this is impossible. Stages are filled from the last to
+    the first."""
     layers = len(sums) - 1
     ends = [layers]
     room = most - head
@@ -67,8 +68,9 @@ def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list
 
 
 def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[int]:
-    """Return the end of each stage such that no stage has more work than `most`, and the first
-    stages together have about their share of all work."""
+    """Return the end of each stage: the number of the layer after its last layer. No stage has more
+    work than `most`, and for each k the first k stages together have about k / `count` of all
+    work."""
     lowest = _lowest(sums, count, head, most)
     assert lowest is not None
     layers, whole = len(sums) - 1, sums[-1] + head
@@ -89,8 +91,9 @@ def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[i
 def _even_ranks(
     works: Sequence[float], placed: Placement, head: float, ends: list[int], *, fixed: int
 ) -> None:
-    """Move single layers between neighbouring stages while the largest work of a rank falls, or it
-    stays and the largest work of a stage falls. The first `fixed` ends do not move."""
+    """Move single layers between neighbouring stages. A move is made if it lowers the largest work
+    of a rank, or if it keeps this maximum and lowers the largest work of a stage. The first `fixed`
+    ends do not move."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

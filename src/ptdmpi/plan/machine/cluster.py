@@ -1,5 +1,5 @@
-"""Clusters and models by name: the data sheets of clusters in TOML, and the fractions of their
-rates that real software reaches.
+"""Clusters and models by name. A cluster has the rates of its data sheet (a TOML file), and the
+fractions of these rates that real software reaches.
 
 A cluster file has the rates of data sheets. `presets/efficiency.toml`, which `make calibrate`
 writes, has the fractions of these rates that real software reaches.
@@ -61,9 +61,9 @@ class Node(FrozenTable):
     """A node: `devices` with links between them, and the network adapters that they share.
 
     The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank sends
-    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` has the same limit for rings
-    over several nodes with NCCL's protocol LL128: for an all-gather, for a reduce-scatter and for
-    an all-reduce. `power_w` is the power of the whole node under load, in watts.
+    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` has three such limits for
+    rings over several nodes with NCCL's protocol LL128: for an all-gather, for a reduce-scatter and
+    for an all-reduce. `power_w` is the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -138,7 +138,7 @@ class Software(FrozenTable):
     def _of_older_files(cls, values: Any) -> Any:
         """Return the values of a cluster file, completed by the keys that older files lack.
 
-        In older files the attention "flash" identifies this trainer.
+        An older file describes this trainer if its attention is "flash".
         """
         if not isinstance(values, Mapping):
             return values
@@ -161,14 +161,14 @@ TRAINER = Software(
 
 
 class Efficiency(FrozenTable):
-    """The fractions of the data sheet's rates that software reaches. They are calibrated, or
-    measured by a probe.
+    """The fractions of the data sheet's rates that software reaches. These fractions are
+    calibrated, or measured by `ptdmpi probe`.
 
     `gemm_fraction` is the fraction of the peak that the inner loop of a matrix product reaches.
     `attention_fraction` is the fraction of the rate of matrix products that the products of
     FlashAttention reach. `memory_fraction` and `link_fraction` are the fractions of the rates of
-    memory and of a link. `link_step_s` is the time of one step of a ring, `collective_s` the time
-    to start a collective.
+    memory and of a link. `link_step_s` is the time of one step of a ring. `collective_s` is the
+    time to start a collective.
     """
 
     gemm_fraction: PositiveNumber
@@ -276,7 +276,8 @@ def load_model(text: str) -> Model:
 
 
 def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
-    """Return (name of the preset or None, keys of [model] and vocab_size), as they occur in `text`.
+    """Return (name of the preset or None, values of the keys of [model] and of vocab_size), as
+    `text` gives them.
 
     Raises InputError for an unknown preset, and for a part that is no size.
     """

@@ -17,10 +17,10 @@ def descend(
 ) -> list[float]:
     """Return the numbers that minimise `loss`, by coordinate descent from `start`.
 
-    The descent multiplies and divides one number at a time by factors that shrink. It is
-    deterministic, and sufficient for a few numbers. No number differs from its initial value by
-    more than the factor `most`, so numbers that the measurements do not determine stay near their
-    initial values.
+    The descent multiplies and divides one number at a time by factors that shrink. Coordinate
+    descent is deterministic, and sufficient for a few numbers. No number differs from its initial
+    value by more than the factor `most`, so numbers that the measurements do not determine stay
+    near their initial values.
     """
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:

@@ -4,8 +4,8 @@ sheets.
 A matrix product is cut into tiles that the multiprocessors compute in waves (NVIDIA, "Matrix
 multiplication background": tile and wave quantization). The time of a kernel that moves data is its
 bytes divided by the memory's rate. A collective within a node is a ring (Thakur et al. 2005,
-section 4.4); over several nodes its time follows NCCL's cost model (`nccl`). Several rings that
-pass through one node share the network adapters of the node.
+section 4.4); the time of a collective over several nodes follows NCCL's cost model (`nccl`).
+Several rings that pass through one node share the network adapters of the node.
 """
 
 import math
@@ -102,13 +102,13 @@ class Machine:
                 # the parts of a split sum are written in float32, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # there are enough tiles for all multiprocessors, so further splits would only add
-                # sums
+                # there are enough tiles for all multiprocessors, so more parts of the summed
+                # dimension would only add sums
                 if tiles >= processors:
                     break
         if self.element_bytes == 2 and any(side * 2 % ROW_BYTES for side in (m, n, k)):
             best /= UNALIGNED
-        # tiles are written after their last step
+        # a tile is written to memory after its last step
         best += batch * m * n * self.element_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 
@@ -117,8 +117,8 @@ class Machine:
         """Return the seconds of one step along the summed dimension, by tile.
 
         The peak rate determines this time or, for small tiles, the rate of shared memory. In each
-        step a column and a row are written to shared memory, and are read by every warp that
-        computes the tile: four warps, or eight for the largest tiles.
+        step a column and a row are written to shared memory. Every warp that computes the tile
+        reads them: four warps, or eight for the largest tiles.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -228,8 +228,8 @@ class Machine:
     def _half_s(
         self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
     ) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter. Each of them is half of an
-        all-reduce."""
+        """Return the seconds of an all-gather or a reduce-scatter. Each of the two collectives is
+        half of an all-reduce."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
@@ -256,8 +256,8 @@ class Machine:
         """Return the seconds of an all-to-all, in which each of n ranks sends 1/n of its bytes to
         every rank.
 
-        It is a pairwise exchange (Thakur et al. 2005) of n - 1 steps. Messages within the node and
-        messages between nodes travel at the same time.
+        The all-to-all is a pairwise exchange (Thakur et al. 2005) of n - 1 steps. Messages within
+        the node and messages between nodes travel at the same time.
         """
         if group.ranks == 1:
             return 0.0
@@ -276,8 +276,8 @@ class Machine:
         return reached.collective_s + max(inside_s, outside_s)
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
-        """Return the seconds of one message to one rank, while all other ranks of the node send a
-        message, too."""
+        """Return the seconds of one message to one rank, while each other rank of the node also
+        sends a message."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

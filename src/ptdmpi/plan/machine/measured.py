@@ -1,5 +1,5 @@
-"""Times of kernels and messages on a machine that `ptdmpi probe` measured. Its tables replace the
-rates of data sheets.
+"""Times of kernels and messages on a machine that `ptdmpi probe` measured. The tables of measured
+times replace the rates of data sheets.
 
 Between measured sizes, times are interpolated in logarithms; beyond the largest and the smallest
 measured size the rate is constant. For a group whose size was not measured, times are scaled by the
@@ -20,7 +20,8 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
     """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
 
-    `places` are ascending. A value x outside of their range is replaced by the nearest of them.
+    `places` are ascending. A value x outside of the range of `places` is replaced by the nearest
+    place.
     """
     if x <= places[0] or len(places) == 1:
         return 0, 0.0
@@ -55,10 +56,10 @@ class MeasuredMachine(Machine):
             self._messages.setdefault((table.collective, table.nodes > 1), []).append(table)
 
     def _kernel_s(self, work_s: float) -> float:
-        """Return the seconds of a kernel with its launch.
+        """Return the seconds of a kernel, including the time to launch it.
 
-        On an asynchronous device the launch overlaps with the previous kernel. Otherwise a kernel
-        runs after its launch.
+        On an asynchronous device the launch overlaps with the previous kernel. On a synchronous
+        device, a kernel runs after its launch.
         """
         if self.measured.asynchronous:
             return max(self._overhead_s, work_s)
@@ -181,8 +182,8 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """Return the machine of a cluster file. Its times are computed from the file's measurements if
-    it has any, and otherwise from data sheets.
+    """Return the machine of a cluster file. If the cluster file has measurements, times are
+    computed from them, and otherwise from data sheets.
 
     `dtype` is the type of the numbers, and `element_bytes` the size of a number.
     """

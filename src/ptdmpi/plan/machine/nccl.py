@@ -13,8 +13,8 @@ from enum import IntEnum
 
 
 class Collective(IntEnum):
-    """The collectives of a ring. Their numbers are indices of rates such as
-    `Fabric.ll128_rates`."""
+    """The collectives that NCCL computes by rings. The value of each member is its index in lists
+    of rates such as `Fabric.ll128_rates`."""
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
@@ -73,8 +73,8 @@ TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # fraction of a ring's rate that a tree reaches
 # A ring with the protocol Simple over several nodes has longer latencies if a rank's part of the
 # tensor fills the buffers. NCCL's model has this factor only for all-reduces, for which rings
-# compete with trees. Here the factor is also used for a reduce-scatter and an all-gather, because
-# each is half of an all-reduce.
+# compete with trees. This file also uses the factor for a reduce-scatter and an all-gather, because
+# each of the two is half of an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
 # The rate that trees reach, in tenths of their largest rate, for sizes of 64 bytes, 128 bytes, ...,
 # 128 MiB.
@@ -136,4 +136,4 @@ def _tree_s(size: float, fabric: Fabric, kind: int) -> float:
     part = min(1.0, power - below)
     rate = min(fabric.rate * TREE_SHARE, fabric.tree_rate) * protocol.share
     rate *= (tenths[below] * (1 - part) + above * part) / 10
-    return 2 * depth_s + 2 * size / rate  # up to the root and down again
+    return 2 * depth_s + 2 * size / rate  # sums go up to the root, and results down again

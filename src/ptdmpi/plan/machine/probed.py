@@ -109,9 +109,10 @@ class Measured(FrozenTable):
 class KernelWay(FrozenTable):
     """The implementation of one kind of kernel for one type on a processor.
 
-    An entry has the form of an entry of presets/kernels.toml, and takes precedence over this file.
-    `capability` is one of torch.cpu.get_capabilities(); "" means any capability. `cpu` is the
-    beginning of the processor's name. `measured` describes the measurement in words.
+    An entry of a cluster file has the same form as an entry of presets/kernels.toml, and takes
+    precedence over presets/kernels.toml. `capability` is one of torch.cpu.get_capabilities(); ""
+    means any capability. `cpu` is the beginning of the processor's name. `measured` describes the
+    measurement in words.
     """
 
     capability: str

@@ -1,9 +1,10 @@
-"""The numbers of microbatches that a pipeline rank holds in memory at the same time. They are the
-same for all models and layouts with the same order of ops.
+"""The numbers of microbatches that a pipeline rank holds in memory at the same time. These numbers
+are the same for all models and layouts with the same order of ops.
 
 The function `held` visits the ops of an order with the sizes of one model and layout. A search
-needs the highest memory for thousands of sets of sizes, but for few orders. So this file visits
-each order once, and finds the few moments at which memory can be highest for any sizes.
+needs the highest memory for thousands of sets of sizes, but for few orders. The functions of this
+file therefore visit each order only once. They find the few moments at which the memory can be the
+highest, whatever the sizes are.
 """
 
 from collections.abc import Iterable
@@ -41,11 +42,11 @@ class RankOrder(NamedTuple):
 
 class Moment(NamedTuple):
     """A moment in an order of ops: the number of microbatches that a rank holds in each store. A
-    store is an inventory (see `OpKind`) of one stage.
+    store holds tensors of one kind (an inventory, see `OpKind`) for one stage.
 
     `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
-    op needs no working memory. `held` has one number for each store of the `Flight`. The number
-    includes the microbatch of the running op, unless this op frees one store and fills another.
+    op needs no working memory. `held` has one number for each store of the `Flight`. The numbers
+    include the microbatch of the running op, unless this op frees one store and fills another.
     """
 
     working: tuple[str, int]
@@ -89,7 +90,8 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return the result of `fullest` for a rank of which some stages have equal sizes.
+    """Return the stores and moments of a step (see `fullest`) for a rank of which some stages have
+    equal sizes.
 
     `alike[i]` is the number of the group of the rank's i-th stage: stages with equal sizes are in
     the same group. In the result, numbers of groups replace numbers of stages.
@@ -126,7 +128,8 @@ def _walked(order: RankOrder) -> Flight:
             (row.works, stage) if row.works else NOTHING,
             places.get((row.keeps, stage)),
             places.get((row.frees, stage)),
-            bool(row.keeps) and (row.keeps, stage) not in freed,  # True if no op frees it
+            # True if no op frees the inventory
+            bool(row.keeps) and (row.keeps, stage) not in freed,
         )
         for (letter, stage), row in rows.items()
     }
@@ -135,7 +138,8 @@ def _walked(order: RankOrder) -> Flight:
     # working -> the value of `grown` at the last moment that was recorded for it
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        trades = keeps is not None and frees is not None  # it frees one inventory, keeps another
+        # the op frees one inventory and keeps another
+        trades = keeps is not None and frees is not None
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1

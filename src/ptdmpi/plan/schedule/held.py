@@ -21,14 +21,15 @@ def held(
     size: Callable[[str, int], float],
     beside: Callable[[str, int], float] = lambda works, stage: 0,
 ) -> Iterator[Held]:
-    """Yield the ops of one rank's `order` with the memory that the rank holds. Before the first op
-    this memory is 0.
+    """Yield, for each op of one rank's `order`, the memory that the rank holds during the op and
+    after it. Before the first op this memory is 0.
 
-    `size(inventory, stage)` is the size of one microbatch's inventory in a stage. `beside(works,
-    stage)` is the size of an op's working memory while it runs. Both sizes are in the unit of the
-    result. If no op of the order frees an inventory, the op that made the inventory releases it at
-    its own end, because a forward without gradients keeps nothing. If an op keeps one inventory and
-    frees another, its working memory includes both inventories.
+    An inventory is a set of tensors that a stage keeps for one microbatch; `size(inventory, stage)`
+    is its size. `beside(works, stage)` is the size of an op's working memory while it runs. The
+    results have the unit in which `size` and `beside` return their values. If no op of the order
+    frees an inventory, the op that made the inventory releases it at its own end, because a forward
+    without gradients keeps nothing. If an op keeps one inventory and frees another, its working
+    memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0

@@ -1,9 +1,9 @@
-"""The table of the kinds of ops. A row has all properties of one kind of op.
+"""The table of the kinds of ops. A row of the table has all properties of one kind of op.
 
 All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
 the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
-holds. A new kind needs a row here, the method of `ptdmpi.model.stage.Stage` that the row names, and
-a schedule that uses it.
+holds. A new kind of op needs three things: a row in this table, the method of
+`ptdmpi.model.stage.Stage` that the row names, and a schedule that uses the kind.
 """
 
 import re
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
-INPUT, WEIGHT = "I", "W"  # the two parts of a split backward
+# letters of the two parts of a split backward: I (gradients of inputs) and W (gradients of weights)
+INPUT, WEIGHT = "I", "W"
 ACTIVATIONS = "activations"
-OPERANDS = "operands"  # tensors kept for weight gradients that are computed later
+# name of the tensors that are kept for the later computation of weight gradients
+OPERANDS = "operands"
 _OP_TEXT = re.compile(r"([A-Z])(\d+)\.(\d+)", re.ASCII)
 
 
@@ -22,8 +24,8 @@ class Ink:
     """The colour in which the ops of a kind are drawn: its name, and a shade for each chunk of a
     rank.
 
-    `shades` are for pictures, and `ansi` are backgrounds among the 256 colours of a terminal. Both
-    are in the order of the chunks.
+    `shades` are for pictures, and `ansi` are backgrounds among the 256 colours of a terminal.
+    `shades` and `ansi` are both in the order of the chunks.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Ink:
 
 @dataclass(frozen=True)
 class OpKind:
-    """One row of the table of the kinds of ops.
+    """A row of the table of ops: the properties of one kind of op.
 
     `letter` is the first letter of the text of such an op, and `span` is the kind of its spans in a
     timeline. `method` is the method of Stage that computes the op: (microbatch, input or None) ->
@@ -124,8 +126,8 @@ OP_KINDS: dict[str, OpKind] = {
 
 
 def kind_of_span(span: str) -> OpKind | None:
-    """Return the row whose ops have spans of kind `span`; None if `span` is not the kind of an op
-    (for example, a message)."""
+    """Return the row of the table for the kind of op whose spans have the kind `span`. Return None
+    if `span` is not the kind of an op (for example, a message)."""
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 

@@ -1,12 +1,13 @@
 """Pipeline schedules as data: the order of ops on each pipeline rank, and the ranks of the stages.
 
-A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive these
-from the orders. A generator yields the order of one rank. The table `KINDS` lists the generators,
-each with its placement of stages on ranks. Warm-up, steady state, cool-down and the rank of each
-stage are defined only in this file and in `zero_bubble`.
+A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive
+times, idle slots and messages from the orders. A generator yields the order of one rank. The table
+`KINDS` lists the generators, each with its placement of stages on ranks. Only this file and
+`zero_bubble` define the order of ops (warm-up, steady state and cool-down) and the rank of each
+stage.
 
-In every schedule each stage runs its forwards, and its backwards, in ascending order of the
-microbatches. So gradients are summed in the same order in every schedule and layout.
+In every schedule, each stage runs its forwards in ascending order of the microbatches, and also its
+backwards. Gradients are therefore summed in the same order in every schedule and layout.
 """
 
 import difflib
@@ -22,8 +23,8 @@ from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
-    """The error of a deadlock, in which all unfinished ranks wait for each other. Its message names
-    the actions at which they wait."""
+    """The error of a deadlock, in which all unfinished ranks wait for each other. The error message
+    names the actions at which these ranks wait."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Placement:
     ranks: tuple[int, ...]
 
     def __hash__(self) -> int:
-        return self._hash  # computed once, because a search looks up placements very often
+        return self._hash  # the value is computed only once, because a search reads it very often
 
     @cached_property
     def _hash(self) -> int:
@@ -124,8 +125,8 @@ class Schedule:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that must have ended before `op` starts.
 
-        These are the source of `op`, and the ops of the same stage that its row in the table names
-        in `after`. For example, a backward needs its forward.
+        These are the op that produces the input of `op`, and the ops of the same stage whose kinds
+        `OpKind.after` names. For example, a backward needs its forward.
         """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
@@ -135,12 +136,12 @@ class Schedule:
         """Return True if `op` adds the last contribution of its microbatch to the gradients of its
         stage."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds of ops add gradients, one kind has all the others in its `after`
+        # if several kinds of ops add gradients, the `after` of one kind has all other kinds
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
         """Return the largest number of forwards that are in flight at the same time on each rank.
-        Each of them is the forward of one stage.
+        Each counted forward is the forward of one stage on one microbatch.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
         schedule has no backward.
@@ -207,10 +208,10 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
 
     In the order of the paper, p must divide m. If p does not divide m, the order for m rounded up
     to a multiple of p is built, and the ops of the additional (phantom) microbatches are omitted.
-    An op needs only ops of its own microbatch. So an execution of the full order that skips the
-    phantom microbatches executes the remaining order completely and without deadlock. Every chain
-    of waiting ops in the remaining order is part of a chain in the full order, so the makespan is
-    at most the makespan for m rounded up.
+    An op needs only ops of its own microbatch. So if an execution of the full order skips the
+    phantom microbatches, it executes all remaining ops without deadlock. Every chain of waiting ops
+    in the remaining order is part of a chain in the full order, so the makespan is at most the
+    makespan for m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -227,9 +228,9 @@ def forward_only(
 ) -> Iterator[Op]:
     """Yield only the forwards of the interleaved schedule, for validation.
 
-    They can be executed on any placement of stages: the order runs one group of microbatches after
-    the other, and in a group one chunk after the other, so every forward comes after the forward
-    that it needs.
+    These forwards can be executed on any placement of stages. The order runs one group of
+    microbatches after the other, and within a group one chunk after the other. So every forward
+    comes after the forward that it needs.
     """
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
@@ -281,8 +282,8 @@ class Bubble:
     """The idle time of a schedule.
 
     Each of p ranks is idle for (p - 1) x `idle_s(F, I, W)`, where F, I and W are the times of a
-    chunk's forward and of the two parts of its backward. `text` is the closed form of the bubble
-    (idle time / ideal time) that follows from this.
+    chunk's forward and of the two parts of its backward. `text` is the formula of the bubble (idle
+    time / ideal time) that follows from this idle time.
     """
 
     idle_s: Callable[[float, float, float], float]
@@ -300,11 +301,11 @@ class ScheduleKind:
 
     `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
     rank of a stage. `earlier_holds_more` is True if each rank r holds at least as many microbatches
-    as rank r + 1, in this sense: for each op of rank r + 1 there is an op of rank r on the same
-    chunk, during which rank r has at least as many microbatches of every chunk in flight as rank r
-    + 1 has during its op. With `splits`, each backward is split into two ops. `ahead(rank, p, v,
-    m)` is a lower bound of the number of forwards before the first op that frees memory; 0 is
-    always valid. A search uses this bound to exclude layouts that cannot fit.
+    as rank r + 1. More exactly: for each op of rank r + 1, rank r has an op on the same chunk
+    during which it has at least as many microbatches of every chunk in flight as rank r + 1 has
+    during its own op. With `splits`, each backward is split into two ops. `ahead(rank, p, v, m)` is
+    a lower bound of the number of forwards before the first op that frees memory; 0 is always
+    valid. A search uses this bound to exclude layouts that cannot fit.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
@@ -335,7 +336,7 @@ def placement(kind: str, pipeline: int, virtual: int) -> Placement:
 @lru_cache(maxsize=4096)
 def _placement(
     place: Callable[[int, int, int], int], pipeline: int, virtual: int
-) -> Placement:  # all kinds with the same placement share one object
+) -> Placement:  # schedules with the same placement share one `Placement` object
     return Placement(tuple(place(s, pipeline, virtual) for s in range(pipeline * virtual)))
 
 

@@ -1,9 +1,8 @@
-"""The places that an op passes in a stage, in order, and the places whose weights are gathered.
-
-A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
-If weights are sharded (`zero` = 3), a rank gathers the weights of the current place and of the next
-place. The model (`ptdmpi.model.sharded`) and the planner both use the functions of this file: the
-model to gather weights, and the planner to count bytes.
+"""The places that an op computes in a stage, in order, and the places whose weights are gathered. A
+place is one module of a stage: the embedding, a layer or the head. If weights are sharded (`zero` =
+3), a rank gathers the weights of the current place and of the next place. The model
+(`ptdmpi.model.sharded`) and the planner both use the functions of this file: the model to gather
+weights, and the planner to count bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -55,21 +55,22 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program for each pipeline rank. No message is sent for a tensor that stays on its
     rank.
 
-    Every op gets an end time by a simulation in which a forward takes 1, a backward 2, and a
-    transfer no time. All ops of all ranks are put into one total order by the time at which they
-    end. Each message is placed at the end of its producer, after all ops that end at that time.
-    Each rank executes its part of this order. Durations are positive, so a message comes after the
-    op that produces it and before the op that reads it.
+    A simulation gives an end time to every op: a forward takes the time 1, a backward takes the
+    time 2, and a transfer takes no time. All ops of all ranks are sorted by their end times into
+    one total order. In this order, each message is placed at the end time of the op that produces
+    it, after all ops that end at that time. Each rank executes its part of this order. Durations
+    are positive, so a message comes after the op that produces it and before the op that reads it.
 
     The programs cannot deadlock, even if every message blocks its sender and its receiver, and
     carries no tag. Consider the first unfinished action in the total order. Each rank that takes
-    part in this action has done all its earlier actions. So each of these ranks has reached the
-    action, and the action proceeds. For the same reason messages between two ranks match in order.
-    The argument also holds on devices that execute queues (`tests/plan/schedule/_queues.py`). The
-    argument also holds for collectives that are called inside an op or started at its end: replicas
-    execute the same program, so these collectives have the position of their op in the total order.
-    No compute comes between an op and its Send: the output is sent as soon as it is computed.
-    Raises DeadlockError if the schedule itself waits in a circle.
+    part in this action has done all its earlier actions. All of these ranks have therefore reached
+    the action, and the action proceeds. For the same reason messages between two ranks match in
+    order. This proof also holds on devices that execute queues (`tests/plan/schedule/_queues.py`).
+    The proof also holds for collectives that are called inside an op or started at its end: all
+    replicas execute the same program, so such a collective has the same position as its op in the
+    total order. No other Compute comes between the Compute of an op and the Send of its output, so
+    an output is sent as soon as it is computed. Raises DeadlockError if the schedule itself waits
+    in a circle.
     """
     # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
     # real ops
@@ -105,7 +106,7 @@ def post_early(program: Program) -> Program:
     after the receive, and a receive in a device's queue would delay the messages after it.
     """
     early: list[Action] = []
-    since_compute: list[Action] = []  # the last Compute and the sends after it
+    since_compute: list[Action] = []  # the last Compute action and the Send actions after it
     for action in program:
         if isinstance(action, Compute):
             early.extend(since_compute)
@@ -228,8 +229,8 @@ class _Rendezvous:
 
 
 def structure_of(programs: Sequence[Program]) -> Schedule:
-    """Return the schedule whose dependencies the programs must obey. It is derived from their
-    Computes.
+    """Return the schedule whose dependencies the programs must obey. The schedule is derived from
+    the Compute actions of the programs.
 
     Raises MismatchError unless every op occurs exactly once and each stage is on one rank.
     """

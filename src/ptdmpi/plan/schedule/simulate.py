@@ -135,8 +135,8 @@ class Timeline:
         return timeline
 
 
-# The smallest and the greatest legal cost of an op. They are far from the limits of a float, so
-# that sums and ratios are finite.
+# The smallest and the greatest legal cost of an op. These limits are far from the limits of a
+# float, so that sums and ratios are finite.
 LEAST_COST, MOST_COST = 1e-12, 1e12
 
 
@@ -218,7 +218,7 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline
     clock_s = [0.0] * schedule.pipeline
-    waiting: dict[Op, int] = {}  # missing op -> the rank that stopped for it
+    waiting: dict[Op, int] = {}  # op that has not run -> the rank that waits for it
     runnable = list(range(schedule.pipeline))
     # any order of the ranks gives the same times, because the start of an op depends only on its
     # inputs

@@ -1,2 +1,2 @@
-"""Timing of the trainer's kernels on the machine at hand: by `ptdmpi probe` for a cluster file, and
-by the first training of a model (`run.kernels = "auto"`)."""
+"""Timing of the trainer's kernels on this machine. The command `ptdmpi probe` times kernels for a
+cluster file. The first training of a model times kernels if `run.kernels = "auto"`."""

@@ -24,13 +24,13 @@ class ProbeError(Exception):
 
 
 class Bench:
-    """The stopwatch of one rank. Every rank gets the same results.
+    """The stopwatch of one rank. Every rank gets the same measured times.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
     `clock` returns the seconds by which a rank's own work is timed. If a rank has a single thread
     and its own core, `clock` is the CPU time of the thread, which other programs on the machine do
-    not change. `kernels` are the kernels that are measured. `over` chooses a result from the values
-    of all ranks.
+    not change. `kernels` are the kernels that are measured. `over` computes one result from the
+    values of all ranks, by default their median.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
@@ -57,20 +57,21 @@ class Bench:
             yield
 
     def note(self, name: str, value: str) -> None:
-        """Store a finding, which is printed at the end."""
+        """Store a measured result, which is printed at the end."""
         self.findings.append((name, value))
 
     def agreed(self, value: float) -> float:
-        """Return the value that `over` chooses, by default the median over all ranks. Every rank
-        calls this."""
+        """Return the result of `over` for the values of all ranks; by default it is the median.
+        Every rank calls this."""
         return self.over(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:
         """Return the seconds of `work`, which sends no messages, while all ranks do it at the same
         time.
 
-        The result is the median over ranks (or what `over` chooses) of each rank's fastest trial,
-        because other programs on the machine only add time.
+        Each rank takes the time of its fastest trial, because other programs on the machine only
+        add time. The result is the median of these times over all ranks, or another function of
+        them (`over`).
         """
         return self._least_s(work, self.clock)
 

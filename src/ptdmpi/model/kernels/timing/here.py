@@ -31,8 +31,9 @@ from ptdmpi.plan.machine.probed import KernelWays
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import Axes, World
 
-# The limit of multiplications in a timed kernel: about 20 ms at 50 GFLOP/s. Longer kernels are
-# timed with fewer positions or heads, at which the same kernel is the fastest.
+# The limit of multiplications in a timed kernel. At 50 GFLOP/s these multiplications take about 20
+# ms. Longer kernels are timed with fewer positions or heads, at which the same kernel is the
+# fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
 
@@ -104,8 +105,8 @@ def measured_here(
     """Return the measurements of this machine for the layers of `config`, from the cache of rank 0
     or measured now. All ranks call this, and get the same result. `say` prints one line.
 
-    The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, nothing
-    is returned, so that the table of the package decides.
+    The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, return
+    an empty dict; kernels are then chosen from the table of the package.
     """
     sizes = sizes_of(config)
     cached = Cached(_key(world, dtype, sizes))
@@ -129,7 +130,8 @@ def measured_here(
 
 
 def _key(world: "World", dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return all on which the measured times depend."""
+    """Return everything on which the measured times depend: the processor, the cores and threads of
+    a rank, the versions of torch and ptdmpi, the data type and the sizes."""
     has = torch.cpu.get_capabilities()
     return {
         "cpu": str(has.get("cpu_name", "")),

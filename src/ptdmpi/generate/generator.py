@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The new ids of a prompt, without the end-of-document token.
+    """The token ids with which one prompt is continued, without the end-of-document token.
 
     `reason` says why the continuation ended: "eod", "length" or "finished". The reason is empty
     while the continuation has not ended.

@@ -17,8 +17,8 @@ PROMPT = "prompt"
 class Given:
     """A prompt that a user has given.
 
-    `fields` are the other fields of its JSON object. `place` is the file and the line, for error
-    messages.
+    `fields` are the other fields of the prompt's JSON object. `place` is the file and the line, for
+    error messages.
     """
 
     text: str
@@ -29,8 +29,8 @@ class Given:
 def read_prompts(path: Path) -> list[Given]:
     """Return the prompts in a file, which are its non-blank lines.
 
-    In a file whose name ends in .jsonl, each line is a JSON object with the field "prompt". Raises
-    InputError that names the line.
+    In a file whose name ends in .jsonl, each line is a JSON object with the field "prompt". If a
+    line has no valid prompt, raises InputError with the number of the line.
     """
     numbered = numbered_lines(path, "prompt")
     if path.suffix == JSON_LINES:

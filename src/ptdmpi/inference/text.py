@@ -107,7 +107,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
-    if kept_files(stored) is not None and not stored.datasets:  # another program trained the model
+    # true if another program trained the model
+    if kept_files(stored) is not None and not stored.datasets:
         ends = ends_of(stored) or ends
         prefix = _prefix(name)
     beyond = sorted(token for token in {*prefix, *ends} if token >= stored.vocab_size)
@@ -151,7 +152,7 @@ def find_chat(
     given = given or template_file(stored)
     kept = kept_files(stored)
     if given is None and (kept is None or stored.datasets):
-        return None  # the model was trained on plain text
+        return None  # in this case the model was trained on plain text
     own = None if kept is None else kept / TOKENIZER
     template = find_template(own, given, text.decode([text.eod]))
     if given is None and template.source == PLAIN:

@@ -129,8 +129,9 @@ class TrainedOn:
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return the object that `as_json` wrote. Return None for None, because older versions of
-        this program wrote nothing. Raise ValueError for any other value."""
+        """Return the object that `as_json` wrote. If the argument is None, return None, because
+        older versions of this program wrote nothing. Raise ValueError for a value that `as_json`
+        cannot have written."""
         if table is None:
             return None
         try:
@@ -198,12 +199,13 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 
 
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
-    """Return `before` with a new stretch after step `step`, which has the data, mixture, seed and
-    batch of `now`.
+    """Return a copy of `before` with an additional stretch that begins after step `step`. The new
+    stretch has the data, the mixture, the seed and the batch size of `now`.
 
-    The counts of samples and tokens continue. The order in which the datasets alternate begins
-    again. A dataset that was used before (it has the same hash) continues after its last used
-    sample, so that no sample is repeated or left out. A new dataset begins at its first sample.
+    Samples and tokens are still counted from the beginning of the run. The order in which the
+    datasets alternate begins again. A dataset that was used before (it has the same hash) continues
+    after its last used sample, so that no sample is repeated or left out. A new dataset begins at
+    its first sample.
     """
     last = before.last
     fresh = now.last

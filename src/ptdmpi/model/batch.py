@@ -141,7 +141,8 @@ class MicrobatchPass:
         return {name: self.scale * self.weights[name] for name in names if name in self.weights}
 
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Store the values of some losses. Return their weighted sum, with its autograd graph."""
+        """Store the values of the given losses. Return the weighted sum of these losses, with its
+        autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
             # routers' losses are absent: the routers themselves add the gradients of these losses
@@ -211,7 +212,7 @@ class Placing:
         ]
 
     def _next(self, size: int) -> _Slot:
-        """Return the next slot of the ring, with at least `size` bytes."""
+        """Return the slot of memory whose turn it is, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
             # the copy from this slot began two calls ago, so in practice the host does not wait

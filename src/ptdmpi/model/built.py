@@ -152,7 +152,7 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
 
 def _declared(module: nn.Module) -> Iterator[Parameter]:
     """Yield the parameters of the module itself, without the parameters of its submodules. The
-    weight comes first."""
+    first parameter is the module's weight."""
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight

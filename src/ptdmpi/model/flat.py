@@ -66,7 +66,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard unit: consecutive entries at [start, stop) of the flat buffer. Entries with weight
+    """A shard unit: consecutive entries at [start, stop) of the flat buffer. Parameters with weight
     decay come first. `apart` has the axes over which the gradients of these entries are not summed,
     because the ranks along these axes have different parameters (see `Declaration`)."""
 
@@ -99,29 +99,30 @@ class OwnPart:
 
     @property
     def length(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements that this rank owns."""
         return self.end - self.begin
 
     def view(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a flat view of these elements; `parts` has this rank's part of each shard unit."""
+        """Return a flat view of the owned elements; `parts` has this rank's part of each shard
+        unit."""
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the view that the method `view` returns, extended by the padding after these
+        """Return the view that the method `view` returns, extended by the padding after the owned
         elements."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield (slice of the local tensor, view of its values in `flat`) for slices that together
-        contain these elements. `flat` has only these elements."""
+        contain the owned elements. `flat` has only the values of the owned elements."""
         done = 0
         for box in runs(self.entry.shape, self.begin, self.end):
             yield box, flat[done : done + box.elements].view(box.size)
             done += box.elements
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
-        """Yield the parts of the logical tensor that these elements contain, with views of `flat`.
-        Padding, which is not part of the logical tensor, is skipped."""
+        """Yield the parts of the logical tensor that the owned elements contain, with views of
+        `flat`. Padding, which is not part of the logical tensor, is skipped."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -193,8 +194,9 @@ class FlatOrder:
         unit_of: Callable[[str], str],
         shards: int,
     ) -> list[Unit]:
-        """Create the entry of each parameter. Shard units follow each other in the order in which
-        they first occur in `parameters`. Return the shard units."""
+        """Create the entry (the position in the flat buffer) of each parameter. Shard units follow
+        each other in the order in which they first occur in `parameters`. Return the shard
+        units."""
         groups: dict[tuple[str, tuple[str, ...]], dict[str, Parameter]] = {}
         for name, parameter in parameters.items():
             key = (unit_of(name), parameter.declaration.apart)
@@ -280,8 +282,8 @@ def unit_number(units: Sequence[Unit], entry: Entry) -> int:
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Create the entry of each parameter, one after the other from `start` on. Return the end of
-    the last entry."""
+    """Create the entry (the position in the flat buffer) of each parameter, one after the other
+    from `start` on. Return the end of the last entry."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

@@ -393,8 +393,8 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
 
 
 Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
-# Class of a row -> the function that makes and registers its module. A new kind of operator needs
-# an entry here.
+# Class of a row (the description of an operator) -> the function that makes and registers the
+# operator's torch module. A new kind of operator needs an entry here.
 MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,

@@ -18,8 +18,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# The number of elements of a slab, which are drawn at once. The number is a multiple of 16, and
-# small compared with a large tensor.
+# The number of elements of a slab, which are drawn at once. The number of elements is a multiple of
+# 16. A slab is small compared with a large tensor.
 SLAB_ELEMENTS = 2**22
 
 
@@ -63,8 +63,9 @@ def initial(
 
 
 def _slab_rows(shape: Sequence[int]) -> int:
-    """Return the number of rows of a slab. The number of elements of a slab is a multiple of 16,
-    and the last slab has at least 16 elements."""
+    """Return the number of rows of a slab (consecutive rows of a tensor whose values are drawn at
+    once). The number of elements of a slab is a multiple of 16, and the last slab has at least 16
+    elements."""
     row = math.prod(shape[1:])
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
@@ -80,8 +81,8 @@ GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
-# The number of elements of a mask that are hashed at once on a CPU. In measurements of 2^14, 2^16,
-# ... 2^22 elements, this number was the fastest.
+# The number of elements of a mask that are hashed at once on a CPU. This number was the fastest in
+# measurements of all powers of four from 2^14 to 2^22.
 CHUNK_ELEMENTS = 2**18
 
 

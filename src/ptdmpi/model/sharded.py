@@ -46,7 +46,7 @@ class Pool:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def give(self, flat: Tensor) -> None:
-        """Return a tensor that is no longer used to the pool."""
+        """Give a tensor that is no longer used back to the pool."""
         self._spare = [flat]
 
 
@@ -135,8 +135,8 @@ class PlacedGradients(Protocol):
         units."""
 
     def end(self) -> None:
-        """Record that the gradients of the shard units of the last `begin` are complete for this
-        microbatch."""
+        """Record that the gradients of the shard units that the last call of `begin` named are
+        complete for this microbatch."""
 
     def finish(self) -> None:
         """Record that the backward of this microbatch has ended."""
@@ -198,8 +198,8 @@ class ReducedGradients:
                 parameter.main_grad = _placed(entry, flat, unit.start)
 
     def end(self) -> None:
-        """Begin to reduce the gradients of the shard units of the last `begin`, which are complete
-        for this microbatch."""
+        """Begin to reduce the gradients of the shard units that the last call of `begin` named.
+        These gradients are complete for this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:

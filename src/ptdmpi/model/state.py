@@ -369,7 +369,7 @@ def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
     """Yield the pieces of a parameter that the part `held` of one tensor rank contains. `values` is
-    a flat tensor with the elements of `held`."""
+    a flat tensor with the values of the part `held`."""
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):

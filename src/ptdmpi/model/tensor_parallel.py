@@ -94,8 +94,7 @@ class TensorAxis:
         return flat.narrow(0, self.rank * elements, elements)
 
     def from_shares(self, share: Tensor) -> Tensor:
-        """Return the flat tensor from which each rank's `share` was taken, gathered from all
-        ranks."""
+        """Gather the shares of all ranks (see `share`), and return them as one flat tensor."""
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:

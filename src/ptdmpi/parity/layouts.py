@@ -137,8 +137,8 @@ class MuonModel(ComparedModel):
 
 @dataclass(frozen=True)
 class ComparedLayout(Layout):
-    """A layout of a training run. By default it is the plainest layout: one rank, and nothing is
-    recomputed."""
+    """A layout of a training run. The default values give the plainest layout: one rank, and
+    nothing is recomputed."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -294,8 +294,8 @@ def models() -> list[ComparedModel]:
 
 
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with at most `ranks` ranks. Together they contain every pair that occurs in a
-    legal candidate.
+    """Return cases with at most `ranks` ranks. Together the cases contain every pair that occurs in
+    a legal candidate.
 
     A pair is two settings or effects of one case. The first cases contain the most pairs relative
     to their training time.

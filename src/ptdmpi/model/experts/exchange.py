@@ -23,8 +23,9 @@ from ptdmpi.model.experts.routing import Segment, segments
 
 
 class RowCounts(NamedTuple):
-    """The numbers of rows that are sent and received. This rank sends `leaving[n]` rows to expert
-    n. Rank r sends `arriving[r][n]` rows to expert n of this rank."""
+    """The numbers of rows (activations of one token each) that a rank sends and receives. This rank
+    sends `leaving[n]` rows to expert n. Rank r sends `arriving[r][n]` rows to expert n of this
+    rank."""
 
     leaving: list[int]
     arriving: list[list[int]]

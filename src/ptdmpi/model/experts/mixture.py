@@ -372,7 +372,8 @@ class Mixture(Computing):
         self.linears: list[ExpertLinears] = []
         # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
-        self.losses: dict[str, Tensor] = {}  # the router's losses, summed over these microbatches
+        # the router's losses, summed over the training microbatches of this step so far
+        self.losses: dict[str, Tensor] = {}
         for number in dealt.own(row.count):
             expert = Expert(row, axis, dealt)
             self.add_module(str(number), expert)
@@ -390,9 +391,9 @@ class Mixture(Computing):
     ) -> Tensor:
         """Return the weighted sum of the experts' outputs; under sequence parallelism, only at this
         rank's positions. If `chosen` already contains a choice of experts, this choice is used
-        again; otherwise the new choice is stored in `chosen`. Pass None if the choice is not needed
-        again. `factors` has the factor by which the gradient of each router loss is multiplied, by
-        name of the loss."""
+        again; otherwise the new choice is stored in `chosen`. Pass `chosen` = None if the choice is
+        not needed again. `factors` has the factor by which the gradient of each router loss is
+        multiplied, by name of the loss."""
         layer = MixturePass(
             router=router,
             experts=self.linears,

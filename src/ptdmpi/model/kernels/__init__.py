@@ -57,7 +57,7 @@ class Kernels:
         return Kernels(choice, self.precision)
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
-        """Return the choice that is used for operands of a type on a device."""
+        """Return the choice of kernels that is used for operands of a type on a device."""
         return self.choice or choices.usual_choice(device_type, dtype)
 
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:

@@ -60,10 +60,10 @@ class ProductAttention(Function):
     saved. The results are bitwise equal in both cases. If `how.library_forward` is True and there
     is no soft cap, PyTorch's kernel computes the forward pass.
 
-    Scores are computed in float32 at least, even for 16-bit types. If scores were rounded to a
-    16-bit type, gradients would be less exact than with a fused kernel. All other products are in
-    the type of their operands. If requested, the second result is the log-sum-exp of each query's
-    scores [b, heads, s], in float32 at least; otherwise it is None.
+    Scores are computed in float32 at least, even for 16-bit types. With scores in a 16-bit type,
+    gradients would be less exact than with a fused kernel. All other products are in the type of
+    their operands. If requested, the second result is the log-sum-exp of each query's scores [b,
+    heads, s], in float32 at least; otherwise it is None.
     """
 
     @staticmethod

@@ -19,7 +19,8 @@ from ptdmpi.model.kernels.table import table
 # the whole sequence.
 QUERY_BLOCK = 128
 
-Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # measurements: kind of kernel -> entries
+# measurements of kernels: kind of kernel -> entries of the table
+Entries = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 @dataclass(frozen=True)
 class OneDnnLinears:
     """The sizes (positions x inputs x outputs) from which on oneDNN's fused call is used, for x W^T
-    + b (`output`) and for dy W (`input_gradient`). With infinity, the fused call is never used, and
-    PyTorch computes the product and adds the bias."""
+    + b (`output`) and for dy W (`input_gradient`). If a size is infinity, the fused call is never
+    used: PyTorch computes the product and then adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf

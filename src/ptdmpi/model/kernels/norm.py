@@ -14,7 +14,8 @@ from ptdmpi.plan.layer import describe
 
 
 class _RmsNorm(Function):
-    """The function RMSNorm. For the backward it saves its input and one number for each row."""
+    """RMSNorm as an autograd Function. For the backward, the function saves its input and one
+    number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,8 +48,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Cap(Function):
-    """The function soft cap. For the backward it saves only tanh(x / cap), and not its result,
-    because the loss may overwrite the result."""
+    """The soft cap as an autograd Function. For the backward, the function saves only tanh(x /
+    cap), and not its result, because the loss may overwrite the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:

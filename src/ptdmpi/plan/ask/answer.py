@@ -29,7 +29,7 @@ class Panel:
     bars: dict[str, float] = field(default_factory=dict)
     level: tuple[float, str] | None = None
     mark: tuple[float, str] | None = None
-    logarithmic: str = ""  # "x", "y" or "xy"
+    logarithmic: str = ""  # names of the logarithmic axes: "x", "y" or "xy"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Reply:
         return "\n".join([self.short, *table, *(["", *self.notes] if self.notes else [])])
 
     def draw(self, path: str | Path) -> None:
-        """Write the picture (.png or .svg). Raises InputError if it cannot be written."""
+        """Write the picture (.png or .svg). Raises InputError if the picture cannot be written."""
         check_picture(path)
         from matplotlib.figure import Figure
 

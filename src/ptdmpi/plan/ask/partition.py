@@ -68,8 +68,8 @@ def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
     """Return the costs of the four ways to cut one layer's MLP on `tensor` ranks, for one
-    microbatch of `micro_size` sequences. Raises InputError if `tensor` does not divide the
-    model."""
+    microbatch of `micro_size` sequences. Raises InputError if the model cannot be divided over
+    `tensor` ranks."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:

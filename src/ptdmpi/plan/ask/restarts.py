@@ -25,7 +25,7 @@ from ptdmpi.plan.shape.parameters import parameter_count
 
 STATE_BYTES = 12  # bytes per parameter: float32 weight and AdamW's two moments
 HOUR_S, DAY_S = 3600, 86400
-CURVE = 60  # points of a curve
+CURVE = 60  # number of points of a drawn curve
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,8 @@ class DataAxis:
     # -- in the ops ------------------------------------------------------------------------------
 
     def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
-        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage. ZeRO 0 and
-        1 send no messages in the ops."""
+        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage. With ZeRO
+        stages 0 and 1, no messages are sent in the ops."""
         if not layout.shards_gradients:
             return InOps()
         places = StagePlaces(

@@ -38,14 +38,15 @@ class HeldParts:
         }
 
     def _parts_of(self, place: str) -> dict[str, Part]:
-        """Return the parts of a place."""
+        """Return the parts (linears, norms and tables) of a place (the embedding, a layer or the
+        head)."""
         if place in self.ends:
             return self.ends[place]
         return self.of_kind[self.model.kind_of(int(place))]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
-        """Yield (place, name in the table, part) for each trained part of a stage or, if `trains`
-        is False, for each frozen part."""
+        """Yield (place, name of the part, part) for each trained part of a stage or, if `trains` is
+        False, for each frozen part. A place is the embedding, a layer or the head."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             for name, part in self._parts_of(place).items():
@@ -53,11 +54,11 @@ class HeldParts:
                     yield place, name, part
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
-        """Return the trained parts of a stage, with their names in the table."""
+        """Return (name, part) for each trained part (linear, norm or table) of a stage."""
         return ((name, part) for _, name, part in self._of_places(stage))
 
     def of_rank(self, rank: int) -> list[tuple[str, Part]]:
-        """Return the trained parts of a rank, with their names in the table."""
+        """Return (name, part) for each trained part (linear, norm or table) of a rank."""
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
@@ -174,12 +175,14 @@ class HeldParts:
 
 
 def of_experts(unit: str) -> bool:
-    """Return True if a unit has the parameters of experts that are distributed over ranks."""
+    """Return True if `unit` (parameters that are sent in one message) has experts that are
+    distributed over ranks."""
     return unit.endswith(OF_EXPERTS)
 
 
 def _unit_name(place: str, *, tied: bool, apart: bool) -> str:
-    """Return the name of the unit that contains a part of `place`."""
+    """Return the name of the unit (parameters that are sent in one message) that contains a part of
+    `place`."""
     if tied:
         return TIED
     if apart:

@@ -97,7 +97,8 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        between = tensor // layout.dealing.tensor  # neighbours in the group differ by this number
+        # neighbouring ranks of the group differ by this number
+        between = tensor // layout.dealing.tensor
         dealt = Group(layout.expert, min(layout.expert, max(1, near // between)))
         self.groups = {
             "tensor": self.group,

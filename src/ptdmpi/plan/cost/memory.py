@@ -57,8 +57,8 @@ class Footprint:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the parts of the total by name. The part "copies" is missing if there are no
-        copies."""
+        """Return the parts of a rank's memory at its peak, in bytes, by name. The part "copies" is
+        missing if there are no copies."""
         every = {name: count for name, count in asdict(self).items() if name != "host"}
         if not self.copies:
             del every["copies"]
@@ -483,7 +483,8 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
             work.room_bytes(layout.tensor, size, widens=widens)
             for work in memory.stages.dealt(*how)
         )
-        working = max(working, room - kept)  # `kept` bytes are free during the update
+        # the `kept` bytes of activations are free during the update
+        working = max(working, room - kept)
     if method.section.overlap:
         return copies + working + messages
     return copies + max(working, messages - kept)

@@ -268,8 +268,9 @@ class MethodAxis(DataAxis):
         """Return the seconds of a ring.
 
         The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
-        has been summed over all ranks. Distributing the sums takes the same number of messages. If
-        a slice is larger than the largest message, there are several such rounds.
+        has been summed over all ranks. The sums are then sent to all ranks, which takes the same
+        number of messages. If a slice is larger than the largest message, there are several such
+        rounds.
         """
         n = group.ranks
         if n == 1:

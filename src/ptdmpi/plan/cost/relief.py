@@ -123,8 +123,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     the run then needs.
 
     Small sets of changes come before larger sets. Sets of one size are sorted by the time that
-    their changes add to a step. Sets that need more ranks come last. No set contains another set,
-    and no two sets change the same keys.
+    their changes add to a step. Sets of changes that need more ranks come last. No set of changes
+    contains another set, and no two sets change the same keys.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:

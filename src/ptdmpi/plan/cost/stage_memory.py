@@ -176,7 +176,8 @@ class StageMemory:
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return the result of `parameters.rank_elements` for a pipeline rank."""
+        """Return the numbers of parameters of a pipeline rank, as `parameters.rank_elements` counts
+        them."""
         return parameters.rank_elements(self.model, self.vocab_size, self._part(cut, tensor, rank))
 
     def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
@@ -199,7 +200,8 @@ class StageMemory:
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
-        """Return the result of `dealt` for a pipeline rank."""
+        """Return the matrices that each rank of a shard group updates, for a pipeline rank (see
+        `dealt`)."""
         part = self._part(cut, tensor, rank)
         return dealt(self.model, self.vocab_size, part, sharing)
 
@@ -319,7 +321,8 @@ class StageMemory:
         return self._parts(key)
 
     def _counted(self, key: ActivationKey) -> PartBytes:
-        """Return the result of `parts` for layouts with the settings `key`."""
+        """Compute the bytes that the method `parts` returns, for all layouts with the settings
+        `key`."""
         layout = Layout(
             key.tensor,
             1,

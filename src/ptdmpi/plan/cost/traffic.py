@@ -332,8 +332,8 @@ class StepTraffic:
 
     def _ends(self, rank: int, shard: int) -> Tally:
         """Return the traffic that sums this rank's shard of the two gradients of a tied table. One
-        gradient is from the embedding and one from the head. If both are on one rank, there is no
-        traffic."""
+        gradient is computed by the embedding, and one by the head. If one rank has both the
+        embedding and the head, there is no traffic."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)

@@ -19,7 +19,8 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """`batch` products of matrices [m, k] and [k, n], which `launches` kernels compute."""
+    """A number of matrix products: `batch` products of matrices [m, k] and [k, n]. They are
+    computed by `launches` kernels."""
 
     m: int
     n: int

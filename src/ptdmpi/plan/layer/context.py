@@ -240,9 +240,9 @@ class RingCore:
     Scores are computed by matrix products in float32 or wider, for a block of queries and a chunk
     of keys at a time, and are not kept. The arrival of one block of keys and values is called a
     visit. A rank has two chunks of queries, and a block has two chunks of keys, so each visit has
-    four pairs of a query chunk and a key chunk. Under a causal mask a rank computes the scores of
-    two of these pairs. For its own block of keys it computes three pairs, of which two are on the
-    diagonal.
+    four pairs of a query chunk and a key chunk. Under a causal mask, a rank computes the scores of
+    two of the four pairs. For its own block of keys, the rank computes three pairs, of which two
+    are on the diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:

@@ -118,8 +118,8 @@ class LayerBuild:
 
 
 def attention(build: LayerBuild) -> Sublayer:
-    """Return the sublayer of self-attention (Vaswani et al. 2017). The tensor axis divides its
-    heads."""
+    """Return the sublayer of self-attention (Vaswani et al. 2017). The tensor axis divides the
+    attention heads."""
     model = build.model
     query = model.attention_width
     key_value = model.kv_heads * model.head_size

@@ -207,9 +207,11 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(self._tokens(sizes), self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        if sizes.layout.expert > 1:  # rows are sorted by expert, results are added to tokens
+        # rows are sorted by expert, and results are added to their tokens
+        if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert are selected
+        # for each expert, the rows of its tokens are selected
+        yield MemoryPass(2 * pairs * h * c, used)
         yield self._products(sizes, self._up_width(sizes), h)
         yield from self._adapting(sizes, "up")
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)

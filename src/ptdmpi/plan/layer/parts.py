@@ -109,7 +109,8 @@ class Norm:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing, because every tensor rank has all weights of a norm."""
+        """Yield nothing: every tensor rank has all weights of a norm, so no weight is copied on
+        only some ranks."""
         yield from ()
 
 
@@ -134,7 +135,8 @@ class Table:
         return sum(self.weights(1)) if sequence_parallel and not self.split else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: either every row is on one rank, or all rows are on every rank."""
+        """Yield nothing: each row of a table is either on one tensor rank or on all tensor ranks,
+        so no row is copied on only some ranks."""
         yield from ()
 
 

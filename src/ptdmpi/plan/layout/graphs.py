@@ -85,8 +85,8 @@ class Topology(ABC):
 
     @property
     def spectral_gap(self) -> float:
-        """Return 1 - `contraction`. The spectral gap is 1 if the steps of a period compute the
-        exact average, and near 0 if averaging is slow."""
+        """Return the spectral gap, 1 - `contraction`. The spectral gap is 1 if the steps of a
+        period compute the exact average, and near 0 if averaging is slow."""
         return 1.0 - self.contraction()
 
 

@@ -142,7 +142,8 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
 
 def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[int]:
     """Divide `layers` over the stages that are not in `given`, and return the number of layers of
-    each of these stages, in order. `given` has the work of the other stages.
+    each of these stages, in order. `given` has the work of all other stages, which get no further
+    layers.
 
     The layers that remain after an even division go to the least loaded ranks, and on a rank to its
     first stages.

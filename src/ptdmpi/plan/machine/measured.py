@@ -182,8 +182,9 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """Return the machine of a cluster file. If the cluster file has measurements, times are
-    computed from them, and otherwise from data sheets.
+    """Return the `Machine` (times of kernels and messages) of the cluster that a cluster file
+    describes. If the cluster file has measurements, times are computed from them, and otherwise
+    from data sheets.
 
     `dtype` is the type of the numbers, and `element_bytes` the size of a number.
     """

@@ -58,8 +58,9 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     A simulation gives an end time to every op: a forward takes the time 1, a backward takes the
     time 2, and a transfer takes no time. All ops of all ranks are sorted by their end times into
     one total order. In this order, each message is placed at the end time of the op that produces
-    it, after all ops that end at that time. Each rank executes its part of this order. Durations
-    are positive, so a message comes after the op that produces it and before the op that reads it.
+    it, after all ops that end at that time. Each rank executes its own actions in the sequence of
+    this total order. Durations are positive, so a message comes after the op that produces it and
+    before the op that reads it.
 
     The programs cannot deadlock, even if every message blocks its sender and its receiver, and
     carries no tag. Consider the first unfinished action in the total order. Each rank that takes
@@ -138,8 +139,8 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
 
 
 class _Rendezvous:
-    """The state of `check`: the position of each rank in its program, and the posted receives and
-    delivered messages."""
+    """The state of a simulated execution of programs (see `check`): the position of each rank in
+    its program, the posted receives, and the delivered messages."""
 
     def __init__(self, programs: Sequence[Program], nonblocking_receives: bool) -> None:
         self.programs = programs

@@ -28,7 +28,7 @@ __all__ = [
     "plan",
 ]
 
-# maps each name to its module
+# maps each name of the Python API to the module that defines it
 _OWNERS = {
     "Hook": "ptdmpi.train.hooks",
     "InputError": "ptdmpi.base.errors",
@@ -42,8 +42,9 @@ _OWNERS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the API, whose module is imported now. Before the import, the environment
-    variables that MPI and torch need are set."""
+    """Return the object called `name` from the module that defines it. The module is imported by
+    this call; before the import, the environment variables that MPI and torch need are set.
+    """
     if name not in _OWNERS:
         raise AttributeError(f"module 'ptdmpi' has no attribute {name!r}")
     importlib.import_module("ptdmpi.comm.launch").prepare()

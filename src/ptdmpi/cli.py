@@ -64,7 +64,9 @@ class LazyGroup(CommandGroup):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands by their lines in `COMMANDS`."""
+        """Write the list of commands into the help text. The descriptions come from `COMMANDS`, so
+        that no command is imported.
+        """
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.line) for name, entry in COMMANDS.items()])
 
@@ -87,8 +89,9 @@ def group() -> None:
 def main() -> None:
     """Run the command line.
 
-    After bad input this process has nothing left to do, but MPI_Finalize waits for the other ranks
-    and the launcher. If MPI_Finalize takes longer than END_S seconds, SIGALRM ends this process.
+    After an error in the input this process has nothing left to do, but MPI_Finalize waits for the
+    other ranks and the launcher. If MPI_Finalize takes longer than END_S seconds, SIGALRM ends this
+    process.
     """
     try:
         run(group, "ptdmpi", lists=True)

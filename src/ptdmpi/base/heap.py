@@ -4,8 +4,8 @@ step frees and requests the same large tensors.
 By default glibc returns freed blocks of memory to the kernel if they are larger than a limit, which
 glibc adapts between 128 KiB and 32 MiB. When a block of this size is requested again in the next
 step, every page of the new block causes a page fault, and the kernel fills the page with zeros. If
-glibc keeps the memory, these page faults happen only once. The process then always uses its peak
-memory, but every step would reach this peak anyway.
+glibc keeps the memory, these page faults happen only once. The process then always occupies as much
+memory as at its peak, but every training step reaches this peak anyway.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
     """Make the C library keep freed blocks of up to LARGEST_KEPT bytes in this process. Return True
-    if the setting was made. No setting is made if the user has set one of VARIABLES, or if the C
-    library is not glibc."""
+    if the C library has accepted this setting. Nothing is changed if the user has set one of the
+    environment variables VARIABLES, or if the C library is not glibc.
+    """
     if any(name in environ for name in VARIABLES):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The search for the legal numbers nearest to a wrong number, for error messages."""
+"""Suggestions for error messages: the legal numbers that are nearest to an illegal number."""
 
 import math
 from collections.abc import Iterable

@@ -24,7 +24,7 @@ MENDABLE = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EROFS,
-    errno.ESPIPE,  # the error that `disk.open_file` raises
+    errno.ESPIPE,  # `disk.open_file` raises this error for a pipe or a device
 }
 
 

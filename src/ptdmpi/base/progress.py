@@ -53,7 +53,7 @@ class _Lines:
         self.printed_s = self.begin_s
 
     def update(self, more: float) -> None:
-        """Add `more` completed units. Print a line if the time until the next line is over."""
+        """Add `more` completed units. Print a line if the next line is due."""
         self.done += more
         now_s = time.monotonic()
         if now_s - self.printed_s >= self.wait_s:

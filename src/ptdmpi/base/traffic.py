@@ -22,7 +22,7 @@ checkpoints are not counted.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# The factor p in the formula p x (n - 1) / n of each of these collectives.
+# The factor p in the formula p x (n - 1) / n for the bytes of each collective.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
@@ -69,8 +69,9 @@ class Tally:
         return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Return a tally of the messages after the moment at which this tally was equal to
-        `earlier`."""
+        """Return the counts of this tally minus the counts of `earlier`, an older copy of this
+        tally.
+        """
         return Tally(
             self.ranks,
             {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
@@ -108,7 +109,9 @@ class Traffic:
         }
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """Return the traffic after the moment at which this traffic was equal to `earlier`."""
+        """Return the counts of this object minus the counts of `earlier`, an older copy of this
+        object.
+        """
         tallies = self.tallies.items()
         return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 

@@ -4,12 +4,12 @@ files, in which control characters are escaped."""
 
 def printable(text: str) -> str:
     """Return the text with escapes (such as \\x1b) in place of control characters other than line
-    ends. Therefore text from a file cannot control the terminal."""
+    ends. A terminal that shows the result executes no control sequence from the text."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 
 def printable_line(line: str) -> str:
-    """Return the same as `printable`, but with escapes in place of line ends, too."""
+    """Return the text with escapes in place of all control characters, including line ends."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
 
 

@@ -26,7 +26,7 @@ def fingerprint(manifest: Manifest) -> str:
     """Return a SHA-256 hash of the manifest's entries about the weights: their names, shapes,
     types, slices and checksums. For quantized weights the hash covers the entries of codes and
     scales. The checksums identify the values of the weights, so the weights need not be read for
-    the hash. If the same values are cut into other slices, the hash is different."""
+    the hash. The hash changes if the same weights are stored in slices of other shapes."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -39,8 +39,9 @@ def fingerprint(manifest: Manifest) -> str:
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
-    weights. Raise InputError if there is no checkpoint, or if its matrices are not quantized in
-    this `form` (None: any form)."""
+    weights. Raise InputError if there is no checkpoint, or if its matrices do not have the
+    quantized format `form` (None: any format is accepted).
+    """
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -57,8 +58,9 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
 
 
 def form_at(path: Path) -> LowBit | None:
-    """Return the quantized form of the matrices in the newest complete checkpoint of `path`; None
-    if the matrices are not quantized. Raise InputError if there is no complete checkpoint."""
+    """Return the quantized format of the matrices in the newest complete checkpoint of `path`; None
+    if the matrices are not quantized. Raise InputError if there is no complete checkpoint.
+    """
     return sound_manifest(newest(path)).form
 
 
@@ -76,16 +78,17 @@ def base_told(config: Config) -> Iterator[str]:
 
 
 def _words(form: LowBit) -> str:
-    """Return a text for a quantized form, such as "nf4, blocks of 64"."""
+    """Return a text that describes a quantized format, such as "nf4, blocks of 64"."""
     return f"{form.codes}, blocks of {form.block}"
 
 
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights of the checkpoint `adapt.base`, and record the checkpoint in the
-    course of the run. If the checkpoint has a head for the task, load the head's parameters, too;
-    the run trains them. Return the names of the head's parameters that keep their initial values.
+    """Load the frozen weights of the checkpoint `adapt.base`, and record in `course`, the
+    description of the run, which checkpoint is the base. If the checkpoint has a head for the task,
+    also load the parameters of the head, which the run trains. Return the names of the head's
+    parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
     The hash is used only if the checkpoint records no tokenizer. Raise InputError, on every rank,

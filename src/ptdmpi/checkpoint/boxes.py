@@ -4,8 +4,9 @@ computed while the slice is written or read.
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
 any tool can open it. This module writes the safetensors format itself for two reasons: the
 checksums are computed while the data is written, not in a second pass over the file, and the data
-is written directly from the memory of the parameters. Reading uses the offsets in the manifest:
-only the bytes of the wanted slice are read, directly into the array that receives them.
+is written directly from the memory of the parameters. To read a slice of a tensor, a reader takes
+its offset from the manifest, and reads only the bytes of this slice, directly into the array that
+receives them.
 """
 
 import json
@@ -131,9 +132,9 @@ class Reader:
     """A reader of slices of logical tensors. The slices may differ from the pieces into which the
     checkpoint cuts the tensors.
 
-    A piece that is read completely is compared with its checksum at the same time. `checked` has an
-    entry for each of `pieces`, which is 1 if the piece was compared with its checksum. `means` is
-    `Manifest.means`. Threads must not share a reader.
+    If a whole piece is read, the reader also compares the bytes with the checksum of the piece.
+    `checked` has an entry for each of `pieces`, which is 1 if the piece was compared with its
+    checksum. `means` is `Manifest.means`. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -279,12 +280,13 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Read the part `common` of a piece into `values`. The part consists of runs of consecutive
-        bytes; small gaps between the runs are read, too."""
+        """Read the part `common` of a piece into `values`. The part `common` is stored as several
+        runs of consecutive bytes; small gaps between these runs are read, too.
+        """
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # `cut` is the last dim that is not read completely; for each index in the dims before it,
-        # the wanted bytes are consecutive
+        # `cut` is the last dim that is not read completely; for each index in the dims before
+        # `cut`, the wanted bytes are consecutive
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row
@@ -328,8 +330,9 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the levels that each value of a byte encodes: [256, elements per byte]. The first
-    level is the one in the lowest bits of the byte."""
+    """Return the quantization levels that a byte encodes, for each value of the byte: [256,
+    elements per byte]. The lowest bits of a byte encode the first level.
+    """
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:
@@ -338,8 +341,9 @@ def _levels(form: LowBit) -> Array:
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Yield byte offsets in a piece of shape `sizes`: one offset for each index that the first
-    `dims` dims of the slice `inner` select."""
+    """Yield byte offsets in a piece of shape `sizes`. The slice `inner` selects some indices in the
+    first `dims` dims of the piece; the function yields one offset for each of these indices.
+    """
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

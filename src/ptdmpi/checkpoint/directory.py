@@ -139,9 +139,10 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Rename the checkpoints that the run does not continue. Record the checkpoint `source` that
-    the run continues, and the path `named` that the user gave, because that path may mean another
-    checkpoint later.
+    """Rename all checkpoints in the run directory that are not part of the history of the run,
+    because the run has begun from an earlier or another checkpoint. Record the checkpoint `source`
+    that the run continues, and the path `named` that the user gave, because that path may mean
+    another checkpoint later.
 
     Without the renaming, the next start would resume from the abandoned checkpoint with the highest
     step. If `source` is in this directory, `source` and all earlier checkpoints are kept. `source`
@@ -167,7 +168,7 @@ def went_on_from(directory: Path, named: Path) -> bool:
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
-    # a damaged file `branched_from` is treated like a missing file
+    # treat a damaged file `branched_from` like a missing file
     names = marker.read_text(encoding="utf-8", errors="replace").splitlines()
     if str(named.resolve()) not in names:
         return False
@@ -185,7 +186,8 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """Complete or undo the replacement of a checkpoint that was interrupted by a crash."""
+    """If a crash has interrupted the replacement of a checkpoint, complete or undo the replacement.
+    """
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):

@@ -25,7 +25,7 @@ from ptdmpi.checkpoint.manifest import (
 )
 from ptdmpi.config import InputError
 
-# Two tensors are compared in slabs of this number of bytes.
+# Two tensors are compared block by block; a block has this number of bytes.
 SLAB_BYTES = 1 << 25
 
 

@@ -51,11 +51,11 @@ def load(
     the same on every rank.
 
     If replicas differ, each replica continues from its own values. All replicas continue from the
-    mean if the checkpoint contains only the mean, or if the number of replicas has changed and
-    `mean` is True. If `whole` is False, a node need not have all files of the checkpoint, but only
-    the files that its ranks read. If the checkpoint is damaged, the state is undefined afterwards,
-    and another checkpoint must be loaded. Raise SharedInputError if the checkpoint is undamaged but
-    belongs to another model, or if `judge` refuses the checkpoint.
+    mean of the replicas if the checkpoint contains only the mean, or if the number of replicas has
+    changed and `mean` is True. If `whole` is False, a node need not have all files of the
+    checkpoint, but only the files that its ranks read. If the checkpoint is damaged, the state is
+    undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if the
+    checkpoint is undamaged but belongs to another model, or if `judge` refuses the checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -105,17 +105,18 @@ def load_tensors(
     head: Collection[str] = (),
 ) -> Manifest | str:
     """Load the tensors of the given `kinds`, such as the weights or a kind of optimizer state.
-    Return the manifest, or the reason why the checkpoint cannot be read. `judge` may refuse the
-    checkpoint before a tensor is read, by an InputError on every rank. `read` reads the manifest.
-    Tensors of the data-parallel method that the checkpoint lacks get the values of a new run.
-    `head` has the names of the parameters of a task head; the parameters that the checkpoint lacks
-    keep their values (see `drawn`). With a head, the model may have fewer learned positions than
-    the checkpoint; then only the first positions are loaded.
+    Return the manifest, or the reason why the checkpoint cannot be read. Before a tensor is read,
+    `judge` may refuse the checkpoint by an InputError on every rank. The function `read` returns
+    the manifest of a directory. If the checkpoint lacks tensors that the data-parallel method
+    keeps, these tensors get the values that they have at the beginning of a new run. `head` has the
+    names of the parameters of a task head; the parameters that the checkpoint lacks keep their
+    values (see `drawn`). With a head, the model may have fewer learned positions than the
+    checkpoint; then only the first positions are loaded.
 
-    Each rank reads its slices. A rank that reads a whole piece compares the piece with its
-    checksum. If a run with another layout wrote the checkpoint, it may happen that no rank reads a
-    certain piece completely. Such pieces are divided among the ranks and read once more for the
-    comparison. Raise the same errors as `load`.
+    Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
+    whole piece compares the piece with its checksum. If a run with another layout wrote the
+    checkpoint, some pieces may not be read completely by any rank. The ranks divide these pieces
+    among them, and read them once more to compare the checksums. Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -153,7 +154,8 @@ def load_frozen(
     head: Collection[str] = (),
 ) -> Manifest | str:
     """Load the frozen weights of a model with adapters, and the weights of a task head, whose
-    parameter names are `head`. Return and raise the same as `load_tensors`."""
+    parameter names are `head`. The result and the errors are the same as those of `load_tensors`.
+    """
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
@@ -175,8 +177,8 @@ class Wanted:
     """A request of a rank for tensors of a checkpoint: the slices (`pieces`) and their kinds.
     `whole` is True for a checkpoint of a full model, and False for a checkpoint of adapters. If
     `shorter` is True, the model may have fewer learned positions than the checkpoint. `judge` may
-    refuse the checkpoint. If `shared` is False, nodes have different files, and a rank checks only
-    files of its node.
+    refuse the checkpoint. If `shared` is False, the nodes have different files, and a rank verifies
+    only the checksums of files on its own node.
     """
 
     pieces: Sequence[Piece]
@@ -188,8 +190,9 @@ class Wanted:
 
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
-    """Read the wanted slices into the state. Return None, or the reason why the checkpoint is
-    damaged. Raise the same errors as `load`."""
+    """Read the slices that `wanted` requests into the training state. Return None, or the reason
+    why the checkpoint is damaged. Raise the same errors as `load`.
+    """
     directory = reader.directory
     manifest = reader.manifest
     fit = partial(_require_fit, reader, wanted, state.peers.size)
@@ -245,8 +248,9 @@ def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
 
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:
     """Return the name of the stored tensor from which the slice `piece` is read. If the checkpoint
-    stores `peers` replicas, this is this replica's own tensor; otherwise it is the tensor, or the
-    mean, that all replicas use."""
+    stores `peers` replicas, return the name of the tensor of this rank's replica. Otherwise all
+    replicas read the same tensor, or the mean of the stored replicas.
+    """
     if reader.manifest.replicas == peers and piece.key in reader.tensors:
         return piece.key
     return key(piece.kind, piece.name)

@@ -8,9 +8,9 @@ A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The
 "quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
 `weights/NAME` returns the dequantized values.
 
-The checksum detects damage. The checks of the structure (keys, types, lengths) detect a wrong
-manifest with a valid checksum, which a faulty or foreign program has written. The module `examine`
-checks that the pieces cover their tensors.
+The checksum of the manifest detects damage to the manifest. The checks of the structure (keys,
+types, lengths) detect a wrong manifest with a valid checksum, which a faulty or foreign program has
+written. The module `examine` checks that the pieces cover their tensors.
 """
 
 import json
@@ -112,7 +112,9 @@ class Manifest:
     def means(self) -> dict[str, list[str]]:
         """Return the names of the tensors that are stored separately for each replica:
         `weights/NAME` -> [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas.
-        The name without a replica's number stands for the mean of all replicas."""
+        The name without the number of a replica, `weights/NAME`, means the average over all
+        replicas.
+        """
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -144,7 +146,7 @@ class Manifest:
 
     @property
     def form(self) -> LowBit | None:
-        """Return the format of the quantized weights; None if no weights are quantized."""
+        """Return the format in which weights are quantized; None if no weights are quantized."""
         said = self.said.get(QUANTIZATION)
         if said is None:
             return None

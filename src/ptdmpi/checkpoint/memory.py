@@ -84,8 +84,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # two results of `find`: the copies on each node, by the rank that leads the node; and the
-        # name of the newest complete copy
+        # these two are set by `find`: the copies on each node, by the rank that leads the node; and
+        # the name of the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -168,8 +168,9 @@ class MemoryCopies:
     # -------------------------------------------------------------------------
 
     def find(self) -> int | None:
-        """Return the step of the newest copy for which the nodes together have every file; None if
-        there is none."""
+        """Search for the newest complete copy: a copy of which every file is on some node. Return
+        its step, or None if there is no complete copy.
+        """
         self._holdings = self.world.all_gather_object(self._held() if self.leads else {})
         names = {name for held in self._holdings for name in held}
         whole = [name for name in names if self._is_whole(name)]
@@ -177,9 +178,10 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the copy that `find` has found; see the function `load`. If a node lacks files that
-        its ranks need, other nodes send these files. Return the manifest, or the reason why the
-        copy cannot be read."""
+        """Load the newest complete copy, which an earlier call of `find` has determined (see the
+        function `load`). If a node lacks files that its ranks need, other nodes send these files.
+        Return the manifest, or the reason why the copy cannot be read.
+        """
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -212,7 +214,7 @@ class MemoryCopies:
     def _fetch(self, path: Path) -> str:
         """Send to each node the files that its ranks will read and that the node lacks. The first
         node that has a file sends it. Only the leading ranks of the nodes send and receive, and all
-        use the same order of messages. Return "", or the reason for a failure."""
+        use the same order of messages. Return "", or the reason why a file could not be sent."""
         manifest = read_manifest(path)
         needs = self.world.all_gather_object(self._needed(manifest))
         why = ""
@@ -242,7 +244,9 @@ class MemoryCopies:
         return needed
 
     def _held(self) -> dict[str, HeldCopy]:
-        """Return the copies in this node's folder, by their names."""
+        """Return the copies of the state in this node's folder; the keys are the names of the
+        copies.
+        """
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():

@@ -40,8 +40,8 @@ class OutgoingState:
 
         If the mean of replicas is written, or training may change the state during the save, the
         slices are copied to a host buffer that all saves share. In all other cases the slices are
-        views of the state itself. A device copies while it computes, and the next update of the
-        state waits for the end of the copy (`State.read`).
+        views of the state itself. If the state is on a device, the device copies while it computes;
+        the next update of the state waits until the copy is complete (`State.read`).
         """
         self.state.settle()  # wait for operations that still change the state
         views = [part.values for part in self.parts]
@@ -61,7 +61,8 @@ class OutgoingState:
     def _copy(self) -> list[Tensor]:
         """Copy this rank's slices to host memory, and return the copies."""
         ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
-        if self._host is None:  # a buffer for all parts of this rank, allocated at the first save
+        # one buffer for all slices that this rank writes; it is allocated at the first save
+        if self._host is None:
             dtype = self.state.buffer.precision.master
             size = ends[-1] if ends else 0
             self._host = self._copies.locked(size * dtype.itemsize).view(dtype)
@@ -80,9 +81,10 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return the slice `values` as an array on the host. Slices are requested one by one when
-        they are written, so the memory of earlier slices is free again. A device copies into
-        page-locked memory."""
+        """Return the slice `values` as an array on the host. The writer requests the slices one
+        after the other, so the memory of the slices that are already written is free again. A
+        device copies into page-locked memory.
+        """
         self.state.let_go()
         # the slice is already on the host, so do not wait for the device
         if values.device.type == "cpu":

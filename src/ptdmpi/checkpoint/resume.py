@@ -1,5 +1,6 @@
-"""The search for the checkpoint from which a run resumes or begins, its check, and its loading on
-all ranks."""
+"""Starting a run from a checkpoint: the checkpoint is searched for, checked, and loaded on all
+ranks.
+"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -42,8 +43,8 @@ class Resumption:
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return the checkpoint's
-        progress (None: the run begins at step 0), and a line for each damaged checkpoint that was
-        skipped.
+        progress (None: the run begins at step 0), and a message for each damaged checkpoint that
+        was skipped.
 
         "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest

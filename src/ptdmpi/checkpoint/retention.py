@@ -21,7 +21,8 @@ class Retention:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # the first save calls this to rename the checkpoints that the run does not continue
+        # the first save calls this function to rename the checkpoints that the run does not
+        # continue
         self._branch: Callable[[], None] | None = None
 
     @property
@@ -38,9 +39,10 @@ class Retention:
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
         """Return an empty directory for the checkpoint of `step`, and rename the checkpoints that
-        the run does not continue. They are renamed only now, so that a start that saves no
-        checkpoint leaves the run directory unchanged. Raise InputError if there is not enough
-        space."""
+        the run does not continue. The checkpoints are renamed only at the first save, so that a
+        start that saves no checkpoint leaves the run directory unchanged. Raise InputError if there
+        is not enough space.
+        """
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()

@@ -11,8 +11,8 @@ writes an equal part of the bytes.
 
 A thread of each rank writes the rank's file, and a thread of rank 0 writes the manifest and renames
 the directory. When ranks must agree, their main threads use the world communicator between two
-steps. MPI therefore need not support threads, and the messages of a save are not mixed with the
-messages of a step.
+steps. The threads that write files never call MPI, so MPI need not support threads, and the
+messages of a save are not mixed with the messages of a training step.
 """
 
 import contextlib
@@ -254,7 +254,7 @@ class Checkpoints:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
-        # all ranks must raise an error together: if only one rank raised it, all other ranks would
+        # all ranks must raise an error together: if a single rank raised it, all other ranks would
         # wait for this rank in the next collective
         part, error = _result(flight.writing)
         text = None

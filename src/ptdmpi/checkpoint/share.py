@@ -14,11 +14,12 @@ WHOLE_BYTES = 1 << 16
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     """Yield the slices of the state that this rank writes. Each element of each tensor is written
-    by exactly one rank. If replicas differ and `mean` is True, their mean is written; if they
-    differ and `mean` is False, each replica is written under its own name."""
+    by exactly one rank. If replicas differ and `mean` is True, the mean of the replicas is written.
+    If replicas differ and `mean` is False, each replica is written under a name of its own.
+    """
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # begin with the slices of which the fewest ranks have a copy
+    # begin with the slices that the fewest ranks hold
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
@@ -32,13 +33,14 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
 def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
-    """Yield (number of a slice, rows of this slice) for all rows that rank number `place` of
-    `holders` ranks writes. `shapes` are the shapes of the slices; all these ranks have all slices.
+    """Divide slices among `holders` ranks, each of which has all of the slices. Yield (number of a
+    slice, range of its rows) for all rows that the rank with number `place` among these ranks
+    writes. `shapes` has the shapes of the slices.
 
-    Imagine all slices, one after the other, as one sequence of bytes, which is cut into equal
-    sections, one for each rank. Each row of dim 0 is written by the rank in whose section the row
-    begins. A slice of at most WHOLE_BYTES is not cut; it is written by the rank in whose section
-    the slice begins.
+    The bytes of all slices, one slice after the other, form one sequence. The sequence is cut into
+    `holders` equal sections, and each rank gets one section. Each row of dim 0 is written by the
+    rank in whose section the row begins. A slice of at most WHOLE_BYTES is not cut; it is written
+    by the rank in whose section the slice begins.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes
     begin, end = (total * k // holders for k in (place, place + 1))

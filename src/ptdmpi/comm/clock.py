@@ -141,21 +141,23 @@ def clock_of(device: torch.device) -> Clock:
 
 class Total:
     """The sum, over pairs of marks, of the seconds between the two marks of a pair. A pair is added
-    to the sum once its marks are done."""
+    to the sum when the device has passed both of its marks.
+    """
 
     def __init__(self) -> None:
         self._done_s = 0.0
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, begin: Mark, end: Mark) -> None:
-        """Add a pair of marks. Earlier pairs that are done are added to the sum now, so that few
-        pairs are stored."""
+        """Add a pair of marks. Earlier pairs whose marks the device has passed are added to the sum
+        by this call, so that few pairs are stored.
+        """
         self._open.append((begin, end))
         self._add_done()
 
     @property
     def seconds(self) -> float:
-        """Return the seconds between all pairs of marks that are done by now."""
+        """Return the sum in seconds, over all pairs of marks that the device has passed by now."""
         self._add_done()
         return self._done_s
 

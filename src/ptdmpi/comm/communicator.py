@@ -52,8 +52,9 @@ DONE: Handle = _Done()
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The sizes of an all-to-all on one rank: the number of elements of the flat tensor that it
-    sends to each rank, and the number of elements of the flat result that come from each rank."""
+    """The sizes of an all-to-all on one rank: how many elements of its flat tensor the rank sends
+    to each rank, and how many elements of its flat result come from each rank.
+    """
 
     sent: Sequence[int]
     received: Sequence[int]
@@ -67,10 +68,11 @@ class Communicator(WireTraits, ABC):
     """A group of ranks of the process grid, such as an axis, from the view of one rank. `rank` is
     the number of this rank in the group, and `size` is the number of ranks in the group.
 
-    MPI carries the control messages of every transport. `busy` names the collective that this rank
-    is in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
-    sends. `under_way` keeps the tensors of collectives that are not complete, because the transport
-    may write to them even after the code that began a collective has failed.
+    MPI carries the control messages of every transport. `busy` is the name of the collective that
+    this rank executes, or an empty text; any thread may read `busy`. `tally` counts the bytes of
+    tensors that this rank sends. `under_way` keeps the tensors of collectives that are not
+    complete, because the transport may write to them even after the code that began a collective
+    has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
@@ -170,7 +172,7 @@ class Communicator(WireTraits, ABC):
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
         row = math.prod(tensor.shape[1:])
         parts = Exchanged([row * n for n in sent], [row * n for n in received])
-        # a rank that sends and receives nothing takes part, because other ranks may exchange rows
+        # a rank without rows also calls the collective, because other ranks may exchange rows
         leaving_bytes = tensor.nbytes - parts.sent[self.rank] * tensor.element_size()
         handle = self._begin(
             "all_to_all",
@@ -203,7 +205,9 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin an all-gather in `whole`, [size n, ...]: part k comes from rank k's `whole`."""
+        """Begin an all-gather within the tensor `whole` [size n, ...]: part k of the result is part
+        k of the `whole` of rank k.
+        """
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
@@ -222,7 +226,7 @@ class Communicator(WireTraits, ABC):
         return self.size > 1 and whole.numel() > 0
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole` as a flat view."""
+        """Return part `rank` of `whole`, which belongs to this rank, as a flat view."""
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -280,8 +284,9 @@ class Communicator(WireTraits, ABC):
         return self.timed("broadcast_object", self.control.bcast, value, root)
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum over the group of each of `values` (64-bit integers). This takes one
-        small message of MPI without pickling."""
+        """Return the maximum over the group of each of `values` (64-bit integers). The values are
+        sent in one small MPI message, without pickling.
+        """
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -291,8 +296,9 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)`, and return its result. Meanwhile `busy` has the name `name` of
-        the collective; if the call fails, `busy` keeps the name."""
+        """Call `work(*arguments)`, and return its result. During the call `busy` is `name`, the
+        name of the collective; if the call fails, `busy` keeps this name.
+        """
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -394,7 +400,8 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
     This class uses sends and receives, which every transport has. A transport that supports graphs
-    has its own class. Tallies and `busy` call an exchange "neighbours".
+    has its own class. In `tally` and `busy` an exchange between neighbours has the name
+    "neighbours".
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The environment variables of a rank, which must be set before mpi4py, torch or h5py is imported.
 
-Variables for binding and for the network differ from site to site, and are not changed. This module
-sets only environment variables whose defaults are wrong on every machine, unless the user has set
-them.
+Variables that bind processes to cores, and variables of the network, differ from site to site, and
+are not changed. This module sets only environment variables whose defaults are wrong on every
+machine, unless the user has set them.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 
 def begin(what: str) -> None:
-    """Print that the command `what` starts, because loading MPI and PyTorch takes seconds, and set
-    the environment. Call this function before importing mpi4py, torch or h5py."""
+    """Print that the command `what` starts, because loading MPI and PyTorch takes seconds. Then set
+    the environment variables. Call this function before importing mpi4py, torch or h5py.
+    """
     ranks = counted(launched.launched_size(), "rank")
     note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()

@@ -25,16 +25,16 @@ from ptdmpi.comm.communicator import (
 # Up to this size an all-reduce by an exchange of full tensors is faster than one by a
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The corresponding limit for a group of two ranks. In such a group, both methods send the same
-# number of bytes, but the exchange of full tensors needs half as many messages.
+# The same limit for an all-reduce in a group of two ranks. In such a group, both methods send the
+# same number of bytes, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
-    # this array shares the tensor's memory as bytes, because numpy has no bfloat16, and refuses
-    # tensors that need gradients
+    # this array of bytes shares the memory of the tensor; it consists of bytes because numpy has no
+    # bfloat16, and refuses tensors that need gradients
     return flat.detach().view(torch.uint8).numpy()
 
 
@@ -209,7 +209,9 @@ class MpiCommunicator(Communicator):
 
 class MpiNeighbourhood(Neighbourhood):
     """A neighbourhood that uses MPI's distributed graphs and their nonblocking all-gather (MPI 4.1,
-    sections 8.5.4 and 8.8). All messages begin at once; calls of `done` let them make progress."""
+    sections 8.5.4 and 8.8). All messages of an exchange begin together; calls of `done` let the
+    messages make progress.
+    """
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]

@@ -10,14 +10,14 @@ def pair_order(
     group of `size` ranks.
 
     An exchange in this order cannot deadlock, even if the transport begins a message only after the
-    previous message of the same rank is complete (as NCCL does). The result has the messages of
-    this rank from one total order of all messages in the group. The two ranks of the first
-    remaining message in the total order are therefore always free. Messages are sorted by the
-    distance of the two ranks around the group. For messages of the same distance, let start be the
-    rank from which the other rank is reached by `distance` steps upwards around the group. Messages
-    for which start // distance is even come before messages for which it is odd. With this order, a
-    message in a ring, a grid or an exponential graph waits for few other messages, and not for a
-    chain of messages around the group.
+    previous message of the same rank is complete (as NCCL does). The reason is that all messages in
+    the group have one total order, which every rank follows. The two ranks of the first message
+    that is not yet sent have no earlier message to send or receive, so this message can always be
+    sent. Messages are sorted by the distance of the two ranks around the group. For messages of the
+    same distance, let start be the rank from which the other rank is reached by `distance` steps
+    upwards around the group. Messages for which start // distance is even come before messages for
+    which it is odd. With this order, a message in a ring, a grid or an exponential graph waits for
+    few other messages, and not for a chain of messages around the group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

@@ -32,8 +32,10 @@ class Copies(Protocol):
     """The queue in which the copies of one device run."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which copies go into this queue. The copies run after the mark
-        `place`, which may be in either queue."""
+        """Return a context in which copies go into this queue. A copy begins when the device has
+        passed the mark `place`, which may be in the queue of computations or in the queue of
+        copies.
+        """
 
     def computed(self) -> Passed:
         """Return a mark after all computations that were issued so far."""
@@ -47,7 +49,8 @@ class Copies(Protocol):
 
 
 class _Nothing:
-    """The copies of a rank that computes on the host; they are complete at once."""
+    """The copies of a rank that computes on the host: every copy is complete when its call returns.
+    """
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -82,7 +85,7 @@ class _DeviceCopies:
     def behind(self, place: Passed) -> Iterator[None]:
         """Make the copy stream the current stream, and let it wait for the mark `place`."""
         with self._module.stream(self._stream):
-            place.computing_waits()  # here the copy stream is the current stream
+            place.computing_waits()  # inside this block the copy stream is the current stream
             yield
 
     def computed(self) -> Passed:
@@ -125,8 +128,9 @@ def belong_to(device: torch.device) -> None:
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Return the queue in which copies of a device run. For the host, copies are complete at
-    once."""
+    """Return the queue in which copies of a device run. For the host, return an object whose copies
+    are complete when their calls return.
+    """
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 

@@ -48,7 +48,8 @@ class Carrier(Protocol):
         """Begin to receive `flat` from rank `peer`."""
 
     def pending(self) -> str:
-        """Return the collective that the device is in; see `Communicator.pending`."""
+        """Return the name of the collective that the device executes; see `Communicator.pending`.
+        """
 
     def failure(self) -> str:
         """Return the error of the connection, or ""; see `Communicator.failure`."""
@@ -132,9 +133,9 @@ class RoutedCommunicator(Communicator):
 
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
-    """Yield the directed pairs of neighbours in a pipeline of `size` ranks. The pipeline is a ring,
-    because a rank may have several stages. If each rank connects its own pairs in the yielded
-    order, one after the other, the ranks cannot deadlock.
+    """Yield the directed pairs of neighbours in a pipeline of `size` ranks. The last rank and the
+    first rank are neighbours, too, because a rank may have several stages. If each rank connects
+    its own pairs in the yielded order, one after the other, the ranks cannot deadlock.
 
     The reason is that the two ranks of the first pair that is not yet connected have connected all
     their earlier pairs. Pairs without a common rank connect at the same time.

@@ -34,7 +34,8 @@ LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 @contextlib.contextmanager
 def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Start a process that watches the ranks of this node while the block inside imports MPI.
+    """Start a process that watches the ranks of this node while the body of the `with` block
+    imports MPI.
 
     Nothing is started unless an option of the launcher lets a job continue after it loses a rank.
     """
@@ -66,7 +67,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
     """Watch the `size` ranks of `job` on this node until a byte arrives on standard input; end the
     job if a rank is missing. `place` and `rank_pid` are the local number and the process id of the
     rank that started this watcher."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their launcher
+    # ignore Ctrl-C, which the ranks and their launcher handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     launcher = launcher_of(rank_pid)
     begin = time.monotonic()
     complete = False
@@ -75,7 +77,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
         if select.select(reads, [], [], LOOK_S)[0]:
             if os.read(reads[0], 1):
                 return
-            reads = []  # the rank that started this watcher has ended
+            reads = []  # standard input is closed: the rank that started this watcher has ended
         waited_s = time.monotonic() - begin
         living = ranks_of(job)
         complete = complete or len(living) == size
@@ -85,22 +87,23 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # the watchers wait for different times, because one signal to the launcher is enough, and a
-        # second one would make it print more lines
+        # each watcher waits for a different time, because a second signal would make the launcher
+        # print more lines
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return
 
 
 def end(launcher: int | None, reason: str) -> None:
-    """Print the reason for which the job ends, and terminate its launcher, unless the launcher has
-    ended already."""
+    """Print the `reason` why the job ends, and terminate the launcher of the job. Do neither if the
+    launcher has ended already.
+    """
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)
         print(f"ptdmpi: error: {reason}; start the same command again", file=sys.stderr, flush=True)
         if launcher is not None:
-            time.sleep(0.2)  # the launcher needs time to forward the line before it is ended
+            time.sleep(0.2)  # the launcher needs time to forward this line before it is terminated
             os.kill(launcher, signal.SIGTERM)
 
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-ASK = 1  # tag of requests; each request contains the tag of its answer
+ASK = 1  # the tag of all requests; each request contains the tag for its answer
 # MPI guarantees tags up to 32767 (MPI 4.1, section 9.1.2)
 FIRST_ANSWER = 2
 ANSWERS = 30_000
@@ -171,8 +171,8 @@ class _Server:
         return total
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        # a missing key is treated as empty, as in torch's own stores, so it is set if `expected` is
-        # empty
+        # as in torch's own stores, a missing key has an empty value, so the key is set if
+        # `expected` is empty
         if self.values.get(key, b"") == expected:
             self.values[key] = value
         return self.values.get(key, expected)

@@ -76,7 +76,7 @@ class Session:
         cls.now = cls(everyone, device)
 
     def close(self) -> None:
-        """End the session. Its groups must not be used afterwards."""
+        """End the session. The groups of the session must not be used afterwards."""
         dist.destroy_process_group()
         for attendant in self.attendants:
             attendant.end()
@@ -85,11 +85,12 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a group of the world ranks `ranks`, which are in ascending order. Only the ranks
-        of the new group call this method. `most` returns the maximum over these ranks of its
-        argument."""
-        # torch names a group by its ranks and by the number of groups that the process has made.
-        # The number of groups made must be the same on all ranks of the group.
+        """Return a process group of the ranks `ranks` of the world, in ascending order. Only the
+        ranks of the new group call this method. `most` returns the maximum over these ranks of its
+        argument.
+        """
+        # torch names a group by its ranks and by the number of groups that the process has made. So
+        # this number must be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)
@@ -105,7 +106,7 @@ class Session:
 
 @atexit.register
 def _end() -> None:
-    # this runs before mpi4py finalizes MPI, because the threads of the stores call MPI
+    # this function must run before mpi4py finalizes MPI, because the threads of the stores call MPI
     if Session.now is not None:
         Session.now.close()
     for store in Session.left:
@@ -122,7 +123,7 @@ class Begun:
     def wait(self) -> None:
         """Wait for the operation. On a device only the current stream waits, not the host."""
         self._work.wait()
-        self._over = True  # gloo's reduce-scatter does not report its end
+        self._over = True  # a reduce-scatter of gloo does not report that it is complete
 
     def done(self) -> bool:
         """Return True if the operation is complete."""
@@ -145,8 +146,9 @@ class Attendant:
         return attended
 
     def end(self) -> None:
-        """End the thread. This is necessary because Python must not exit while the thread runs
-        torch's code."""
+        """End the thread. The thread must end before Python exits, because Python must not exit
+        while the thread runs code of torch.
+        """
         self.works.put(None)
         self._thread.join(PATIENCE_S)
 

@@ -27,9 +27,9 @@ ALL_FLAGS = (1 << 31) - 1
 def require(environ: Mapping[str, str] = os.environ) -> None:
     """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    A call of a ULFM function would be no test: Open MPI and MPICH accept such calls even under a
-    launcher that ends the job. `mpirun --with-ft ulfm` sets an environment variable for its ranks,
-    and this function checks the variable.
+    A test call of a ULFM function would not show this: Open MPI and MPICH accept such calls even
+    under a launcher that ends the job. `mpirun --with-ft ulfm` sets an environment variable for its
+    ranks, and this function checks the variable.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
@@ -80,7 +80,7 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     # MPIX_Comm_agree requires a C int, and combines the flags of the ranks by bitwise AND
     bits = np.array([flags], dtype=np.intc)
     request = world.control.Iagree(bits)
-    # an error only reports that ranks are lost; the bits are valid even then (ULFM, MPI_Comm_agree)
+    # if ranks are lost, the call raises an error, but the bits are valid (ULFM, MPI_Comm_agree)
     with contextlib.suppress(MPI.Exception):
         while poll_s and not request.Test():
             time.sleep(poll_s)

@@ -1,5 +1,6 @@
-"""The choice of the transport: the name in `comm.wire` is converted to an object that makes
-communicators. No other module chooses the transport."""
+"""The transport of a run: the name in `comm.wire` selects an object that makes communicators. No
+other module chooses the transport.
+"""
 
 import importlib
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 """The world of all ranks: their numbers, their division into the groups of the process grid, and
-the end of all ranks after an error. Only this module uses COMM_WORLD.
+the end of all ranks after an error. No other module uses MPI's COMM_WORLD.
 
 Import `ptdmpi.comm.launch` and call its `prepare` before importing this module. The import
 initialises MPI, before torch starts its threads.
@@ -150,7 +150,8 @@ class World:
     def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
-        # A node's number is the lowest rank on it. Ranks are sorted by node, then by launch rank.
+        # The number of a node is the lowest rank on this node. Ranks are sorted by node, then by
+        # launch rank.
         leader = node.bcast(everyone.Get_rank(), root=0)
         placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))
@@ -259,12 +260,13 @@ class World:
 
 def _abort(communicators: Iterable[Communicator]) -> None:
     for communicator in communicators:
-        with contextlib.suppress(Exception):  # end the next transport even if this one fails
+        # if a transport cannot be ended, end the other transports all the same
+        with contextlib.suppress(Exception):
             communicator.abort()
 
 
 def end_together(world: World) -> None:
-    """From now on, if an exception is not caught on this rank, end all ranks as `fail_together`
+    """Set up this rank so that an exception that is not caught ends all ranks, as `fail_together`
     does.
     """
     usual = sys.excepthook
@@ -310,7 +312,7 @@ def fail_together(world: World) -> Iterator[None]:
         world.control.Abort(2)
     except KeyboardInterrupt:
         if world.size == 1:
-            raise  # raise again: the caller ends the program, and MPI is finalized as usual
+            raise  # the caller ends the program, and MPI is finalized as usual
         print(f"ptdmpi: interrupted (rank {world.rank})", file=sys.stderr, flush=True)
         world.control.Abort(130)
     except BaseException as error:

@@ -84,7 +84,7 @@ def _quantization(manifest: Manifest) -> str:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    """Print the summary of a checkpoint, and remove its entries from `summary`."""
+    """Print the summary of a checkpoint. Each entry that is printed is removed from `summary`."""
     print(summary.pop("path"))
     problem = summary.pop("problem")
     if problem:

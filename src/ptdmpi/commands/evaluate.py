@@ -93,8 +93,9 @@ def _class_line(name: str, scores: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text. The harness also returns words, such as N/A for a missing standard
-    error."""
+    """Return a score, or a word that the harness returns in place of a score, as text. The harness
+    also returns words, such as N/A for a missing standard error.
+    """
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int):

@@ -24,8 +24,9 @@ ATTENTION_TARGETS = {
     "attention.v": ("attention.qkv", 2),
     "attention.out": ("attention.out", 0),
 }
-# The same for the targets in an MLP: the end of the target's name -> (end of the linear's name,
-# number). The beginning of both names is the name of the MLP, for example "mlp".
+# Last part of the name of a target for adapters in an MLP -> (last part of the name of the linear
+# that computes the target, number of the target among the parts of the linear's output). The first
+# part of both names is the name of the MLP, for example "mlp".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
 EXPERTS = "mlp.experts"  # the name by which all experts of a layer are one target
@@ -85,12 +86,12 @@ def targets_of(
     adapt: AdaptConfig, gates: int, mlps: Sequence[str] = (MLP,)
 ) -> dict[str, tuple[str, int]]:
     """Return the targets that get adapters: name of the target -> (name of the linear that computes
-    it, number of the target among the parts of the linear's output). The result is empty if the
-    model has no adapters.
+    the target, number of the target among the parts of the linear's output). The result is empty if
+    the model has no adapters.
 
     `gates` is the number of parts in the output of an MLP's first linear (`ModelConfig.gates`), and
-    `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A target in `EXPERTS` stands
-    for the linears of all experts, and only LoRA can adapt it.
+    `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A target in `EXPERTS` means a
+    linear of every expert of the layer; only LoRA can adapt such a target.
     """
     if not adapt.adapts:
         return {}

@@ -26,7 +26,7 @@ from ptdmpi.config.sections import RateGroup, TrainDataConfig
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
-MOST_BYTES = 1 << 24  # maximum size of a TOML file
+MOST_BYTES = 1 << 24  # maximum size of a TOML file in bytes
 # The maximum nesting of tables and lists. The deepest legal key, data.train.path, has 3 levels.
 MOST_DEPTH = 8
 

@@ -7,15 +7,17 @@ from typing import NamedTuple
 
 
 class LayerKind(NamedTuple):
-    """The properties in which the layers of a model differ. `mixes` is True if a layer has experts.
-    `idle` is True if it comes before the first layer with adapters, and so has no backward pass."""
+    """The properties in which the layers of a model differ. `mixes` is True if the layer has
+    experts. `idle` is True if the layer comes before the first layer with adapters, and therefore
+    has no backward pass.
+    """
 
     mixes: bool = False
     idle: bool = False
 
 
 class LayerRun(NamedTuple):
-    """`layers` is a number of neighbouring layers of one kind."""
+    """A run of layers: `layers` neighbouring layers of the same kind."""
 
     kind: LayerKind
     layers: int
@@ -25,13 +27,13 @@ Runs = tuple[LayerRun, ...]
 
 
 def merged(runs: Iterable[LayerRun]) -> Runs:
-    """Return the same layers with one run for all neighbouring runs of one kind."""
+    """Return the runs of layers after neighbouring runs of the same kind were merged into one."""
     groups = itertools.groupby(runs, key=lambda run: run.kind)
     return tuple(LayerRun(kind, sum(run.layers for run in group)) for kind, group in groups)
 
 
 def count_of(runs: Iterable[LayerRun]) -> int:
-    """Return the number of layers."""
+    """Return the total number of layers in `runs`."""
     return sum(run.layers for run in runs)
 
 
@@ -43,5 +45,5 @@ def mixing_layers(layers: int, dense_layers: int, moe_every: int) -> tuple[int, 
 
 
 def trained_runs(runs: Iterable[LayerRun]) -> Runs:
-    """Return the runs of layers that have a backward pass."""
+    """Return the runs whose layers have a backward pass."""
     return tuple(run for run in runs if not run.kind.idle)

@@ -164,7 +164,8 @@ class Layout:
         """Return how the experts of a layer are distributed over ranks."""
         if self.expert_tensor == 1 and self.tensor > 1:
             return Dealing(self.expert, True, self.tensor)
-        # a search asks for this millions of times, so the usual value is not made anew
+        # a search calls this method millions of times, so the most frequent result is made only
+        # once
         return ON_ONE_RANK if self.expert == 1 else Dealing(self.expert)
 
     @property
@@ -174,9 +175,9 @@ class Layout:
 
     @property
     def expert_context(self) -> int:
-        """Return the number of context ranks over which experts are distributed. Experts are
-        distributed over tensor ranks first (if they are not divided over them), then over context
-        ranks, and then over data ranks.
+        """Return the number of context ranks over which experts are distributed. Undivided experts
+        are distributed over tensor ranks first, then over context ranks, and then over data ranks.
+        Divided experts are distributed over context ranks and then over data ranks.
         """
         return math.gcd(self.expert_tokens, self.context)
 

@@ -79,9 +79,9 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
 
 
 def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
-    """Yield the reasons why a layout is not legal for this model and global batch, each with legal
-    values. Yield nothing if the layout is legal. Rules about the model or the batch are skipped if
-    `model` or `batch` is None.
+    """Yield the reasons why a layout is not legal for this model and global batch. Each reason also
+    names legal values. Yield nothing if the layout is legal. Rules about the model or the batch are
+    skipped if `model` or `batch` is None.
     """
     return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
 
@@ -156,16 +156,20 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
-    """Return the name and the value of the key whose value the tensor axis divides in a layer with
-    experts. If experts are not divided, only the shared experts are divided, as one MLP."""
+    """Return the width that the tensor axis divides in a layer with experts: the keys that give
+    this width, and its value. If experts are not divided, the tensor axis divides only the shared
+    experts, as one MLP.
+    """
     if layout.dealing.whole:
         return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
     return "expert_hidden", model.expert_hidden
 
 
 def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule for undivided experts that the tensor ranks can divide the positions of a
-    context rank equally, because each of them sends its own positions to the experts."""
+    """Return the rule for undivided experts: the tensor-parallel size divides the number of
+    positions on a context rank. The reason is that each tensor rank sends an equal part of these
+    positions to the experts.
+    """
     each = model.seq_length // layout.context
     return Rule(
         "expert_tokens",
@@ -202,8 +206,8 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
-    """Yield three rules: experts are distributed over ranks only if the model has experts, as is
-    the number of tensor ranks that divide an expert; and all ranks get equally many experts.
+    """Yield three rules. Without experts in the model, `parallel.expert_tensor` must not be set,
+    and `parallel.expert` must be 1. With experts, every rank must get the same number of experts.
     """
     expert, experts = layout.expert, model.experts
     yield Rule(
@@ -233,8 +237,8 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule for the method "ulysses" that the query heads of a tensor rank can be divided
-    equally over the context ranks.
+    """Return the rule for the context method "ulysses": the context-parallel size divides the
+    number of query heads on a tensor rank.
     """
     heads = model.heads // layout.tensor
 

@@ -72,9 +72,9 @@ NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
-    """The section [data_parallel]: the messages that replicas exchange, and when. The tables of
-    this module list the keys that each method uses; `rules.methods` checks the combinations with
-    other settings.
+    """The section [data_parallel]: which messages replicas exchange, and when they exchange the
+    messages. The tables of this module list the keys that each method uses; `rules.methods` checks
+    the combinations with other settings.
     """
 
     method: Reported[MethodName] = "all_reduce"

@@ -108,9 +108,9 @@ def own_sizes(tree: Mapping[str, Any]) -> list[str]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a recipe that do not contradict other keys of the run. The final learning
-    rate is used only together with the recipe's peak learning rate, and the warm-up is adapted to
-    the length of the run.
+    """Return the keys of a recipe that do not contradict other keys of the run. The recipe's final
+    learning rate is returned only if the recipe's peak learning rate is returned, too. The warm-up
+    is shortened for a short run.
     """
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None

@@ -33,8 +33,8 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The kind of state that consists of the master weights (in a model that is not trained: of the
-# weights).
+# The name of the kind of state that contains the master weights, or the weights if the model is not
+# trained.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that contains the moving average of the weights
 # Kinds of state that optimizers keep, with the names that torch uses.
@@ -407,7 +407,8 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, values: Any) -> Any:
-        # also with one receiver a mistake is reported by a rule, which does not print a web address
+        # a rule, which does not print web addresses, reports the mistakes of receivers, also of a
+        # single receiver
         if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
             return {**values, "notify": (values["notify"],)}
         return values

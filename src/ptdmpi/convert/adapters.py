@@ -46,10 +46,11 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The position of one adapter in a layer. The adapter changes output number `output` of the
-    linear layer `linear`. `rows` are the rows of this linear layer's weight that compute the
-    output. If `by_rows` is True, the linear layer is split over its inputs, and one adapter changes
-    all its outputs."""
+    """The position of one adapter in the model. The adapter changes the output with number `output`
+    (for example 1 for the keys) of the linear layer `linear`. `rows` are the rows of this linear
+    layer's weight that compute the output. If `by_rows` is True, the linear layer is split over its
+    inputs, and one adapter changes all its outputs.
+    """
 
     linear: str
     target: str
@@ -99,8 +100,10 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 
 def _linears(model: ModelConfig, name: str) -> list[str]:
-    """Return the linears of a layer that a target's linear `name` stands for: the linear itself, or
-    the linears of all experts."""
+    """Return the names of the linears that an adapter target changes in a layer. If `name` is the
+    linear of an expert without a number, return this linear of every expert; otherwise return
+    `name`.
+    """
     if not name.startswith(f"{EXPERTS}."):
         return [name]
     end = name.removeprefix(f"{EXPERTS}.")
@@ -123,9 +126,10 @@ class LoadedAdapter:
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """Load the adapters that `path` names. `kind` says which stored values become the adapters'
-    weights: the weights themselves or their running average. Raise InputError if the adapters are
-    missing or damaged."""
+    """Load the adapters that `path` names. `kind` selects the stored values that become the weights
+    of the adapters: the trained weights, or the moving average of the weights. Raise InputError if
+    the adapters are missing or damaged.
+    """
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -159,11 +163,12 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     """Merge the adapters at `adapter` into the model at `base`, and write the merged model at
     `target`.
 
-    `train`, `evaluate`, `generate` and `convert` can read `target`. The merged model has the
-    adapter's chat template, or if the adapter has none, the base model's template. `kind` says
-    which stored values of the adapter are merged: its weights or their running average. Return the
-    bytes of the weights, and a note about files that are missing. Raise InputError if an input is
-    missing or damaged; then `target` is not written.
+    `train`, `evaluate`, `generate` and `convert` can read `target`. The merged model gets the chat
+    template of the adapter. If the adapter has no template, the merged model gets the template of
+    the base model. `kind` selects the stored values of the adapter that are merged: the trained
+    weights, or the moving average of the weights. Return the bytes of the weights, and a note about
+    files that are missing. Raise InputError if an input is missing or damaged; then `target` is not
+    written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -216,8 +221,9 @@ def _merged(
 def _merged_slab(
     reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
-    """Return some rows of a weight or bias of the merged model, as changed by the adapters `own`
-    and computed in float64."""
+    """Return the slice `box` of a weight or bias of the merged model: the values of the base model,
+    which the adapters `own` change in float64.
+    """
     values = _read(reader, name, box)
     if not own:
         return values
@@ -236,8 +242,10 @@ def _merged_slab(
 
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
-    """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there` is
-    the slice of these rows, counted from the first row that the adapter changes."""
+    """Return `rows`, some rows of a weight or elements of a bias, after the adapter at `place` has
+    changed them. `there` has the numbers of these rows, counted from the first row that the adapter
+    changes.
+    """
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -256,15 +264,16 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     difference between the models at `tuned` and `base`. The adapter is written to the directory
     `target`.
 
-    For each linear layer the adapter has the greatest singular values of the difference (Eckart and
-    Young 1936). Queries, keys and values are treated separately. The adapter begins at the first
-    layer that differs. If `tuned` is a merged model whose adapter had at most this rank, the result
-    is the same adapter, except for the factorization into A and B.
+    For each linear layer, the adapter keeps the `rank` greatest singular values of the difference
+    of the weights (Eckart and Young 1936). Queries, keys and values are treated separately. The
+    adapter changes only layers from the first layer on in which the models differ. If `tuned` is a
+    merged model whose adapter had at most this rank, the result is the same adapter, except for the
+    factorization into A and B.
 
-    Return two values. The first is the largest relative error: the norm of the part of a difference
-    that the adapter does not represent, divided by the norm of that difference. The second has the
-    names of other parameters that differ, which an adapter cannot represent. Raise InputError for
-    models of different shapes, and for weights that are not finite.
+    Return two values. The first value is the largest relative error: the norm of the part of a
+    difference that the adapter does not represent, divided by the norm of that difference. The
+    second value has the names of other parameters that differ, which an adapter cannot represent.
+    Raise InputError for models of different shapes, and for weights that are not finite.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()

@@ -3,9 +3,10 @@ fixed prompts.
 
 The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
 the checkpoint by ptdmpi's model. The logits of every head are compared. ptdmpi and the reference
-both compute in float64 on a CPU, so rounding errors are far below the limit BAR. A mistake in the
-conversion gives a difference far above BAR. At any time only one layer, or the embedding, is in
-memory."""
+both compute in float64 on a CPU. Rounding errors of the logits are therefore far below the limit
+BAR, and a mistake in the conversion changes the logits by far more than BAR. At any time only one
+layer, or the embedding, is in memory.
+"""
 
 from collections.abc import Iterable
 
@@ -42,8 +43,9 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the types [prompts, tokens] of the token ids. The tokens of each type form one
-    segment, and the segments have about equal length."""
+    """Return the types [prompts, tokens] of the token ids. All tokens of a type are neighbours, and
+    each type has about equally many tokens.
+    """
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -82,7 +84,7 @@ def compare(
             "the model's logits are not finite: a weight is inf or NaN; nothing was written"
         )
     differences = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
-    # `not <=` is also True for NaN
+    # in contrast to `>`, `not <=` is also True for NaN
     difference = next((value for value in differences if not value <= BAR), max(differences))
     if not difference <= BAR:
         raise CheckFailed(
@@ -93,8 +95,9 @@ def compare(
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the greatest difference of two tensors, relative to the greatest magnitude of
-    `theirs`."""
+    """Return the greatest absolute difference of the elements of two tensors, divided by the
+    greatest magnitude in `theirs`.
+    """
     scale = theirs.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     return float((ours - theirs).abs().max() / scale)
 
@@ -145,7 +148,9 @@ def _round(
     buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]], model: ModelConfig
 ) -> None:
     """Round each slice of a parameter to the data type of the file tensor that contains this slice.
-    The files have the values that are multiplied by the factors of muP."""
+    Values in the files are already multiplied by the factors of muP, so they are rounded after this
+    multiplication.
+    """
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -32,13 +32,14 @@ BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
 
 @dataclass(frozen=True)
 class Decoder:
-    """A description of the properties in which one family of decoders differs from all others.
+    """A description of one family of decoders: the properties in which it differs from the other
+    families.
 
-    `defaults` has the values of keys that config.json lacks, since `transformers` leaves out
-    defaults. `keys` is a function that makes further keys of [model] from a config.json. `config`
-    is a function that makes further keys of config.json from [model]. `required` has the values
-    that [model] must have in addition to the values that all families require; None removes a
-    requirement.
+    If a key is missing in config.json, `defaults` has its value, since `transformers` does not
+    write default values. `keys` is a function that makes further keys of [model] from a
+    config.json. `config` is a function that makes further keys of config.json from [model].
+    `required` has the values that [model] must have in addition to the values that all families
+    require; None removes a requirement.
     """
 
     model_type: str
@@ -213,7 +214,7 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
         **window_keys(config, [layer % 2 == 0 for layer in range(layer_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
-        # null means no cap; `defaults` has the value of a key that config.json lacks
+        # null means no cap; if the key is missing in config.json, `defaults` has its value
         "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
         "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
     }

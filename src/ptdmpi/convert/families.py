@@ -28,7 +28,8 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # a later check reports an illegal hidden size, so any value is acceptable here
+    # if the hidden size is illegal, any value may be returned here, because a later check reports
+    # the hidden size
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",
@@ -177,7 +178,7 @@ BERT = Family(
         "sentence.order": ("cls.seq_relationship",),
     },
     transposed=False,
-    # a pooler affects no loss unless a head follows it, so its tensors are buffers
+    # without a head after the pooler, the pooler affects no loss, so its tensors are buffers
     buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
     keys=_bert_keys,
     config=_bert_config,

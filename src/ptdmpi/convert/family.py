@@ -47,12 +47,13 @@ class Family:
     weights of linear layers in `transformers` are [inputs, outputs]. `buffers` matches tensors that
     are no parameters in ptdmpi; they are stored for the conversion back. `keys` is a function that
     makes the keys of [model] from a config.json. `config` is a function that makes a config.json
-    from [model] and the size of the vocabulary. `again` maps a tensor to the tensor that it repeats
-    in every model with a tied head. If the head is not tied and the two tensors differ, only the
-    first of these two tensors is used. `told_by` is for keys of [model] that no config.json has:
-    it maps each such key to the tensor that exists if the key is true. `renamed` maps the ends of
-    names in old files to the ends in newer files. `tasks` maps a kind of task to the class in
-    `transformers` that has a head for the task, and to the linear layer of that head.
+    from [model] and the size of the vocabulary. In files of a model with a tied head, two tensors
+    may have the same values; `again` maps the repeating tensor to the tensor that it repeats. If
+    the head is not tied and the two tensors differ, only the repeating tensor is used. `told_by` is
+    for keys of [model] that no config.json has: it maps each such key to the tensor that exists if
+    the key is true. `renamed` maps the ends of names in old files to the ends in newer files.
+    `tasks` maps a kind of task to the class in `transformers` that has a head for the task, and to
+    the linear layer of that head.
     """
 
     model_type: str
@@ -96,10 +97,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A tensor in the files of `transformers`, and the slice of ptdmpi's parameter that it
-    contains. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
+    """A tensor in the files of `transformers`, and the slice of a parameter of ptdmpi with the same
+    values. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
     logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
-    be transposed."""
+    be transposed.
+    """
 
     ours: str
     whole: tuple[int, ...]
@@ -119,8 +121,9 @@ class Counterpart:
 
 
 class ConfigJson:
-    """The content of a config.json, which is read key by key. `name` is the file's name in error
-    messages."""
+    """The content of a config.json, with methods that read one key and report an illegal value.
+    `name` is the file's name in error messages.
+    """
 
     def __init__(self, values: Json, name: str) -> None:
         self.values = values
@@ -148,15 +151,17 @@ class ConfigJson:
 
 
 class NumberedName(NamedTuple):
-    """The name of a module of ptdmpi as in `Family.modules`, with letters for the numbers of its
-    layer and its expert, and the number of each letter."""
+    """The name of a module of ptdmpi in the form of the keys of `Family.modules`: the letters {i}
+    and {e} replace the numbers of the layer and the expert. `numbers` maps each letter to the
+    number that it replaces.
+    """
 
     name: str
     numbers: Mapping[str, str]
 
     @classmethod
     def of(cls, module: str) -> "NumberedName":
-        """Return the name in this form of a module with a full name."""
+        """Return the `NumberedName` of the module whose full name is `module`."""
         numbers = {}
         layer = re.match(r"layers\.(\d+)\.", module)
         for letter, match in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
@@ -166,7 +171,7 @@ class NumberedName(NamedTuple):
         return cls(module, numbers)
 
     def filled(self, text: str) -> str:
-        """Return `text` with the numbers of this module in place of the letters."""
+        """Return `text` after replacing the letters {i} and {e} by the numbers of this module."""
         for letter, number in self.numbers.items():
             text = text.replace(letter, number)
         return text
@@ -201,8 +206,9 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return a table that maps each repeating tensor to the tensor that it repeats, for files that
-    contain both tensors. Names have no prefix."""
+    """If the files contain two tensors with the same values, return a table that maps the repeating
+    tensor to the tensor that it repeats. Names have no prefix.
+    """
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]

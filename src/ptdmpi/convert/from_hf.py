@@ -42,8 +42,9 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
-    """Convert the model directory `source` to a directory `target`. If the model is from the hub,
-    `hub_name` is its name there, which `target` stores. Raise InputError if the model
+    """Convert the model directory `source` to a directory `target`. If the model was downloaded
+    from the hub, `hub_name` is the name of the model on the hub; the directory `target` stores this
+    name. Raise InputError if the model
     is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After an error
     `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
@@ -84,9 +85,10 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
 
 
 def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
-    """Return a configuration with the given `keys` of [model], and with the keys whose values
-    depend on whether a tensor exists. Raise InputError, with the `name` of config.json, for illegal
-    keys."""
+    """Return a configuration with the given `keys` of [model]. Some further keys are True if the
+    files contain a certain tensor (`Family.told_by`); these keys are set, too. Raise InputError,
+    with the `name` of config.json, for illegal keys.
+    """
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -94,15 +96,18 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    if layers > len(bases):  # probably a typo: report it before this number of layers is declared
+    # the number of layers is probably a typo: report the mistake before so many layers are declared
+    if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan after comparing each repeating tensor with the tensor that it should repeat.
-    If their values differ, the repeating tensor becomes the parameter, and the other tensor is
-    unused. Raise InputError if the values differ in a model whose embeddings are tied."""
+    """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
+    the plan for the tensors. If the values differ, the repeating tensor becomes the parameter, and
+    the other tensor is unused. Raise InputError if the values differ in a model whose embeddings
+    are tied.
+    """
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -146,7 +151,9 @@ def _read(
     theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
 ) -> Array:
     """Return the slice `slab` of the tensor `name` of `transformers`, in ptdmpi's layout and as
-    `dtype`. `slab` is counted in ptdmpi's layout."""
+    `dtype`. The indices of `slab` are those of ptdmpi's parameter, not those of the tensor in the
+    file.
+    """
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()
@@ -173,7 +180,9 @@ def write_checkpoint(
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of an entry of the checkpoint, and advance the progress display."""
+    """Return the values that an entry of the checkpoint will contain, and advance the progress
+    display.
+    """
     advance(part.nbytes)
     return part.values()
 

@@ -105,7 +105,9 @@ def with_task(family: Family, task: TaskConfig) -> Family:
         """Return the config.json, with the head for the task."""
         output = {"output_head": "mlm" if model.masked else "linear", "classes": 0}
         values = family.config(model.model_copy(update=output), vocab_size)
-        del values["tie_word_embeddings"]  # without a token head there is no second weight to tie
+        # a model without a head that predicts tokens has no weight that could be tied to the
+        # embedding
+        del values["tie_word_embeddings"]
         return {**values, "architectures": [name], **_labels_config(task)}
 
     modules = {ours: theirs for ours, theirs in family.modules.items() if not _is_text_head(ours)}
@@ -136,8 +138,9 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """Return a note about the key of [task] that config.json cannot store; "" if nothing is
-    lost."""
+    """Return a note for the user if config.json cannot store a key of [task]; "" if config.json
+    stores all of [task].
+    """
     if not task.choices:
         return ""
     return f"config.json has no place for task.choices = {task.choices}"

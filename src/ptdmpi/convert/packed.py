@@ -71,8 +71,9 @@ class PackedModel:
         return cls(form, quantized)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers of the same files after packed tensors have replaced the quantized
-        weights."""
+        """Return the `headers` of the weight files, in which packed tensors replace the quantized
+        weights.
+        """
         packed = {}
         for file, text in headers.items():
             written: list[tuple[str, Stored]] = []

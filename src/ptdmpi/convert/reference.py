@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Get = Callable[[str], Tensor]  # takes the name of a tensor, without prefix, and returns the tensor
+Get = Callable[[str], Tensor]  # function: name of a tensor, without prefix -> the tensor
 Json = Mapping[str, Any]
 
 
@@ -168,7 +168,7 @@ def _window(config: Json, layer: int) -> int | None:
         slides = False
     elif kind == "mistral":
         slides = True
-    elif kind == "mixtral":  # unlike Mistral's, its window has no default
+    elif kind == "mixtral":  # for this family, in contrast to Mistral, the window has no default
         return config.get("sliding_window")
     elif types:
         slides = types[layer] == "sliding_attention"
@@ -329,8 +329,9 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
 
 
 def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
-    """Return a frequency scaled as in Llama 3.1: long waves become longer by `factor`, and short
-    waves stay unchanged."""
+    """Return a rotary frequency after the scaling of Llama 3.1: long wavelengths are multiplied by
+    `factor`, and short wavelengths stay unchanged.
+    """
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     low = scaling["low_freq_factor"]
@@ -345,9 +346,10 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 
 def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
-    """Return frequencies as YaRN scales them. Frequencies up to a first index are unchanged, and
-    frequencies from a last index on are divided by `factor`. Between these two indices there is a
-    linear transition. `base` is rope_theta."""
+    """Return rotary frequencies after the scaling of YaRN. Frequencies up to a first index are
+    unchanged, and frequencies from a last index on are divided by `factor`. Between these two
+    indices there is a linear transition. `base` is rope_theta.
+    """
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     half = len(frequencies)

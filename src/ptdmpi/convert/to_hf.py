@@ -74,13 +74,13 @@ def to_hf(
 ) -> Converted:
     """Convert the newest checkpoint that `source` names to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote; its files, tensor names and data types are used. The
-    default of `like` is `source` itself, or the directory that the run began from, if `from_hf`
-    wrote one of them. Without such a directory the files of the model are made from [model], in
-    float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps the types.
-    With `quantized`, the quantized weights of the checkpoint stay quantized (`packed.py`);
-    otherwise they are dequantized. `kind` says which stored values become the weights: the weights
-    themselves or their running average.
+    `like` is a directory that `from_hf` wrote; the new directory gets its files, tensor names and
+    data types. The default of `like` is `source` itself, or the directory that the run began from,
+    if `from_hf` wrote one of them. Without such a directory the files of the model are made from
+    [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps
+    the types. With `quantized`, the quantized weights of the checkpoint stay quantized
+    (`packed.py`); otherwise they are dequantized. `kind` selects the stored values that become the
+    weights: the trained weights, or the moving average of the weights.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
@@ -199,7 +199,8 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
-    if now.positions == "rope":  # keep the original length after training on shorter samples
+    # if the model was trained on shorter samples, keep the original sequence length
+    if now.positions == "rope":
         same["seq_length"] = max(before.seq_length, now.seq_length)
     old = family.config(before, 0)
     new = contents.family.config(now.model_copy(update=same), 0)
@@ -280,8 +281,9 @@ def _with_task_head(
 
 
 def _buffers(kept: Path | None) -> set[str]:
-    """Return the names of the tensors that `from_hf` stored as buffers, because they are no
-    parameters."""
+    """Return the names of the buffers: tensors that `from_hf` has stored separately, because they
+    are no parameters.
+    """
     if kept is None or not (kept / BUFFERS).is_file():
         return set()
     with safe_open(kept / BUFFERS, framework="pt") as buffers:
@@ -409,8 +411,9 @@ class _Values:
             raise AssertionError(f"{name} is no parameter, and nothing was kept")
 
     def _parameter(self, counterpart: Counterpart, stored: Stored) -> Iterator[Tensor]:
-        """Yield the slice of ptdmpi's parameter that a tensor of the target format contains, in the
-        layout and type of that format."""
+        """Yield the elements of a tensor of the target format, in the layout and data type of that
+        format. The elements are a slice of one of ptdmpi's parameters.
+        """
         ours = key(WEIGHTS, counterpart.ours)
         dtype = self.reader.manifest[ours].dtype
         for slab in slabs(stored.shape, np.dtype(dtype).itemsize):

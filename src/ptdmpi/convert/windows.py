@@ -33,7 +33,7 @@ def window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
 
 
 def require_whole(config: ConfigJson, key: str, value: Any) -> int:
-    """Return `value`. Raise InputError if it is not an integer."""
+    """Return `value`. Raise InputError if the value is not an integer."""
     if type(value) is not int:
         raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
     return value
@@ -56,7 +56,8 @@ def layer_types(model: ModelConfig) -> list[str]:
 
 
 def layer_count(config: ConfigJson) -> int:
-    """Return the number of layers; 0 if config.json has an illegal number, because another check
-    reports that."""
+    """Return the number of layers. If config.json has an illegal number of layers, return 0,
+    because another check reports the mistake.
+    """
     layers = config.need("num_hidden_layers")
     return layers if type(layers) is int else 0

@@ -13,8 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# The number of samples whose positions are computed by one call of numpy. With many samples per
-# call, the overhead of a call does not matter.
+# The number of samples whose positions are computed by one call of numpy. So many samples per call
+# make the overhead of a call negligible.
 _WINDOW_SAMPLES = 1 << 14
 # Several small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
@@ -32,7 +32,8 @@ class MicrobatchRows(NamedTuple):
 
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token
-    # float32 [b, s]: weights of the labels in the loss, 0 or 1; None: all weights are 1
+    # float32 [b, s]: weights of the labels in the loss (0 or 1, but any finite numbers from the
+    # user's own datasets); None: all weights are 1
     weights: np.ndarray | None
     # int64 [b]: global sample numbers in training, numbers of the dataset's samples in validation
     samples: np.ndarray
@@ -47,7 +48,9 @@ class MicrobatchRows(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The positions of the samples of several consecutive steps."""
+    """The positions, in the datasets, of the samples that one rank reads in several consecutive
+    steps.
+    """
 
     number: int
     ids: np.ndarray  # int64 [n]: numbers of global samples
@@ -135,8 +138,8 @@ class TrainBatches:
         """Return this rank's m microbatches of step k. Raise InputError for a token id outside the
         vocabulary.
 
-        If steps have few samples and are requested in ascending order, several steps are read at a
-        time.
+        If a step has few samples, and the steps are requested in ascending order, the samples of
+        several steps are read together.
         """
         block = self._block
         if k not in block.steps:
@@ -183,8 +186,9 @@ class ValidationBatches:
         self._first = data_rank * self.count
 
     def microbatches(self) -> Iterator[MicrobatchRows]:
-        """Yield this rank's microbatches, which are read one at a time. Only microbatches that
-        contain repeated rows have weights."""
+        """Yield this rank's microbatches, which are read one at a time. A microbatch has weights
+        only if it contains repeated rows.
+        """
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
             # all ranks need the same number of microbatches, because they call the same collectives

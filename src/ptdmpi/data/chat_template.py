@@ -55,9 +55,9 @@ class _Surroundings(NamedTuple):
 class ChatTemplate:
     """A chat template of a tokenizer.
 
-    `source` is the Jinja text of the template. `said_of` is the name of the template's origin in
-    error messages. `special` has the texts of special tokens, by the names that templates use (such
-    as `eos_token`).
+    `source` is the Jinja text of the template. `said_of` names the file or the entry from which the
+    template comes, for error messages. `special` has the texts of special tokens, by the names that
+    templates use (such as `eos_token`).
     """
 
     source: str
@@ -89,7 +89,7 @@ class ChatTemplate:
         render = self._compiled
         try:
             return render(messages=list(messages), add_generation_prompt=ask, **self.special)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise an exception of any class
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
 
     @cached_property
@@ -118,7 +118,9 @@ class ChatTemplate:
     def end_of_turn(self, special: Collection[str]) -> str | None:
         """Return the text of the special token that the template writes directly after an answer:
         the longest of the texts in `special` with which the text after an answer begins. Return
-        None if it begins with none of them. Raise the same errors as `render`."""
+        None if the text after an answer begins with no special token. Raise the same errors as
+        `render`.
+        """
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
@@ -182,7 +184,9 @@ def _of_marks(marked: str) -> Rendered:
 
 
 def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the answers, each non-empty answer extended by the spaces before it."""
+    """Return the positions of the answers. A non-empty answer is extended, so that it includes the
+    spaces before it.
+    """
     extended = []
     for start, stop in answers:
         if start < stop:
@@ -210,7 +214,7 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     if folder is not None and (folder / TEMPLATE).is_file():
         return ChatTemplate(_read(folder / TEMPLATE), str(folder / TEMPLATE), special)
     own = settings.get("chat_template")
-    if isinstance(own, list):  # several templates, each with a name
+    if isinstance(own, list):  # the entry has several templates, each with a name
         named = {entry.get("name"): entry.get("template") for entry in own if type(entry) is dict}
         own = named.get("default")
     if isinstance(own, str):

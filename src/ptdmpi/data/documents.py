@@ -19,8 +19,9 @@ Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Windows:
-    """The samples of `datasets` as windows of `length` + 1 tokens, with the documents in each
-    window."""
+    """The boundaries of documents in samples of `datasets`; a sample is a window of `length` + 1
+    tokens.
+    """
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
         self._datasets = datasets
@@ -43,8 +44,7 @@ class Windows:
         ):
             (shard,), (start,) = self._datasets[dataset].places(np.array([sample]), self._length)
             offsets = self._offsets(dataset, int(shard))
-            # search for values of the same type as the offsets; otherwise numpy would convert all
-            # offsets
+            # give `ends` the data type of the offsets; otherwise numpy would convert all offsets
             ends = np.array([start, start + self._length], dtype=offsets.dtype)
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1
@@ -52,7 +52,7 @@ class Windows:
 
 
 class LabelWeights:
-    """The weights of the labels of samples, which shards with packed rows store.
+    """The weights of the labels of samples. Shards with packed rows store these weights.
 
     In datasets without packed rows every token has the weight 1.
     """

@@ -39,8 +39,9 @@ _HEAP_BYTES = 1 << 20
 
 
 class _Kind(NamedTuple):
-    """The type of an attribute: the class of the type in HDF5, the class of the value in h5py, and
-    the name of the type in error messages."""
+    """The type that an attribute of a shard must have: its type class in HDF5, the class of its
+    value in h5py, and the name of the type in error messages.
+    """
 
     stored: Any
     value: type[Any]
@@ -190,7 +191,9 @@ def _check_heap(content: bytes, heap: int) -> None:
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        if not free:  # `size` is the size of the object's content, without header and padding
+        # `size` is the size of the content of an object in the heap, without the header and the
+        # padding of the object
+        if not free:
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:
             raise ValueError("has damaged texts in its attributes")
@@ -323,10 +326,10 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
     no SUMMARY.
 
-    So a program reads only one file at its start, whatever the number of shards, and opens a shard
-    when it first needs the shard (`confirmed`). A header is None if SUMMARY lists only the name of
-    the shard; older versions of ptdmpi wrote such files. Raise InputError if SUMMARY cannot be read
-    or is damaged.
+    With SUMMARY, a program reads one file at its start, whatever the number of shards is, and opens
+    a shard only when it first reads the shard (`confirmed`). A header is None if SUMMARY lists only
+    the name of the shard; older versions of ptdmpi wrote such files. Raise InputError if SUMMARY
+    cannot be read or is damaged.
     """
     path = directory / SUMMARY
     try:
@@ -348,9 +351,9 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
 def confirmed(header: ShardHeader) -> ShardHeader:
     """Return the header that is read from the shard's own file.
 
-    If `header` was read from the file, return it unchanged. Raise InputError if the shard's file
-    differs from the listed header, because the file was replaced. Also raise the same errors as
-    `read_header`.
+    If `header` was read from the file, return it unchanged. Raise InputError if the header in the
+    shard's file differs from `header`, which means that the file was replaced. Also raise the same
+    errors as `read_header`.
     """
     if not header.listed:
         return header

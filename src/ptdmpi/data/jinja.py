@@ -39,8 +39,9 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[LIMITED] = self._counted
 
     def begin(self) -> None:
-        """Reset the counts of loop iterations and calls, and the end of the time limit, for a new
-        rendering."""
+        """Prepare a new rendering: set the counts of loop iterations and calls to 0, and restart
+        the time limit.
+        """
         self.turns_left = MOST_TURNS
         self.ends_s = time.thread_time() + MOST_SECONDS
 
@@ -95,7 +96,7 @@ class _Generation(Extension):
         self.mark_answer: Callable[[str], str] = str
 
     def parse(self, parser: Any) -> Any:
-        """Convert the block to a call of `_marked` with its text."""
+        """Replace the {% generation %} block by a call of `_marked` with the text of the block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -51,7 +51,7 @@ class LabelledFile:
 
 @dataclass(frozen=True)
 class LabelledForm:
-    """The form of the samples for a model: rows of `seq_length` ids, padded with the id `pad`.
+    """The form in which a model reads samples: rows of `seq_length` ids, padded with the id `pad`.
 
     If `first` is True, the model's head reads the activation at the first token, as in a model with
     bidirectional attention. Otherwise the head reads the activation at the last token of each
@@ -152,8 +152,8 @@ def in_order(
     all).
 
     A microbatch has `micro` samples. Each rank gets a contiguous block of microbatches, and all
-    ranks have the same number of microbatches. Samples after the last sample repeat the last
-    sample, with weights of 0.
+    ranks have the same number of microbatches. To fill the last microbatches, the last sample of
+    the file is repeated with weights of 0.
     """
     samples = len(file.labels)
     if most is not None:

@@ -87,7 +87,8 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        if microbatch.weights is not None:  # rows with weight 0 only fill up a validation batch
+        # a row with weight 0 is no sample: it only fills up a validation batch
+        if microbatch.weights is not None:
             weights *= microbatch.weights[:, :1]
             orders[microbatch.weights[:, 0] == 0.0] = -1
         return microbatch._replace(
@@ -104,12 +105,13 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. This document
-        contains a randomly chosen token of the window, so that every token is used if training is
-        long enough.
+        The sample's text is the part of one document that is inside the window. The document is the
+        one that contains a randomly chosen token of the window. In a long training, every token is
+        therefore used.
         """
-        # The number of drawn random numbers depends only on the length of the window, even if some
-        # numbers are not used. So no choice changes the random numbers of other choices.
+        # The number of random numbers that are drawn depends only on the length of the window, even
+        # if some of them are not used. A random choice therefore does not change the random numbers
+        # of later choices.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
@@ -143,9 +145,9 @@ class MaskedSamples:
         return text[: inside[-1] + 1]
 
     def _word_starts(self, text: np.ndarray) -> np.ndarray:
-        """Return True for each token of `text` that begins a word, bool [n]. A word is cut into
-        several words if it is longer than LONGEST_WORD or than the number of tokens that may be
-        masked."""
+        """Return True for each token of `text` that begins a word, bool [n]. If a word has more
+        than LONGEST_WORD tokens, or more tokens than may be masked, it is treated as several words.
+        """
         starts = self.vocabulary.word_starts(text)
         longest = min(LONGEST_WORD, max(1, predictions(self.fraction, len(text))))
         places = np.arange(len(text))
@@ -196,9 +198,10 @@ class MaskedSamples:
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     def _hide(self, labels: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        """Return the inputs that replace the masked tokens `labels`: the mask token for 80 % of the
-        labels, a random token for 10 %, and the label itself for 10 % (Devlin et al. 2019, section
-        3.1). `chances` has the random numbers, float [2, n]."""
+        """Return the tokens that the model reads in place of the masked tokens `labels`: the mask
+        token for 80 % of the labels, a random token for 10 %, and the label itself for 10 % (Devlin
+        et al. 2019, section 3.1). `chances` has the random numbers, float [2, n].
+        """
         drawn = (chances[1] * self.vocabulary.drawn).astype(np.int64)
         shown = np.where(chances[0] < DRAWN, drawn, labels)
         return np.where(chances[0] < MASKED, self.vocabulary.mask, shown)
@@ -206,9 +209,8 @@ class MaskedSamples:
 
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
     """Return `count` random numbers in [0, 1) for sample `number`. The numbers are the same on
-    every machine.
-
-    The numbers come from Philox, a counter-based generator without state (Salmon et al. 2011).
+    every machine. The random generator is Philox, which computes each number from a counter,
+    without state (Salmon et al. 2011).
     """
     # seed and sample number are the key, so no two samples share a stream of random numbers
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)

@@ -23,8 +23,8 @@ MAX_PERIOD = 10**6  # the maximum period of a mixture, in samples
 # and Rackoff 1988). The round function is a hash, which is weaker than a random function, so there
 # are more rounds.
 _ROUNDS = 8
-# words of at most _SMALL_BITS bits need more rounds, because a round then has too few output bits
-# to mix within 8 rounds
+# if words have at most _SMALL_BITS bits, 8 rounds are too few: the output of a round has too few
+# bits to mix the words
 _SMALL_ROUNDS = 32
 _SMALL_BITS = 14
 
@@ -67,8 +67,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         changed = number % 2
         if widths[changed] == 0:
             continue
-        # each round has a different function, because with equal functions regular patterns of the
-        # halves would remain
+        # each round has a different function; with the same function in all rounds, patterns of the
+        # two halves would remain
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2
@@ -125,7 +125,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of an order: step `step` (from 0) begins with global sample `sample`."""
+    """The first step of an order: step `step` (from 0) of the run, which begins with global sample
+    `sample`.
+    """
 
     step: int = 0
     sample: int = 0

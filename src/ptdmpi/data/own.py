@@ -1,4 +1,5 @@
-"""Datasets whose samples are made by a class of the user's own, not read from shards.
+"""Datasets of the user: the samples are not read from shards, but made by a class that the user has
+written.
 
 The path of a dataset, "module:class", names the user's class. ptdmpi makes an object of this class,
 with the sequence length s as argument. The object has `vocab_size`, a length, and a method
@@ -50,8 +51,9 @@ class OwnDataset:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))
         self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
-        # The hash contains the lengths and two samples. These are enough to recognize a dataset
-        # with other content, without reading all samples.
+        # The hash covers the number of samples, the sequence length, and the first and the last
+        # sample, because reading all samples would take too long. A change of any other sample does
+        # not change the hash.
         ends = [self.row(number)[0].tolist() for number in (0, len(self._own) - 1)]
         self.sha256 = _hash(path, len(self._own), seq_length, ends)
 

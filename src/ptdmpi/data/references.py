@@ -131,7 +131,7 @@ def write_shard(header: ShardHeader, values: np.ndarray) -> dict[str, Any]:
     path = folder / f"{header.path.stem}.npy"
     try:
         folder.mkdir(exist_ok=True)
-        # remove an earlier summary, because its checksums do not match the new values
+        # remove an earlier summary, because its checksums do not match the new log-probabilities
         (folder / SUMMARY).unlink(missing_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             np.save(file, values, allow_pickle=False)
@@ -151,8 +151,9 @@ def write_summary(directory: Path, model: str, shards: Mapping[str, Any]) -> Non
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return the values that identify a shard for its log-probabilities: the checksums of its
-    tokens and of their weights."""
+    """Return the checksums of a shard's tokens and weights. They show whether stored
+    log-probabilities belong to this shard.
+    """
     return [header.checksum, header.weights_checksum]
 
 

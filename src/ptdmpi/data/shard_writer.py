@@ -41,7 +41,7 @@ _PIECE_TOKENS = 1 << 17
 # The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # for fewer document ends than this, plain integers are faster than numpy
-# each time this many bytes are written, the kernel is asked to write them to the disk
+# after each such number of bytes, the kernel is asked to write them to the disk
 _OUT_BYTES = 1 << 23
 
 
@@ -78,9 +78,9 @@ class ShardWriter:
     """A context manager that writes one shard as a stream: first to `PATH.tmp`, which is renamed to
     PATH at the end.
 
-    Only a complete, synced shard ever has the name PATH. If the `with` block ends with an
-    exception, or a write fails, the temporary file is removed. The writer needs memory for one
-    buffer, for 8 bytes per document, and, for a shard with rows, for one byte per token.
+    Only a complete, synced shard ever has the name PATH. The temporary file is removed if the
+    `with` block raises an exception, or if a write fails. The writer needs memory for one buffer,
+    for 8 bytes per document, and, for a shard with rows, for one byte per token.
 
     The methods of `ShardWriter` raise InputError in three cases. The file cannot be written, for
     example on a full disk. A token id is outside the vocabulary; a later call may raise this error,
@@ -159,7 +159,8 @@ class ShardWriter:
         """
         if tokens.size == 0:
             return
-        if document_ends.size < _FEW_ENDS:  # plain integers take a third of the time
+        # for few ends, plain Python integers take a third of the time that numpy takes
+        if document_ends.size < _FEW_ENDS:
             self._ends.extend([self.tokens + end for end in document_ends.tolist()])
         else:
             self._ends.frombytes((document_ends + self.tokens).astype(np.uint64).tobytes())
@@ -178,7 +179,8 @@ class ShardWriter:
         """Convert at most _STEP_TOKENS tokens to the shard's type, and append them to the buffer of
         tokens that are not yet written."""
         if tokens.dtype != self._dtype:
-            self._check_ids(tokens)  # check before the conversion cuts off bits
+            # check the ids before the conversion to a narrower type cuts off bits
+            self._check_ids(tokens)
         if self._filled + tokens.size > _PIECE_TOKENS:
             self._write_gathered()
         stop = self._filled + tokens.size

@@ -96,7 +96,8 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
     # the file was replaced or truncated since its header was read
     except (OSError, ValueError) as error:
         raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
-    return mapped.view(np.ndarray)  # slicing the memmap subclass takes three times as long
+    # return a plain array: slicing an object of the class memmap takes three times as long
+    return mapped.view(np.ndarray)
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
@@ -237,8 +238,8 @@ class Dataset:
         self.pairs = first.pairs  # the documents of a row form pairs of answers
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # The caches do not refer to this object. So the files are closed when the object is
-        # deleted, not at a later garbage collection.
+        # The cached functions do not refer to this object. With such a reference, the files would
+        # stay open until a later garbage collection, not only until the object is deleted.
         headers = self.headers
         self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)
@@ -310,7 +311,9 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    if len(places) == 1:  # without a narrow copy, which would take half as long as the read
+    # convert directly to int64: an additional copy in the narrow type would take half as long as
+    # the read
+    if len(places) == 1:
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
         _check_ids(datasets, places, tokens)
@@ -335,7 +338,7 @@ def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: n
     """Raise InputError if a token id is outside the vocabulary. `tokens` has one row for each
     element of `places`; if there is only one row, `tokens` may be 1-D."""
     size = datasets[0].vocab_size
-    # argmax is numpy's fastest function that reads all ids
+    # to find the largest id, use argmax, which is numpy's fastest function that reads all ids
     if tokens.item(tokens.argmax()) >= size:
         ids = tokens.reshape(len(places), -1)
         row, column = np.argwhere(ids >= size)[0].tolist()

@@ -15,11 +15,11 @@ class SplitOrder(SampleOrder):
     ranks.
 
     Each rank gets a contiguous block of datasets, and reads only the datasets of this block. All
-    blocks have the same number of datasets. In step k data rank r trains on the r-th of `ranks`
-    blocks of the step's B = `global_size` samples, as without a split. The samples of this block
-    come from the rank's own order, a `SampleOrder` of its datasets with their weights: they are B /
-    ranks samples of this order, beginning with sample k B / ranks. So global sample n is still a
-    pure function of seed, n and the number of data ranks, and does not depend on the tensor- and
+    blocks have the same number of datasets. The B = `global_size` samples of step k are cut into
+    `ranks` equal blocks, and data rank r trains on block r, as without a split. Each data rank has
+    an order of its own: a `SampleOrder` of its datasets with their weights. In step k it trains on
+    B / ranks samples of this order, beginning with sample k B / ranks. So global sample n is still
+    a pure function of seed, n and the number of data ranks, and does not depend on the tensor- and
     pipeline-parallel sizes.
     """
 

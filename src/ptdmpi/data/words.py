@@ -34,12 +34,13 @@ SPECIAL_NAMES = {
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """The special ids of a vocabulary, and which of its tokens begin words.
+    """The properties of a vocabulary that masking needs: the ids of special tokens, and two arrays
+    that show which tokens begin words.
 
     `size` is the size of the model's vocabulary: the number of ids in the shards, plus the number
     of special tokens that the shards lack. A random token that replaces a masked token has an id
-    below `drawn`. `begin`, `separator` and `mask` are ids. A token continues the word of the
-    previous token if it is `inner` and the previous token is `open` (bool [size] each).
+    below `drawn`. `begin`, `separator` and `mask` are ids. `inner` and `open` are bool [size]:
+    token B continues the word of the token A before it if `inner[B]` and `open[A]` are True.
     """
 
     size: int
@@ -139,8 +140,9 @@ Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
-    """Return a function of the type `Ends` for a tokenizer. The function depends on the marks with
-    which the tokenizer's vocabulary shows where words begin or end."""
+    """Return a function of the type `Ends` for a tokenizer. Tokenizers mark the beginnings or ends
+    of words in different ways; the returned function fits the marks of this tokenizer.
+    """
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -163,9 +165,10 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last byte of a token are parts of words. Each character of
-    `token` represents one byte. Bytes beyond ASCII are treated as parts of words, because they are
-    parts of letters."""
+    """Return two values: whether the first byte, and whether the last byte, of a token is part of a
+    word. Each character of `token` represents one byte. Bytes beyond ASCII are treated as parts of
+    words, because they are parts of letters.
+    """
     return _byte_in_word(token[0]), _byte_in_word(token[-1])
 
 
@@ -174,8 +177,9 @@ def _byte_in_word(character: str) -> bool:
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last character of a token are parts of words. The token is
-    plain text, in which BLANK represents a blank and <0x..> a byte."""
+    """Return two values: whether the first character, and whether the last character, of a token is
+    part of a word. The token is plain text, in which BLANK represents a blank and <0x..> a byte.
+    """
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     return _in_word(token[0]), _in_word(token[-1])

@@ -3,11 +3,12 @@ changes although no code writes to it.
 
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
 Before every N-th update, ranks that should have the same values compare hashes of these values. If
-there are only two replicas and they differ, it is unknown which replica is right. Among three or
-more replicas, the values of the majority are assumed to be right. Each rank also compares its
-hashes with the hashes that it computed after its previous update. This second comparison needs no
-replicas, and shows which rank is wrong. Both comparisons are made after the step has used the
-values, and before the update replaces the values.
+only two ranks should have the same values and their values differ, it is unknown which rank is
+right. If three or more ranks should have the same values, the values of the majority are assumed to
+be right. Each rank also compares its hashes with the hashes that it computed after its previous
+update. This second comparison needs no replicas, and shows on which rank the values have changed.
+Both comparisons are made after the step has used the values, and before the update replaces the
+values.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
-COLUMNS = 512  # number of words of 8 bytes; together 4 KiB, the size of a page
+COLUMNS = 512  # a row of 512 words of 8 bytes has 4 KiB, the size of a memory page
 # Both factors of the hash are odd, so that multiplying by them loses no bit of a word. STRIDE is
 # the golden ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX
 # is the multiplier of SplitMix (Steele et al. 2014).
@@ -35,8 +36,9 @@ Members = tuple[int, ...]  # ranks that should have the same values, in ascendin
 class Fault:
     """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` whose values
     may be wrong. `others` are the ranks of the majority, whose values agree; `others` is empty if
-    there is no majority. `changed` is True if the values of a rank have changed between its last
-    update and this comparison."""
+    there is no majority. `changed` is True if the hash of a rank shows that its values have changed
+    since its last update.
+    """
 
     kind: str
     name: str
@@ -79,9 +81,9 @@ class Verification:
     """The comparison of the state's hashes before every `every`-th update. If `every` is 0, nothing
     is compared.
 
-    Every rank calls every method. If the data-parallel method lets replicas differ, replicas are
-    not compared with each other, but ranks that differ only in their position on other axes are
-    compared.
+    Every rank calls every method. If replicas may differ under the data-parallel method, ranks of
+    different replicas are not compared. Ranks of one replica that have copies of the same tensor
+    are compared in any case.
     """
 
     def __init__(self, every: int, state: State, axes: Axes) -> None:
@@ -177,7 +179,7 @@ def hash_of(values: Tensor) -> Tensor:
     sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     rest = data[whole:]
     sums[: rest.numel()] += rest
-    # each column has its own factor; by the shifts, the high bits also change the low bits
+    # multiply each column by a factor of its own; the shifts let the high bits change the low bits
     columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
     mixed = sums * columns
     mixed = (mixed ^ (mixed >> 29)) * MIX
@@ -197,8 +199,9 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the combined hashes `sums` of rank `rank` are equal to the combined hashes of
-    all higher ranks that should have the same values. `every` has the combined hashes of each rank.
+    """Compare the combined hashes `sums` of rank `rank` with those of all higher ranks that should
+    have the same values. Return True if all are equal. `every` has the combined hashes of each
+    rank.
     """
     return all(
         every[other][0].get(ranks) == value

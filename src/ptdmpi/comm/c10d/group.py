@@ -44,9 +44,9 @@ else:
 class TransportGroup(ProcessGroup):
     """A process group whose messages are sent by one of ptdmpi's communicators.
 
-    On the host every operation is complete when the call returns. On a device later work in the
-    current stream sees the operation's result. The group does not support receives from an
-    arbitrary source, tags other than 0, or sparse tensors.
+    On the host every operation is complete when the call returns. On a device the call returns
+    earlier, but later work in the current stream uses the result of the operation. The group does
+    not support receives from an arbitrary source, tags other than 0, or sparse tensors.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -301,8 +301,10 @@ class TransportGroup(ProcessGroup):
 
 
 class _Begun(dist.Work):
-    """A message that has begun. The tensor `into` receives the message. If the caller's tensor is
-    not contiguous, `into` is another tensor, which is copied to the caller's tensor."""
+    """A send or receive of torch.distributed that has begun. A receive writes to the tensor `into`.
+    If the caller's tensor is not contiguous, `into` is a contiguous tensor, which is copied to the
+    caller's tensor at the end.
+    """
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()
@@ -335,7 +337,7 @@ class _Begun(dist.Work):
 
 
 def _done(tensors: list[Tensor]) -> dist.Work:
-    """Return the work of an operation that is complete."""
+    """Return the `Work` object of torch.distributed for an operation that is complete."""
     future: Future[list[Tensor]] = Future()
     future.set_result(tensors)
     return _create_work_from_future(future)
@@ -361,7 +363,9 @@ def _op(opts: Any) -> Any:
 
 
 def _kind(op: Any, size: int) -> tuple[Any, Any]:
-    """Return the kind of a reduction, and the factor of a PREMUL_SUM."""
+    """Return the kind of a reduction (such as SUM), and the factor of a reduction of kind
+    PREMUL_SUM; for other kinds the factor is None.
+    """
     for kind in (*REDUCED, Kind.AVG):
         if op == kind:
             return kind, None

@@ -54,7 +54,7 @@ class MpiSession:
 
         everyone = self.world.control
         assert isinstance(everyone, MPI.Intracomm)
-        # all ranks make groups in the same order, so all calls can use the same tag
+        # all ranks make groups in the same order, so one tag serves for all groups
         control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
         return TransportGroup(self.wire.connect(control, name), name)
 
@@ -83,8 +83,8 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 
 def register() -> None:
     """Register the backend and its rendezvous handlers in torch.distributed. torch.distributed
-    takes the ranks from MPI for the init_method `ptdmpi://`. It also takes them from MPI without an
-    init_method, if the environment variable RANK is not set, as under plain mpirun.
+    takes the ranks from MPI for the init_method `ptdmpi://`. Without an init_method, it takes the
+    ranks from MPI if the environment variable RANK is not set, as under plain mpirun.
     """
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)

@@ -1,8 +1,8 @@
 """The interfaces of a communication library with streams, and the implementation of these
 interfaces by NCCL, through NVIDIA's `nccl4py`.
 
-The callers of the interfaces make all decisions: which rank makes unique ids, in which order ranks
-connect, and which stream waits for which event. The callers therefore work with any library that
+The implementations decide nothing. Their callers decide which rank makes unique ids, in which order
+ranks connect, and which stream waits for which event, and therefore work with every library that
 implements the interfaces.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Exchanged
 
-# number of thread blocks (CTAs) for a message between two ranks; more blocks would slow down
-# computations
+# NCCL uses this number of thread blocks (CTAs) for a message between two ranks; more blocks would
+# slow down computations
 PAIR_CTAS = 4
 
 
@@ -138,7 +138,7 @@ class Nccl:
         return unique_id()
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
-        """Return an NCCL communicator once all ranks have called this."""
+        """Return an NCCL communicator when all ranks of the group have called this method."""
         core = self.core
         torch.cuda.set_device(self.device)
         few = PAIR_CTAS if name.startswith("pair") else None
@@ -218,7 +218,7 @@ class NcclConnection:
         return "" if state in ("Success", "InProgress") else state
 
     def abort(self) -> None:
-        """Abort the communicator. If it is already aborted, do nothing."""
+        """Abort the communicator. Do nothing if the communicator is already aborted."""
         with self._asking:
             before = self._aborted
             self._aborted = True

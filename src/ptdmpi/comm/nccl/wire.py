@@ -48,8 +48,9 @@ class Queued:
 
 
 class _Placed(NamedTuple):
-    """An operation and two marks: `computed` is after the computations before the operation, and
-    `ended` is after the operation itself."""
+    """An operation in a stream, between two marks. The device passes the mark `computed` when the
+    computations before the operation are done, and the mark `ended` when the operation is done.
+    """
 
     what: str
     computed: Event
@@ -134,7 +135,7 @@ class NcclCarrier:
     def _line(self, unique_id: bytes, size: int, rank: int, name: str) -> Line:
         try:
             connection = self.library.connect(unique_id, size, rank, name)
-        # any exception of the library means that the rank cannot train with it
+        # whatever exception the library raises, the rank cannot train with this library
         except Exception as error:
             raise InputError(f'comm.wire = "nccl": no connection of {name}: {error}') from error
         return Line(self.library, connection, name)
@@ -214,8 +215,10 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Load the library. Raise SharedInputError, on every rank, if a rank cannot load it, if
-        versions differ, or if two ranks use the same device. Return the version and the path."""
+        """Load the library. Raise SharedInputError, on every rank, if a rank cannot load the
+        library, if ranks have different versions of the library, or if two ranks use the same
+        device. Return the version and the path of the library.
+        """
         mine: tuple[Described | None, str]
         try:
             cls.library = cls.load(everyone, device)

@@ -220,7 +220,8 @@ def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # each context rank would count only the expert choices in its own part of a sequence
+    # a context rank counts only the experts that its own part of a sequence chooses, not those of
+    # the whole sequence
     if model.balance == "sequence" and parallel.context > 1:
         key = f'balance = "sequence" at parallel.context = {parallel.context}'
         yield key, 'balance = "bias", "batch" or "none"'

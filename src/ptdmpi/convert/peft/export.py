@@ -128,7 +128,8 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
     own = _by_module(family, adapter.model, adapt)
     short = _short(family, adapter.model)
     first = adapt.first_layer
-    # (IA)^3 has no key for layers, so the names of modules contain the layer
+    # for (IA)^3 the file has no key that selects layers, so the module names contain the layer
+    # number
     if adapt.method == "ia3" and first > 0:
         names = {module: _ending(module, numbered=True) for module in own}
     else:
@@ -173,8 +174,9 @@ def _task_type(adapter: LoadedAdapter) -> str | None:
 
 
 def _ending(name: str, numbered: bool = False) -> str:
-    """Return the end of a module's name after the layer number. If `numbered` is True, the end
-    begins with the layer number."""
+    """Return the part of a module's name that follows the layer number. If `numbered` is True, the
+    returned part includes the layer number.
+    """
     parts = name.split(".")
     number = next(n for n, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + (not numbered) :])
@@ -185,7 +187,7 @@ def _short(family: Family, model: ModelConfig) -> dict[str, str]:
     `peft` finds the module.
 
     The short name is the last part of the ending, or the full ending if two modules share that part
-    (GPT-2's c_proj). The modules of all experts count as one.
+    (GPT-2's c_proj). The modules of all experts of a layer count as one module.
     """
     every = AdaptConfig.model_validate({"method": "lora", "targets": ("*",)})
     leaves: dict[str, list[str]] = {}

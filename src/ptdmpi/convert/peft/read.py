@@ -108,7 +108,8 @@ def _with_head(
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
-    known = {"classifier", "score", "pooler"}  # `peft` adds the first two names by itself
+    # `peft` writes the first two of these names without being asked
+    known = {"classifier", "score", "pooler"}
     if strange := sorted({*(config.get("modules_to_save") or ())} - known):
         raise InputError(
             f"{where}: modules_to_save = {strange}; legal: None, or a head for a task: {linear!r}"
@@ -194,10 +195,10 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules whose targets are not idle. One module of `transformers` (c_attn) has the
-    rows of several targets, whether the targets have adapters or not. A target is idle if its
-    adapters change nothing in any layer, while another target of the same linear layer is
-    changed."""
+    """Return the modules whose targets are not idle. A module of `transformers` such as c_attn
+    contains several targets of ptdmpi. A target is idle if the adapters of the file change nothing
+    at this target in any layer, but change another target of the same linear layer.
+    """
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -217,7 +218,8 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of one adapter. An export concatenates the adapters of all targets of a
-    module, so the ranks that only other targets use are left out."""
+    module. The rows of A that belong only to other targets are left out.
+    """
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)
@@ -340,9 +342,9 @@ def _pattern(
     """Return a table that maps names of modules to numbers. The table `name` in adapter_config.json
     has a number for each of its keys. A module that matches a key gets the number of this key.
 
-    A key of the table is a regular expression for a module's name, or for the end of a name after a
-    dot. The first key that matches is used, as in `peft.utils.other.get_pattern_key`. Raise
-    InputError for a key that matches no module.
+    A key is a regular expression; it matches a module if it matches the module's name, or the end
+    of the name after a dot. If several keys match, the first of them is used, as in
+    `peft.utils.other.get_pattern_key`. Raise InputError for a key that matches no module.
     """
     table = config.get(name) or {}
     if not isinstance(table, dict):

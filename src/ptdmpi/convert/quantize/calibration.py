@@ -16,7 +16,7 @@ from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.stage import Stage
 
-ROWS = 8  # number of sequences that go through a layer together
+ROWS = 8  # a layer computes this number of sequences at a time
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class Calibration:
         self.activations: Sequence[Tensor | None] = [None for _ in self.batches]
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
-        """Return X^T X [inputs, inputs] in float64 for some linear layers of a stage, by the names
-        of the linear layers. X are a linear layer's inputs for all samples."""
+        """Return X^T X [inputs, inputs] in float64 for some linear layers of a stage, by the name
+        of the linear layer. The matrix X contains the inputs of the linear layer for all samples.
+        """
         sums: dict[str, Tensor] = {}
         hooks = []
         for name in modules:

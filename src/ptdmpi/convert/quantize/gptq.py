@@ -21,17 +21,19 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     """Return the quantized matrix, given the `weight` [outputs, inputs] and the `hessian` X^T X
     [inputs, inputs] of its calibration inputs X (algorithm 1).
 
-    The columns are rounded one by one, and later columns compensate the error of the outputs as far
-    as they can. The columns with the greatest inputs are rounded first, while most columns can
-    still compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq).
-    This order mixes the blocks of a row, so the scales are computed beforehand from the original
-    matrix. Columns whose inputs were always zero are rounded independently.
+    The columns are rounded one by one. After each column, the columns that are not yet rounded are
+    changed so that they compensate the error of the outputs as far as possible. The columns with
+    the greatest inputs are rounded first, while most columns can still compensate their errors
+    (`act-order` of the authors' program, github.com/IST-DASLab/gptq). This order mixes the blocks
+    of a row, so the scales are computed beforehand from the original matrix. Columns whose inputs
+    were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]
     inverse = _inverse_factor(hessian.double()[order][:, order])
     scales = scales_of(weight.double(), form)
-    single = LowBit(form.codes, 1)  # the format of a single column: blocks of one element
+    # the format in which a single column is rounded has blocks of one element
+    single = LowBit(form.codes, 1)
     of_column = scales.unflatten(-1, (-1, form.numbers))[:, order // form.block]
     values = torch.empty_like(left)
     for start in range(0, left.shape[1], COLUMNS):

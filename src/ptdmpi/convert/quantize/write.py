@@ -76,10 +76,10 @@ def quantize(
     the model at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` says which stored values
-    are quantized: the weights or their running average. Raise InputError if the checkpoint is
-    damaged or already quantized, or if the format does not fit the model; then `target` is not
-    written.
+    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` selects the stored
+    values that are quantized: the trained weights, or the moving average of the weights. Raise
+    InputError if the checkpoint is damaged or already quantized, or if the format does not fit the
+    model; then `target` is not written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:
@@ -145,8 +145,8 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """The producer of a model's quantized matrices, which must be requested in the order of the
-    layers.
+    """The quantized matrices of a model, which this object computes when they are requested. The
+    matrices must be requested in the order of the layers.
 
     `description` is the entry QUANTIZATION of the manifest, with the format and the method.
     """
@@ -216,7 +216,9 @@ def _is_of(name: str, layer: int) -> bool:
 
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
-    """Raise InputError in place of Damaged, because the user can remove the cause."""
+    """Call `read`, and raise InputError in place of the error Damaged, because the user can replace
+    the damaged file.
+    """
     try:
         yield
     except Damaged as error:

@@ -93,9 +93,10 @@ class Upcycled:
 def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -> Upcycled:
     """Write the dense model at `source` as a mixture of experts at `target`.
 
-    `target` is a directory from which a run may begin (`checkpoint.initial`). `kind` says which
-    stored values are copied: the weights or their running average. Raise InputError if the model at
-    `source` is damaged, or cannot have such experts; then `target` is not written.
+    `target` is a directory from which a run may begin (`checkpoint.initial`). `kind` selects the
+    stored values that are copied: the trained weights, or the moving average of the weights. Raise
+    InputError if the model at `source` is damaged, or cannot have such experts; then `target` is
+    not written.
     """
     stored = open_model(source, kind)
     dense = stored.config().model
@@ -126,8 +127,9 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
 
 
 def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
-    """Raise InputError for a model that cannot be upcycled. Rules about [model] find the other
-    mistakes."""
+    """Raise InputError for a model that cannot be upcycled. The rules about [model] report all
+    mistakes that this function does not check.
+    """
     if model.experts:
         raise InputError(
             f"{stored.checkpoint} has {model.experts} experts already; legal: a model without them"
@@ -158,7 +160,7 @@ def _copies(reader: Reader, needed: Mapping[str, Declaration]) -> Iterator[Outgo
 
 
 def _read(reader: Reader, name: str, box: Box, *, dtype: str) -> Array:
-    """Return a block of a weight. Raise InputError if it is damaged."""
+    """Return a block of a weight. Raise InputError if the block is damaged."""
     values = np.empty(box.size, dtype)
     try:
         reader.read(key(WEIGHTS, name), box, values)
@@ -168,7 +170,9 @@ def _read(reader: Reader, name: str, box: Box, *, dtype: str) -> Array:
 
 
 def _routers(experts: Experts, needed: Mapping[str, Declaration]) -> Iterator[Outgoing]:
-    """Yield the weights of the routers, and their balance numbers, which begin at 0."""
+    """Yield the weights of the routers, and the balance numbers of the experts, whose initial
+    values are 0.
+    """
     for name in sorted(name for name in needed if ROUTER.search(name)):
         shape = needed[name].shape
         std = experts.router_std if name.endswith(".weight") else 0.0

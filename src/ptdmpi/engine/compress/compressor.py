@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# Some random numbers are the same on all data ranks. In the hash of these numbers, this value
-# replaces the number of the data rank.
+# Some random numbers are the same on all data ranks. In the hash for such random numbers, this
+# value takes the position of the number of the data rank.
 EVERYBODY = -1
 
 
 def unit_number(name: str, line: int, run: int) -> int:
     """Return the 64-bit number that identifies a compression block in a model.
 
-    The number is a hash of the parameter's name, of the block's first line in the parameter, and of
-    the number of the block within its tile (`units`).
+    The number is a hash of three values: the name of the parameter, the number of the block's first
+    line in the parameter, and the number of the block within its tile (see `units`).
     """
     digest = hashlib.blake2b(f"{name}/{line}/{run}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -43,7 +43,9 @@ class Draws:
 
     @property
     def on_host(self) -> "Draws":
-        """Return the same random numbers, computed on the host."""
+        """Return an object whose methods give the same random numbers, but compute them on the
+        host.
+        """
         return self if self.host is None else replace(self, units=self.host, host=None)
 
     def of(self, source: int) -> "Draws":

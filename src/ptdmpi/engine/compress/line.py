@@ -13,9 +13,9 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# A server is the data rank that averages a tile. For the random numbers of a server, `source` has
-# this value instead of a rank's number, so that the random numbers do not depend on which rank is
-# the server.
+# A server is the data rank that averages a tile. When a server encodes, `source` has this value in
+# place of the number of a data rank, so that the random numbers do not depend on which rank is the
+# server.
 SERVER = -2
 
 
@@ -30,14 +30,14 @@ class DrawnUnits(NamedTuple):
 
 @dataclass(frozen=True)
 class Coder:
-    """An encoder and decoder of some tiles of a batch. A code contains first the blocks of one
-    length, then the blocks of the next length.
+    """An encoder and decoder of some tiles of a batch. In a code, all compression blocks of one
+    length come before the blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
     all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error of
     the round before it, and the receiver adds up the decoded values of all rounds (fast compressed
-    communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error is then at
-    most (1 - delta)^rounds times the squared norm.
+    communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error of the
+    decoded values is then at most (1 - delta)^rounds times the squared norm of the encoded values.
     """
 
     compressor: Compressor
@@ -47,13 +47,16 @@ class Coder:
     tiles: Numbers | None = None
 
     def of(self, tiles: Numbers) -> "Coder":
-        """Return a coder of the same batch for some tiles. `tiles` has their indices in the
-        batch."""
+        """Return a coder for some tiles of the same batch. `tiles` has the indices of these tiles
+        in the batch.
+        """
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
         """Return the coder of the tiles for which data rank `rank` of `size` is the server. The
-        server of a tile is the same in every layout."""
+        server of a tile depends only on the data-parallel size, not on the other sizes of the
+        layout.
+        """
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
         # pass the number of tiles, so that the host need not wait for the device
@@ -62,13 +65,13 @@ class Coder:
 
     @property
     def at(self) -> Tensor:
-        """Return the indices in the batch of the tiles that this coder selects."""
+        """Return the tiles that this coder selects, as indices into the batch."""
         assert self.tiles is not None
         return self.tiles.here
 
     @property
     def count(self) -> int:
-        """Return the number of tiles."""
+        """Return the number of tiles that this coder encodes."""
         return self.batch.tiles if self.tiles is None else len(self.tiles.host)
 
     def code_bytes(self, dtype: torch.dtype) -> int:
@@ -151,9 +154,10 @@ def squeezed_mean(
     exchange, `error` becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
-    rank sends the codes of the tiles to their servers, and each server sends the code of its means
-    to all ranks. A rank therefore sends the bytes of two codes, for any number of ranks. A rank
-    uses and changes `error` only for the tiles of which it is the server.
+    rank sends the code of each tile to the server of the tile. Each server encodes the means of its
+    tiles, and sends this code to all ranks. A rank therefore sends about as many bytes as two codes
+    of the batch have, whatever the number of ranks is. A rank uses and changes `error` only for the
+    tiles of which it is the server.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)

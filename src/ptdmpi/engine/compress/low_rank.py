@@ -28,7 +28,7 @@ class LowRank:
     """
 
     rank: int
-    longest: ClassVar[int] = 2**62  # a tile is one matrix, whatever its size
+    longest: ClassVar[int] = 2**62  # the whole tile is one matrix, so blocks have no maximum length
 
     def shrinks(self, lines: int, length: int) -> bool:
         """Return True if the two factors of a tile have fewer numbers than the tile. If not, the

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# The compressed form of a tensor (its code) is padded to a multiple of this number of bytes, the
-# alignment of float64.
+# A code, which is the compressed form of a tensor, is padded to a multiple of this number of bytes:
+# the alignment of float64.
 GRAIN_BYTES = 8
 
 

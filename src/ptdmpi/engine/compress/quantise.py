@@ -127,9 +127,10 @@ class Rounded(Quantiser):
     has its own scale.
 
     The element of greatest magnitude is exact. The error of any other element is at most half the
-    distance of two multiples, and at most the magnitude of the element. For blocks of d elements it
-    follows that delta = 4 q^2 / (4 q^2 + d - 1). The error is as large as this delta permits if all
-    other elements lie in the middle between zero and the first multiple.
+    distance of two neighbouring multiples, and at most the magnitude of the element. From these
+    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). The error is as
+    large as this delta permits if all other elements lie in the middle between zero and the first
+    multiple.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -25,8 +25,9 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
     """Return, for each part of a parameter that the tensor axis divides, how many neighbouring
-    lines are always on one rank. `most_tensor` is the largest legal size of the tensor axis; every
-    legal size divides this number."""
+    lines are on one rank in every legal layout. `most_tensor` is the largest legal size of the
+    tensor axis; every legal size divides this number.
+    """
     split = declaration.split
     if split is None:
         return ()
@@ -57,7 +58,7 @@ class Slab:
 
     @property
     def tiles(self) -> int:
-        """Return the number of tiles."""
+        """Return the number of tiles in this slab."""
         return self.box.size[self.dim] // self.lines
 
     def part(self, begin: int, end: int) -> "Slab":
@@ -80,8 +81,9 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """Yield the number of each tile. The number is the same in every layout, and decides which
-        data rank is the tile's server."""
+        """Yield the number of each tile. The number of a tile is the same in every layout. It
+        determines, together with the number of data ranks, which rank is the server of the tile.
+        """
         # the hash is halved, so that adding the index of a tile cannot overflow
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
@@ -97,7 +99,8 @@ class Slab:
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
     """Yield the slabs of all parameters that train, sorted by name. If several tensor ranks have
-    copies of a parameter, each of them yields its own copy."""
+    copies of a parameter, each of these ranks yields a slab for its own copy.
+    """
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -135,8 +138,9 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return only the integers of the selected `tiles`. The integers are stored tile by tile,
-        and each of the `every` tiles has the same number of integers."""
+        """Return the integers that belong to the selected `tiles`. This object stores integers for
+        `every` tiles, tile by tile, and the same number of integers for each tile.
+        """
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -145,7 +149,8 @@ class Numbers(NamedTuple):
 
 class NumberedUnits(NamedTuple):
     """The compression blocks of one length in some tiles: their columns in a tile, their length,
-    and their numbers, tile by tile."""
+    and the numbers that identify them, tile by tile.
+    """
 
     columns: slice
     length: int

@@ -22,13 +22,13 @@ class Choco(Decentralized):
     In these formulas C is a compressor that contracts, w_ij are the weights of the graph, and rate
     is `consensus_rate` (gamma in the paper). The matrix w is symmetric and the same in every step.
     The next difference x_i - public_i contains the values that C has left out of the previous
-    difference, so no change of the weights is lost.
+    difference, so a change of the weights that was not sent in one step is sent in a later step.
 
-    Each replica has copies of its neighbours' public weights. The copies are bitwise equal to the
-    neighbours' own public weights, because the same numbers are added to both. The copies are not
-    part of the saved state: the public weights are sent once, uncompressed, before the first
-    exchange after a start. A run may therefore resume, or continue with fewer replicas, on any
-    graph.
+    Each replica has a copy of the public weights of each neighbour. A copy is bitwise equal to the
+    public weights on the neighbour itself, because both replicas add the same decoded numbers. The
+    copies are not part of the saved state: the public weights are sent once, uncompressed, before
+    the first exchange after a start. A run may therefore resume, or continue with fewer replicas,
+    on any graph.
 
     The initial values of the public weights are the initial weights, which are the same on all
     replicas; in the paper they are zero.
@@ -43,7 +43,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the compressed difference of this replica to its neighbours. Then move the weights
         of this replica towards the public weights of its neighbours."""
-        # if the public weights have no parts, no parameter of this rank trains
+        # if the public weights have no parts, this rank trains no parameter
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

@@ -30,7 +30,8 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        # True while the error-feedback state is already changed and the weights are not updated yet
+        # True when the error-feedback state of this step is stored, but the weights are not updated
+        # yet
         self._midway = False
 
     def reduce(self) -> None:
@@ -49,8 +50,9 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Record that the update is done: the weights and the error-feedback state belong to the
-        same step again."""
+        """Record that the weights are updated, so that the weights and the error-feedback state
+        belong to the same step again.
+        """
         self._midway = False
 
     @property
@@ -71,11 +73,11 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # the minimum and the maximum are NaN if any element is NaN; their computation needs no
-        # temporary tensor
+        # the minimum and the maximum of a tensor are NaN if any element is NaN, and computing them
+        # needs no temporary tensor
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # If a gradient overflows, its code must not be sent. For this decision the host waits for
-        # the device a second time in this step.
+        # If a gradient overflows, its code must not be sent. To decide whether the code is sent,
+        # the host waits for the device, a second time in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

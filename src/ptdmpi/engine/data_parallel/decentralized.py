@@ -18,10 +18,11 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An incomplete exchange of values with the neighbours. The values `own` are a slice of the
-    state of this rank, inside shard unit `number`. `terms` has a pair for this rank and for each
-    source rank: the index of the rank's values in `arrived` (None for this rank), and the rank's
-    weight."""
+    """An exchange of values with the neighbours in the graph that is not yet complete. The values
+    `own` are a slice of the state of this rank, inside shard unit `number`. `terms` has a pair for
+    this rank and for each neighbour from which it receives: the index of that rank's values in
+    `arrived` (None for this rank), and the weight of that rank in the sum.
+    """
 
     number: int
     own: Tensor
@@ -31,11 +32,11 @@ class _Exchange:
 
     def finish(self) -> None:
         """Wait for the neighbours' values x_j, and replace `own` by the weighted sum sum_j w_ij x_j
-        over this rank and its sources, added in ascending order."""
+        over this rank and its neighbours, added in ascending order of ranks."""
         self.handle.wait()
         # Multiply and add separately. A kernel may fuse multiplication and addition for only some
         # elements of a tensor; then the bits of the result would depend on how the state is cut
-        # into tensors. The send is complete, so `own` may change now.
+        # into tensors. The exchange is complete, so `own` may be changed.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms
@@ -58,14 +59,15 @@ class Decentralized(DataParallel):
     et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run, even
     after a resume.
 
-    If `overlap` is True, the exchange of step k continues during the forward of step k + 1. When
-    the forward reaches a module (embedding, layer or head), it waits for the values of this module
-    and adds them. The weights are bitwise equal to the weights without `overlap`. Code that reads
-    the state between steps calls `settle` first, which finishes the exchange.
+    If `overlap` is True, the exchange of step k continues during the forward of step k + 1. Before
+    the forward computes a module (embedding, layer or head), it waits for the neighbours' weights
+    of this module and averages them. The weights are bitwise equal to the weights without
+    `overlap`. Code that reads the state between steps calls `settle` first, which finishes the
+    exchange.
 
+    Every operation of this method works element by element, and adds replicas in ascending order.
     If the gradients are bitwise equal for every tensor-parallel size, pipeline-parallel size and
-    schedule, so are the weights. The reason is that every operation of this method works element by
-    element, and adds replicas in ascending order.
+    schedule, the weights are therefore bitwise equal, too.
     """
 
     differs = ("replicate",)
@@ -93,8 +95,10 @@ class Decentralized(DataParallel):
         )
 
     def reduce(self) -> None:
-        """Multiply the gradients by the number of replicas. The mean of the results over the
-        replicas is the gradient of the global batch, in which each token has the same weight."""
+        """Multiply the gradients by the number of replicas. After this multiplication, the mean
+        over the replicas is the gradient of the global batch, in which each token has the same
+        weight.
+        """
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
@@ -104,8 +108,10 @@ class Decentralized(DataParallel):
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Test whether exchanges are complete. The result is not used: the test is a call of MPI,
-        and MPI makes progress only during its calls."""
+        """Test whether exchanges are complete. The result of the test is not used. The test lets
+        the exchanges make progress, because MPI makes progress only while one of its functions is
+        called.
+        """
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -116,7 +122,8 @@ class Decentralized(DataParallel):
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Begin the exchange with the neighbours. If `overlap` is not set, also finish it. In each
-        `average_every`-th step, average over all replicas instead."""
+        `average_every`-th step, average over all replicas, not only over the neighbours.
+        """
         if skipped:
             return
         every = self.settings.average_every
@@ -131,9 +138,10 @@ class Decentralized(DataParallel):
         places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
-            # `.data` is used because it has its own version counter. All modules share one flat
-            # tensor, so without `.data` autograd would treat a change of a later module's weights
-            # as a change of the earlier modules' weights that it has saved.
+            # `.data` is used because it has its own version counter. The weights of all modules are
+            # views of one flat tensor with one version counter. Without `.data`, a change of a
+            # later module's weights would make autograd report that weights of earlier modules,
+            # which it has saved for the backward, were changed.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)
@@ -191,7 +199,8 @@ class _Arriving(Walk):
         self._method.arrive(self._uses[place])
 
     def backward(self, place: str | None) -> None:
-        """Do nothing: the forward has already waited for every module."""
+        """Do nothing, because the forward pass has already waited for the weights of every module.
+        """
 
     def enter(self, place: str, x: Tensor) -> Tensor:
         """Wait for the weights of the module `place`, and return the module's input `x`

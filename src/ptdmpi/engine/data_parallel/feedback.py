@@ -19,14 +19,16 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# This number separates the random numbers of compression from all other random numbers of a seed.
+# With this number in the hash, compression draws other random numbers than all other uses of the
+# same seed.
 PURPOSE = 1_000_003
 
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step, the objects that are needed to send these tiles, and the
-    error-feedback state of the tiles."""
+    """Some tiles of the gradients in one step, with the objects that compress and send the tiles,
+    and with the error-feedback state of the tiles.
+    """
 
     batch: TileBatch
     state: State
@@ -72,8 +74,10 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `mean`, for low-rank compression. In the state "low_rank", the first
-        lines of each tile store the factor with which the next step starts."""
+        """Do for low-rank compression what `mean` does for other compressors: return C(x) and its
+        mean. In the state "low_rank", the first lines of each tile store the factor with which the
+        next step starts.
+        """
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -115,9 +119,10 @@ def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
 
 def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the mean of the replicas' estimates of their gradients. Each replica adds C(x -
-    estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). In the paper
-    the first estimate is C of the first gradient. Here the initial estimate is zero, so the
-    estimate after the first step is the same as in the paper."""
+    estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). The paper
+    begins with the estimate C(first gradient). This function begins with the estimate zero, so
+    after the first step the estimate is the same as in the paper.
+    """
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)

@@ -18,14 +18,15 @@ class Local(DataParallel):
     and Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor, each replica encodes the change of its parameters in the round and sends the
-    code. The mean of the decoded codes replaces the change of the mean. Averaging compressed
-    changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If `error_feedback`
-    is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
+    code. The mean of the decoded changes is then used in place of the change of the mean. Averaging
+    compressed changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If
+    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv
+    1906.02367, algorithm 1).
 
-    Rounds are counted from step 0 of the run, even after a resume. If the gradients are bitwise
-    equal for every tensor-parallel size and pipeline-parallel size, so are the weights. The reason
-    is that every operation of this method works element by element, and adds replicas in ascending
-    order.
+    Rounds are counted from step 0 of the run, even after a resume. Every operation of this method
+    works element by element, and adds replicas in ascending order. If the gradients are bitwise
+    equal for every tensor-parallel size and pipeline-parallel size, the weights are therefore
+    bitwise equal, too.
     """
 
     differs = ("replicate",)
@@ -39,8 +40,10 @@ class Local(DataParallel):
             self.compression = Compression(replica)
 
     def reduce(self) -> None:
-        """Multiply the gradients by the number of replicas. The mean of the results over the
-        replicas is the gradient of the global batch, in which each token has the same weight."""
+        """Multiply the gradients by the number of replicas. After this multiplication, the mean
+        over the replicas is the gradient of the global batch, in which each token has the same
+        weight.
+        """
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
@@ -64,7 +67,7 @@ class Local(DataParallel):
     def _outer_step(self) -> None:
         """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
         (the parameters at the beginning of the round) - (the mean of the parameters over replicas
-        at the end of the round). The buffer of gradients is overwritten."""
+        at the end of the round). The result overwrites the buffer of gradients."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds

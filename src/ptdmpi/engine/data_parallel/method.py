@@ -26,9 +26,10 @@ from ptdmpi.plan.schedule.orders import Schedule
 
 @dataclass(frozen=True)
 class Replica:
-    """The objects with which a method works: the run's configuration, this rank's communicators and
-    position in the grid, its parameters and gradients, its pipeline stages by number, and the
-    schedule of a step."""
+    """The objects of one rank that a data-parallel method uses: the run's configuration, this
+    rank's communicators and position in the grid, its parameters and gradients, its pipeline stages
+    by number, and the schedule of a step.
+    """
 
     config: Config
     axes: Axes
@@ -44,15 +45,17 @@ class DataParallel(OpHook):
     moments) for the same parameters. `differs` is ("replicate",), or () if all replicas are equal,
     bit by bit, after every step.
 
-    `linear`: True if `reduce` may run before the gradients are summed over the tensor axis and over
-    the two uses of a tied table. A method that does more than add, for example one that compresses,
-    sets `linear` to False. In that case the input of `reduce` is this replica's gradients, already
-    summed over its tensor ranks and, for a tied table, over the first and the last pipeline rank.
+    `linear`: True if `reduce` only adds, so that it may run before the gradients are summed over
+    the tensor axis and over the two uses of a tied table. A method that does more than add, for
+    example one that compresses, sets `linear` to False. In that case the input of `reduce` is this
+    replica's gradients, already summed over its tensor ranks and, for a tied table, over the first
+    and the last pipeline rank.
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
     group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
     separately, and does not sum over the axes along which the parameters of the unit are declared
-    to be `apart`. A run that needs such sums is refused if `by_unit` of its method is False.
+    to be `apart`. A run that needs separate sums for shard units is refused if `by_unit` of its
+    method is False.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind declares
@@ -90,29 +93,34 @@ class DataParallel(OpHook):
 
     def leaf(self, stage: int, microbatch: int) -> None:
         """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
-        `leaf` is called when this gradient has been added to the buffer. The gradients of later
-        microbatches will be added to the same elements."""
+        The engine calls `leaf` when this gradient has been added to the buffer. The gradients of
+        later microbatches are added to the same elements of the buffer.
+        """
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
-        gradients with which this replica updates its weights. The inputs are already weighted by 1
-        / valid tokens of the global batch, so the gradient of the global batch is their plain sum
-        over data ranks."""
+        gradients with which this replica updates its weights. The gradients in the buffer are
+        already weighted by 1 / valid tokens of the global batch, so the gradient of the global
+        batch is their plain sum over data ranks.
+        """
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Act after step `step` (from 0), when the master weights of this replica are updated, or
-        all replicas have `skipped` the step. The method may change the master weights here, because
-        the weights are copied from the master weights afterwards."""
+        """Do the method's work after step `step` (from 0). The master weights of this replica are
+        then updated, or all replicas have `skipped` the step. The method may change the master
+        weights here, because the weights are copied from the master weights afterwards.
+        """
 
     @property
     def settled(self) -> bool:
-        """Return True if no operation that changes the state is incomplete. This may be called at
-        any time, even within a step."""
+        """Return True if no operation that changes the state is incomplete. The engine may call
+        this method at any time, even within a step.
+        """
         return True
 
     def replicas_lost(self) -> None:
-        """Recompute the state that depends on all replicas, after ranks were lost. There are now
-        fewer replicas, or some replicas are copies of other replicas. All ranks call this method.
+        """After a loss of ranks, recompute the state that depends on all replicas. After the loss
+        there are fewer replicas, or some replicas are copies of other replicas. All ranks call this
+        method.
         """
 
     def settle(self) -> None:
@@ -123,7 +131,7 @@ class DataParallel(OpHook):
         all ranks. If one value is NaN, return NaN, because the result decides whether a step is
         skipped."""
         if not self.differs:
-            return value  # all replicas have the same value, so no message is needed
+            return value  # equal replicas have the same `value`, so no message is needed
         values = self.data.all_gather_object(value)
         if any(map(math.isnan, values)):
             return math.nan

@@ -64,7 +64,7 @@ class BegunSums:
         self._open = ()
 
     def finish(self) -> None:
-        """Begin the sums of the last shard units."""
+        """Begin the sums of the shard units whose gradients the backward has computed last."""
         self.end()
 
     def forget(self) -> None:

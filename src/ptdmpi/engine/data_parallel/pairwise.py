@@ -18,9 +18,9 @@ class Ring(DataParallel):
     added in a different order for each part. In ptdmpi's ring the sum of every part begins at rank
     0 and ends at rank n - 1, so that all parts are added in ascending order of ranks. Then the sums
     are sent from rank n - 1 to ranks 0, 1, .., n - 2. All ranks together send as many bytes as in
-    the textbook algorithm, 2 (n - 1) times the gradients. However, each rank sends the gradients
-    twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which send them once. For n = 3
-    and parts a and b:
+    the textbook algorithm, 2 (n - 1) times the gradients. In the textbook algorithm each rank sends
+    2 (n - 1) / n times the size of the gradients. In ptdmpi's ring, ranks n - 2 and n - 1 send the
+    size of the gradients once, and all other ranks send it twice. For n = 3 and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
@@ -36,8 +36,9 @@ class Ring(DataParallel):
                 self._gather(parts)
 
     def _rounds(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the gradients as tuples of at most n - 1 parts. Each tuple is reduced and gathered
-        in one round."""
+        """Yield the gradients as tuples of at most n - 1 parts. The parts of a tuple travel around
+        the ring together: first all are reduced, then all are gathered.
+        """
         most = (self.data.size - 1) * MESSAGE_ELEMENTS
         for some in self.replica.buffer.gradients.split(most):
             yield some.split(-(-len(some) // (self.data.size - 1)))

@@ -54,7 +54,9 @@ class EarlySums(DataParallel):
             self.sums.enter(op)
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Begin the remaining sums of the stage of `op`, if its gradients are complete."""
+        """If `op` completes the gradients of its stage, begin the sums of this stage that have not
+        begun.
+        """
         if self.sums is not None:
             self.sums.leave(op)
 
@@ -124,9 +126,9 @@ class TreeSum(DataParallel):
 
     The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j
     2^k, (j+1) 2^k). It is the sum of its two children, or equal to its left child if there is no
-    right child. The tree does not depend on the assignment of microbatches to ranks, and therefore
-    no bit of the sum does. Each pipeline stage stores at most log2(m) + 1 partial sums for its m
-    microbatches. Every data rank sends its part of the tree to all other data ranks.
+    right child. The tree does not depend on the assignment of microbatches to ranks, so the sum has
+    the same bits for every assignment. Each pipeline stage stores at most log2(m) + 1 partial sums
+    for its m microbatches. Every data rank sends its part of the tree to all other data ranks.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -155,12 +157,13 @@ class TreeSum(DataParallel):
         # copy the leaf, because the next leaf overwrites the buffer
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
-            view.zero_()  # the next microbatch is a separate leaf
+            view.zero_()  # the gradient of the next microbatch must not be added to this leaf
         self._merge(self._nodes[stage], (0, leaf), value)
 
     def reduce(self) -> None:
-        """Merge the parts of the tree that the data ranks have, and copy the root, which is the sum
-        of all gradients, into the buffer."""
+        """Send the nodes of each data rank to all data ranks, merge them to one tree, and copy the
+        root of the tree, which is the sum of all gradients, into the buffer.
+        """
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
@@ -183,8 +186,9 @@ class TreeSum(DataParallel):
     def _merge(
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
-        """Add the node `key` (level, index) to the tree. As long as its sibling is present or
-        cannot exist, replace the node by its parent."""
+        """Add the node `key` (level, index) to the tree. While the sibling of the node is in the
+        tree, or while the node can have no sibling, replace the node by its parent.
+        """
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1

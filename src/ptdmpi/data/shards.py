@@ -311,8 +311,8 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    # convert directly to int64: an additional copy in the narrow type would take half as long as
-    # the read
+    # convert a single row directly to int64: an additional copy in the narrow type would take half
+    # as long as the read
     if len(places) == 1:
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]

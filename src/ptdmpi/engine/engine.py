@@ -122,8 +122,9 @@ class Engine:
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Use the kernels of `choice`, or the default kernels if it is None, for all
-        computations."""
+        """Compute with the kernels that `choice` selects from now on; None selects the default
+        kernels.
+        """
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -198,8 +199,9 @@ class Engine:
         self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
     ) -> float | None:
         """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients. If
-        replicas differ and this step measures their distance, return the distance; otherwise return
-        None."""
+        replicas differ and the run measures the distance of the replicas in this step, return the
+        distance; otherwise return None.
+        """
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. Each rank
         # therefore updates completely or not at all, and after the loss of a rank the state of the
@@ -213,8 +215,8 @@ class Engine:
         self.policy.after_update(step, skipped)
         self.loss_scale.update(skipped)
         self.steps_done = step + 1
-        # update the weights after setting `steps_done`: if another rank is lost here, a survivor
-        # can still compute the weights from the master weights
+        # copy the master weights to the weights after setting `steps_done`: if another rank is lost
+        # during the copy, the surviving ranks can copy again
         self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
         self.verification.after_update(step)
         return consensus
@@ -230,14 +232,14 @@ class Engine:
         gradients on this rank.
 
         Return three values: the microbatches, which have their losses if this rank has the last
-        stage; the number of terms of each loss in the global batch, by name; and a factor: the
-        computed gradients are the gradients of the mean loss times this factor. The factor is the
-        loss scale of fp16. For the user's own loss, it is multiplied by (number of terms of this
-        loss / number of tokens).
+        stage; the number of terms of each loss in the global batch, by name; and a factor. The
+        gradients in the buffer are the gradients of the mean loss, multiplied by this factor. The
+        factor is the loss scale of fp16. With a loss function of the user, the factor also contains
+        (number of terms of this loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
-        # when it is computed, so sums over microbatches with unequal numbers of tokens need no
-        # further weights. (The loss of a batch without valid tokens is 0, not 0 / 0.)
+        # when it is computed, so the gradients of microbatches with different numbers of tokens are
+        # simply added. (The loss of a batch without valid tokens is 0, not 0 / 0.)
         counts = self._counts(batches)
         tokens = counts[TASK] or 1.0
         scale = self.loss_scale.value / tokens
@@ -254,8 +256,9 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. The
-        losses are equal on all ranks. The loss of the task contains no other loss, so for a
-        language model the exponential of its mean is a perplexity."""
+        losses are equal on all ranks. The loss named "task" contains no auxiliary loss, so for a
+        language model the exponential of its mean is a perplexity.
+        """
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -281,8 +284,10 @@ class Engine:
     def _with_own_count(
         self, counts: dict[str, float], passes: Sequence[MicrobatchPass]
     ) -> dict[str, float]:
-        """Return the counts of terms. If the task's loss is the user's own, replace its count by
-        the count that the loss function has returned; the host waits for this count."""
+        """Return `counts`, the number of terms of each loss. If the user has written the loss
+        function of the task, replace the count of this loss by the number that the function has
+        returned; the host waits for this number.
+        """
         if COUNT not in self.losses:
             return counts
         arriving = self._arriving(passes)
@@ -341,7 +346,9 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the pipeline stages of this rank by number. The schedule assigns stages to ranks."""
+    """Return the pipeline stages that the schedule assigns to this rank: number of the stage ->
+    stage.
+    """
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     experts = ExpertAxis(axes[EXPERTS], config.layout.dealing.whole)
     layers = split_model(
@@ -354,18 +361,21 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Return True if each module is a separate shard unit, so that the all-reduces of gradients can
-    begin during the last backward. This is only done for the method `all_reduce`."""
+    """Return True if the all-reduces of gradients begin during the last backward, for which each
+    module must be a separate shard unit. The result is True only for the data-parallel method
+    `all_reduce`.
+    """
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it takes
-    # over their state unchanged, so it needs the same shard units
+    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
+    # continues with their state, so it needs the same shard units
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in norms: a tied table on
-    two ranks is one parameter, which the first stage counts."""
+    """Return the names of this rank's parameters that another rank counts in norms. This concerns a
+    tied table that is on two ranks: it is one parameter, and the first stage counts it.
+    """
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:
@@ -389,7 +399,7 @@ def _method(replica: Replica) -> DataParallel:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's part of a schedule, in which messages are inserted."""
+    """Return this rank's part of a schedule, with its sends and receives."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:
         return post_early(program)
@@ -420,9 +430,12 @@ def _buffer(
     overlaps: bool,
 ) -> ParameterBuffer:
     """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
-    the stages the objects that gather and reduce during a pass. If `overlaps` is True, each module
-    is a separate shard unit. Raise OSError if the disk has no space for a file."""
-    # begin with the first stage: a tied table is used first in the embedding, then in the head
+    each stage an object that gathers weights and reduces gradients during the forward and backward.
+    If `overlaps` is True, each module is a separate shard unit. Raise OSError if the disk has no
+    space for a file.
+    """
+    # the parameters of the first stage come first: a tied table is used first in the embedding,
+    # then in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
@@ -454,8 +467,9 @@ def _buffer(
 def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
-    """If `run.compile` is set, let each layer be compiled at its first use. Raise SharedInputError
-    on all ranks if a rank has no compiler."""
+    """If `run.compile` is set, prepare each layer so that it is compiled when it is first computed.
+    Raise SharedInputError on all ranks if a rank has no compiler.
+    """
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):

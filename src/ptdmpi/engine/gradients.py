@@ -25,16 +25,18 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 
 class GradientStep(Protocol):
-    """One step of the reduction, which runs between the last backward op and the optimizer. Every
-    rank of the step's group runs it."""
+    """One step of the reduction of gradients, which runs between the last backward op and the
+    optimizer. All ranks of a group execute the step together.
+    """
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
 
 
 class PartialSum:
-    """An all-reduce over a group, for gradients of which each rank of the group has only a part of
-    the sum."""
+    """An all-reduce of some gradients over a group: each rank of the group has computed only one
+    term of the sum.
+    """
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -43,15 +45,16 @@ class PartialSum:
         self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
-        """All-reduce all these gradients in one message, because they are many small tensors (of
-        norms and biases)."""
+        """All-reduce the gradients in one message, because they are many small tensors (gradients
+        of norms and biases).
+        """
         _sum_packed(self.group, self.views)
 
 
 class CopiedShares:
     """The sum of gradients over neighbours on the tensor axis that have copies of the same
-    parameter, such as a key head that serves the queries of several ranks. Each of the neighbours
-    has the part of the gradient that comes from its own queries.
+    parameter, such as a key head that serves the queries of several ranks. Each neighbour computes
+    the part of the gradient that comes from its own queries.
 
     `copied` has, by the name of a parameter, the slices on this rank; other ranks have copies of
     some of these slices.
@@ -79,8 +82,8 @@ class CopiedShares:
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                # If this rank has no views, no rank of the tensor axis has views, because all ranks
-                # shard their shard units equally.
+                # If this rank has no elements of the slice, no rank of the tensor axis has any,
+                # because all these ranks shard their shard units equally.
                 if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])
@@ -94,9 +97,10 @@ class CopiedShares:
 class TiedTable:
     """The sum of the gradients of the two uses of a tied table, as embedding and as head.
 
-    `ends` is the group of the two ranks that have one use each; None if both uses are on this rank.
-    The gradients of the two uses are accumulated separately, and added in the same order in every
-    layout, so that the sum is bitwise equal in all layouts.
+    `ends` is the group of the two ranks that use the table, one as embedding and one as head.
+    `ends` is None if both uses are on this rank. The gradients of the two uses are accumulated
+    separately, and added in the same order in every layout, so that the sum is bitwise equal in all
+    layouts.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -104,16 +108,17 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the two gradients. Afterwards both the first and the last stage have the sum. If both
-        uses of the table are on this rank, the gradient of the first use is the sum."""
+        """Add the gradients of the two uses. Afterwards both the first and the last stage have the
+        sum. If both uses of the table are on this rank, the gradient of the first use is the sum.
+        """
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
             for view in first:
                 self.ends.all_reduce(view)
             return
-        # if the state is sharded, the table is a separate shard unit, so that both uses are sharded
-        # equally
+        # if the state is sharded, the table is a separate shard unit, so that the gradients of both
+        # uses are sharded equally
         for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
             view.add_(more)
 
@@ -227,7 +232,8 @@ class GradientReduction:
             for part in buffer.reduced[: len(buffer.units)]
         ]
         for held in buffer.own_parts(self.copied):
-            # if several ranks have copies, only the first of these ranks counts the norm
+            # if several ranks have copies of a slice, only the first of these ranks counts the
+            # slice in the norm
             rows = slice(held.offset // ALIGNMENT, -(-(held.offset + held.length) // ALIGNMENT))
             flat = held.view(buffer.reduced)
             padded = flat.new_zeros((rows.stop - rows.start) * ALIGNMENT)
@@ -262,7 +268,8 @@ def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
     """Return views of the elements of `flat` that belong to the slice `share` of a parameter.
-    `flat` has the elements of `held`."""
+    `flat` contains the elements of the parameter's part `held`.
+    """
     views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
@@ -287,10 +294,10 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return the all-reduces for parameters of whose gradient each tensor rank has only a part of
-    the sum, although every tensor rank, or several of them, have the complete parameter. The part
-    comes from the rank's heads or, under sequence parallelism, from its positions (Korthikanti et
-    al. 2022, section 4.2), or from the rows that a rank sends to an expert.
+    """Return the all-reduces for parameters that several tensor ranks have completely, although
+    each of these ranks computes only one term of the gradient. The term comes from the attention
+    heads of the rank; under sequence parallelism, from its positions (Korthikanti et al. 2022,
+    section 4.2); or from the tokens that the rank sends to an expert.
     """
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     over: dict[str, list[Entry]] = {}
@@ -306,8 +313,9 @@ def _partial_sums(
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
-    """Return the slices on this rank, by the name of the parameter, for parameters of which several
-    ranks of the tensor axis have the same slice."""
+    """Return the parameters of which several ranks of the tensor axis have the same slice: name of
+    the parameter -> its slices on this rank.
+    """
     if tensor.size == 1:
         return {}
     pieces = {

@@ -41,15 +41,17 @@ class ExpertLoads:
     def with_routers(
         self, sums: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the sums of losses by name, extended by the losses of the routers. The total loss
-        in `sums` includes them, too. `counts` has the number of terms of each loss."""
+        """Return `sums`, the sum of each loss by name, with the losses of the routers added. In the
+        result, the total loss includes the losses of the routers. `counts` has the number of terms
+        of each loss.
+        """
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
 
     @property
     def dead(self) -> list[int]:
-        """Return, for each layer with experts, the number of experts without a token."""
+        """Return, for each layer with experts, how many experts got no token."""
         counts: list[int] = (self.tokens == 0).sum(1).tolist()
         return counts
 
@@ -57,13 +59,14 @@ class ExpertLoads:
 class Balance:
     """The sum of expert loads over all ranks, and the update of the balance numbers, of which each
     expert has one. If the key `balance` is "bias", the balance numbers are added to the scores by
-    which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If it is "batch",
-    the balance number of an expert is (its load in the step / the mean load) - 1."""
+    which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is
+    "batch", the balance number of an expert is (its load in the step / the mean load) - 1.
+    """
 
     def __init__(
         self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State
     ) -> None:
-        """Use the layers of `stages`."""
+        """Prepare the sums for the layers with experts in `stages`."""
         self.model = config.model
         # True if each tensor rank chooses experts only for its own tokens
         self.routes_apart = config.layout.dealing.whole
@@ -97,8 +100,9 @@ class Balance:
         return self.axes["pipeline"].all_reduce(every)
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:
-        """Copy the result of `sent` to the host, and return the loads and losses in it. The host
-        waits for the device."""
+        """Copy `sent`, the result of the method `sent`, to the host, and return the loads and
+        losses that it contains. The host waits for the device.
+        """
         if sent is None:
             return None
         host = sent.cpu()
@@ -120,7 +124,7 @@ class Balance:
         for layer in self.mixtures:
             name = f"layers.{layer}.mlp.router.balance"
             held = self.state.kinds[WEIGHTS].held.get(name)
-            # the model has no balance numbers, or other ranks of the shard group have them
+            # the model has no balance numbers, or they are on other ranks of the shard group
             if held is None:
                 continue
             master = held.view(buffer.masters)

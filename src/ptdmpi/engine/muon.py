@@ -3,9 +3,9 @@
 updates all other parameters.
 
 Only a complete matrix can be orthogonalized, so the slices of a matrix are first gathered over the
-tensor axis. If the state is sharded over data ranks, each slice is divided among several ranks. One
-of these ranks receives the parts of all other ranks, orthogonalizes the matrix, and sends each rank
-its part of the update.
+tensor axis. If the state is sharded over data ranks, each slice is divided into parts, one for each
+rank of a shard group. One rank of the group receives the parts of all other ranks, orthogonalizes
+the matrix, and sends each rank its part of the update.
 
 One parameter may contain several matrices of the model's equations: query, key and value, or a gate
 and the values that it multiplies. Each of these matrices is orthogonalized separately, and its
@@ -41,10 +41,11 @@ RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, secti
 
 
 class Matrix(NamedTuple):
-    """A parameter that Muon updates. This rank has the elements `own` of the parameter; all tensors
-    are flat and have only these elements. `moments` are the momentum and, if the run keeps one, the
-    moving average of the weights. `decay` is the weight decay, and `share` is the factor by which
-    the learning rate is multiplied."""
+    """A parameter that Muon updates, or the part of it that this rank has. All tensors are flat,
+    and contain only the elements `own` of the parameter. `moments` are the momentum and, if the run
+    keeps one, the moving average of the weights. `decay` is the weight decay, and `share` is the
+    factor by which the learning rate is multiplied.
+    """
 
     own: OwnPart
     master: Tensor
@@ -70,8 +71,9 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
-    """Return the kinds of state that only some of a rank's parameters have: kind -> names of these
-    parameters."""
+    """Under Muon, some kinds of state exist only for some of a rank's parameters. Return these
+    kinds: kind -> names of the parameters that have it.
+    """
     if not config.has_matrices:
         return {}
     matrices = frozenset(n for n, entry in buffer.entries.items() if is_matrix(config, entry))
@@ -80,9 +82,10 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update of all matrices of a group of ranks. The tensor axis `tensor` divides each matrix
-    into slices, and the buffer's shard group divides each slice into parts. All ranks of `tensor`
-    and of the shard group call `step` together."""
+    """The update by Muon of all matrices on a group of ranks. The ranks of the axis `tensor` each
+    have a slice of a matrix, and the ranks of a shard group each have a part of such a slice. All
+    ranks of `tensor` and of the shard group call `step` together.
+    """
 
     def __init__(
         self,
@@ -132,8 +135,10 @@ class Muon:
                     average.lerp_(matrix.master, 1 - config.ema_decay)
 
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
-        """Orthogonalize a matrix, and apply the update to this rank's part. Write the other ranks'
-        parts of the update into `arrived`, in place of their momentum."""
+        """Orthogonalize the momentum of a matrix, and add the result to this rank's part of the
+        matrix. Write the other ranks' parts of the result into `arrived`, where they replace the
+        momentum that these ranks have sent.
+        """
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
@@ -142,18 +147,19 @@ class Muon:
             for place, own in self._in(box, matrix.own, matrix.master):
                 own.add_(update[place.index], alpha=-length)
             self._deal(matrix, box, update, arrived)
-            del update  # free the memory of this matrix before the next one is iterated
+            del update  # free this memory before the next matrix is orthogonalized
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
         """Copy the other ranks' parts of the update of one matrix (the slice `box` of the
-        parameter) into `arrived`, from which they are sent back to these ranks."""
+        parameter) into `arrived`. The tensors in `arrived` are later sent back to these ranks."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])
 
     def _follow(self, matrix: Matrix, update: Tensor, rate: float) -> None:
-        """Apply the update of this rank's part, which was sent by the rank that orthogonalizes the
-        matrix."""
+        """Add `update` to this rank's part of a matrix. The rank that orthogonalizes the matrix has
+        sent `update`.
+        """
         for box in matrices_of(matrix.own.entry.declaration):
             length = rate * scale(self.config, *box.size)
             parts = (self._in(box, matrix.own, flat) for flat in (matrix.master, update))
@@ -182,8 +188,10 @@ class Muon:
         return slice_.view(entry.shape)
 
     def _wanted(self, matrix: Matrix) -> Tensor:
-        """Return this rank's part of the momentum that will be orthogonalized, as a flat tensor in
-        the data type of the Newton-Schulz iteration."""
+        """Return this rank's part of the matrix to orthogonalize, which is the momentum or
+        Nesterov's momentum. The result is a flat tensor in the data type of the Newton-Schulz
+        iteration.
+        """
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -201,8 +209,8 @@ def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
-    """Yield the slice of each matrix that a parameter contains. Each part of the parameter that the
-    tensor axis divides separately is one matrix, also if the axis does not divide this parameter.
+    """Yield the slice of each matrix that a parameter contains. A parameter that consists of
+    several parts, such as query, key and value, contains one matrix for each part.
     """
     whole = Box.whole(declaration.shape)
     split = declaration.split
@@ -216,8 +224,9 @@ def matrices_of(declaration: Declaration) -> Iterator[Box]:
 
 
 def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> Tensor:
-    """Gather the slices of all ranks of the tensor axis. Return the full logical tensor, without
-    padding."""
+    """Gather the slices of a parameter from all ranks of the tensor axis. Return the full
+    parameter, without padding.
+    """
     if tensor.size == 1 or declaration.split is None:
         return slice_
     every = tensor.all_gather(slice_[None])  # [t, rows, columns]
@@ -235,7 +244,8 @@ def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = kernels.product(x, x.mT)  # square; its size is the shorter side of x
+        # a square matrix with as many rows as the shorter side of x
+        squares = kernels.product(x, x.mT)
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x

@@ -23,8 +23,9 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class OwnGradient:
-    """The contribution of one data rank to a step: the norm of its gradient, in which each token
-    has the weight 1 / (valid tokens of the global batch), and the number of its own valid tokens.
+    """The gradient of one data rank in a step. `norm` is the norm of this gradient, in which each
+    token has the weight 1 / (valid tokens of the global batch). `tokens` is the number of valid
+    tokens of this rank.
     """
 
     norm: float
@@ -32,8 +33,9 @@ class OwnGradient:
 
     @classmethod
     def of(cls, norm: float, batches: Sequence[Microbatch]) -> "OwnGradient":
-        """Return the contribution of a rank with these microbatches, whose gradient has the norm
-        `norm`."""
+        """Return the object for a rank with the microbatches `batches`, whose gradient has the norm
+        `norm`.
+        """
         return cls(norm, sum(batch.tokens for batch in batches))
 
     def noise(self, data: Communicator, norm: float, tokens: float) -> GradientNoise | None:
@@ -53,8 +55,8 @@ def gradient_noise(
     gradient over all `tokens`. Return None if a part has no tokens, or if there is only one part.
 
     The estimate follows from E|G_B|^2 = |G|^2 + tr(Sigma) / B for the mean gradient G_B over B
-    tokens (appendix A.1, equations A.1 and A.2). If the parts have different sizes B, the mean of 1
-    / B over the parts is used.
+    tokens (appendix A.1, equations A.1 and A.2). If the parts have different numbers of tokens B,
+    the mean of 1 / B over the parts takes the place of 1 / B.
     """
     if len(parts) < 2 or not all(count for _, count in parts):
         return None

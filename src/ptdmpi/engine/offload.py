@@ -34,8 +34,9 @@ HOST = torch.device("cpu")
 class Alike(NamedTuple):
     """Flat tensors whose elements are all updated by the same rule: the master weights, the
     gradients, the optimizer's moments, and the weights that are copied from the master weights.
-    There are no weights if the master weights are the weights. `decay` is the weight decay, and
-    `share` is the factor by which the learning rate is multiplied."""
+    `weights` is empty if the model computes with the master weights themselves. `decay` is the
+    weight decay, and `share` is the factor by which the learning rate is multiplied.
+    """
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -45,8 +46,9 @@ class Alike(NamedTuple):
     share: float = 1.0
 
     def chunks(self) -> Iterator["Alike"]:
-        """Yield the same elements in the same order, in chunks. In a chunk, each list has one
-        tensor."""
+        """Cut the tensors into chunks. Yield the chunks in the order of the elements, each as an
+        `Alike` object whose lists have one tensor.
+        """
         for number, masters in enumerate(self.masters):
             # bytes of state per element: a master weight, and one number of each moment
             each_bytes = masters.element_size() * (1 + len(self.moments))
@@ -64,15 +66,15 @@ class Alike(NamedTuple):
 
 
 class HostUpdate:
-    """The update of state that is in a `storage` outside the device. The host does the arithmetic
-    of this update.
+    """The update of a training state whose tensors are in a `storage` outside the device. The host
+    computes this update.
 
     If gradients are on a device, the host has page-locked memory for every gradient that this rank
     uses, and for every master weight that is at the same time the weight on the device. The copies
-    of a step can therefore begin before the host waits for loss and norm, and no second wait is
-    needed. If weights are fp16 or bf16, the host rounds the new weights before it sends them, which
-    halves the bytes on the link between host and device. The rounded weights are written over their
-    gradients in page-locked memory, and sent from there.
+    of a step can therefore begin before the host waits for the loss and the norm, and when this
+    wait is over, the copies are complete, too. If weights are fp16 or bf16, the host rounds the new
+    weights before it sends them, which halves the bytes on the link between host and device. The
+    rounded weights are written over their gradients in page-locked memory, and sent from there.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -82,8 +84,8 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
-        # page-locked memory for each chunk: for its gradient, and for its master weights if they
-        # are on the device
+        # two pieces of page-locked memory for each chunk: for its gradient, and for its master
+        # weights if they are on the device
         self._rooms = [
             (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))
             for chunk in self.chunks
@@ -99,8 +101,9 @@ class HostUpdate:
 
     def parts(self, factor: float) -> Iterator[Alike]:
         """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
-        caller updates the chunk before it requests the next chunk. After that, the weights of the
-        chunk are sent to the device, and its changed state is stored.
+        caller updates the chunk before it requests the next chunk. When the caller requests the
+        next chunk, the new weights of this chunk are sent to the device, and its new state is
+        stored.
         """
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
@@ -118,7 +121,8 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the next gradient reuses this memory only after these two copies
+                    # the gradient of the next step overwrites this memory only after these two
+                    # copies
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:
@@ -127,7 +131,7 @@ class HostUpdate:
 
 def room_for(tensor: Tensor) -> Tensor | None:
     """Return page-locked host memory for a copy of a tensor on a device; None for a tensor on the
-    host. Raise MemoryError if the system refuses."""
+    host. Raise MemoryError if the system does not provide the memory."""
     if tensor.device.type == "cpu":
         return None
     return queues.locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -146,10 +150,10 @@ class FileStorage(Storage):
     """A storage of tensors in one unnamed file in `directory`. Disk space is allocated when tensors
     are made.
 
-    The tensors are memory mappings of the file. Code that reads the state slice by slice, for a
-    checkpoint or after a loss of ranks, reads these tensors like other tensors, and `let_go` frees
-    the memory that was needed for reading. The update reads and writes the file by system calls,
-    because a disk error then raises an exception; with a memory mapping it would send a signal.
+    The tensors are memory mappings of the file. A checkpoint and the recovery after a loss of ranks
+    read these tensors slice by slice, as they read tensors in memory. `let_go` frees the memory
+    that the reading needs. The update reads and writes the file by system calls, because a disk
+    error then raises an exception; with a memory mapping it would send a signal.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -163,7 +167,8 @@ class FileStorage(Storage):
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []
         self._rooms: list[Tensor] = []
-        # one thread, which does the tasks in the order in which they were submitted
+        # a single thread, so that reads and writes are done in the order in which they were
+        # submitted
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -189,14 +194,16 @@ class FileStorage(Storage):
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Yield each row of tensors, read from the file into memory. When the caller requests the
-        next row, the previous row is written to the file. Rows are read in advance. Raise OSError
-        if the disk fails; the contents of the file are undefined in that case."""
+        next row, the tensors of the previous row are written to the file. The next row is read in
+        the background while the caller uses a row. Raise OSError if the disk fails; the contents of
+        the file are undefined in that case.
+        """
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # the thread reads the next row now; before that, it has written the row that used the
-            # same memory
+            # the thread reads the next row now; earlier it has written the row that used the same
+            # memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()

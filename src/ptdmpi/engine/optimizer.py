@@ -93,8 +93,8 @@ class LossScale:
 
 class Optimizer:
     """The optimizer that the configuration names. It works on flat tensors, which contain this
-    rank's part of each shard unit. Elements form a group, and are updated together, if they have
-    the same weight decay and if their learning rate is multiplied by the same factor.
+    rank's part of each shard unit. Parameters with the same weight decay and the same factor of the
+    learning rate form a group, and the elements of a group are updated together.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.
@@ -169,9 +169,10 @@ class Optimizer:
 
 
 def _alike(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Alike]:
-    """Return this rank's part of the state in groups of elements that are updated by the same rule,
-    without the matrices that Muon updates. `rates_of` returns the weight decay of a parameter and
-    the factor of its learning rate."""
+    """Divide this rank's part of the state, except the matrices that Muon updates, into groups. All
+    elements of a group are updated by the same rule. Return the groups. `rates_of` returns the
+    weight decay of a parameter and the factor of its learning rate.
+    """
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
     for alike, some in _ranges(config, buffer, rates_of):
@@ -206,8 +207,9 @@ class _Range(NamedTuple):
     name: str
 
     def of(self, kind: Kind) -> Tensor:
-        """Return the elements of this range in a kind of state. This also works for a kind that
-        only some parameters have."""
+        """Return the elements of this range in the state `kind`, which may exist for only some of
+        the parameters.
+        """
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset
@@ -223,8 +225,9 @@ def _ranges(
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
-        """Return the shard unit and the rates of a parameter's part. For a matrix that Muon
-        updates, return None instead of the rates."""
+        """Return the number of the shard unit, and the pair (weight decay, factor of the learning
+        rate), of a parameter's part. For a matrix that Muon updates, the second value is None.
+        """
         if is_matrix(config, own.entry):
             return own.unit, None
         return own.unit, rates_of(own.entry)
@@ -240,8 +243,10 @@ def _ranges(
 
 def _rates(config: OptimizerConfig, width_ratio: float, entry: Entry) -> tuple[float, float]:
     """Return the weight decay of a parameter, and the factor by which its learning rate is
-    multiplied. Every update multiplies the decay by the learning rate of the parameter, so the
-    factor of muP is removed from the decay."""
+    multiplied. Every update multiplies the weight decay by the learning rate of the parameter. The
+    weight decay is therefore divided by muP's factor of the learning rate, so that muP does not
+    change the decay of a step.
+    """
     group = group_of(config, entry.name)
     in_layers = entry.name.startswith("layers.") and len(entry.declaration.shape) == 2
     by_width = 1.0
@@ -286,8 +291,9 @@ def require_groups(
 
 
 def group_of(config: OptimizerConfig, name: str) -> RateGroup:
-    """Return the first group of `optimizer.groups` to which a logical name belongs, or a group that
-    changes nothing."""
+    """Return the first group of `optimizer.groups` that contains the parameter `name`. If no group
+    contains it, return a group whose factors are 1.
+    """
     for group in config.groups:
         if any(fnmatchcase(name, glob) for glob in group.names):
             return group
@@ -295,5 +301,7 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of `ranges`; `parts` has one tensor for each shard unit."""
+    """Return the elements of `ranges` as one tensor for each range; `parts` has one tensor for each
+    shard unit.
+    """
     return [parts[piece.unit][piece.some] for piece in ranges]

@@ -15,13 +15,14 @@ from ptdmpi.plan.shape.dealt import owners
 
 class Parcels:
     """The positions of parts of matrices in the messages between the ranks of a shard group. Each
-    pair of ranks exchanges one message in each direction. If nothing is sharded, each rank owns its
-    matrices, and nothing is sent.
+    pair of ranks exchanges one message in each direction. If the state is not sharded, each rank
+    owns all its matrices, and no message is sent.
 
-    `away` maps the name of a matrix that another rank owns to the position of this rank's part in
-    the message to the owner. `coming` maps the name of a matrix that this rank owns to the
-    positions of the other ranks' parts in the messages from these ranks. In the positions in `away`
-    and `coming`, the field `unit` is the number of the other rank.
+    `away` is for matrices that other ranks own: it maps the name of a matrix to the position of
+    this rank's part in the message to the owner. `coming` is for matrices that this rank owns: it
+    maps the name of a matrix to the positions of the other ranks' parts in the messages from these
+    ranks. In the positions in `away` and `coming`, the field `unit` is the number of the other
+    rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:

@@ -1,8 +1,8 @@
 """The execution of a rank's program, which is a list of actions: ops, sends and receives.
 
-The code of the runner does not depend on the roles of ranks or the phases of a schedule. Its inputs
-are the pipeline stages of this rank and a program, in which every message is already at a position
-where it cannot deadlock.
+The runner needs only the pipeline stages of this rank and the program. It does not know whether the
+rank is the first or the last, or which phases the schedule has. Every message is at a position in
+the program where it cannot deadlock.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from ptdmpi.watch.stopwatch import Stopwatch
 
 
 class Transfer(NamedTuple):
-    """A message that is not complete: its handle, its memory, and the rank that sends or receives
-    it."""
+    """A message that is not completely sent or received: its handle, the tensor that is sent or
+    filled, and the other rank.
+    """
 
     handle: Handle
     buffer: Tensor
@@ -36,10 +37,11 @@ class OpHook:
     class do nothing."""
 
     def begin(self, op: Op) -> None:
-        """Act before `op` is computed, when its input has arrived."""
+        """Do the observer's work before `op` is computed, when the input of `op` has arrived."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Act after `op` was computed. The time of this call is not part of the op's measured time.
+        """Do the observer's work after `op` was computed. The time of this call is not part of the
+        op's measured time.
 
         If `op` computes gradients, they are already added to the buffer. If `op` is the forward of
         the last stage, `microbatch` already has its losses.
@@ -110,16 +112,18 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        # wait until all messages are sent, because the next step reuses their memory
+        # wait until all messages are sent, because the next step overwrites the memory of the sent
+        # tensors
         for handle, _, peer in self._leaving:
             with watch.span("send", "", peer):
                 handle.wait()
         self._leaving = []
 
     def time_inside(self, name: str, group: Communicator) -> None:
-        """From now on, measure the time of a group's collectives inside ops, under the name `name`.
-        Do nothing for a group of one rank, and for a group whose communicator is already timed
-        under another name."""
+        """From now on, measure the time that ops spend in collectives of `group`, and report it
+        under the name `name`. Do nothing for a group of one rank, and for a group whose
+        communicator is already timed under another name.
+        """
         if group.size > 1 and all(group is not other for other in self.inside.values()):
             self.inside[name] = group
 
@@ -146,8 +150,8 @@ class Runner:
     def _act(self, work: _Work, action: Action) -> None:
         match action:
             case Receive(op, peer):
-                # do not wait here: the op that needs the message will wait for it, and earlier ops
-                # run before that
+                # do not wait for the message here: the op that needs it waits, and other ops may
+                # run before this op
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )

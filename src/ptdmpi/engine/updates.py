@@ -18,8 +18,8 @@ from ptdmpi.base.plugins import plugin
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# The number of elements of a temporary tensor. This is so small that plans of the memory can leave
-# it out.
+# The number of elements of a temporary tensor. Such a tensor is so small that the memory plan does
+# not count it.
 PIECE = 1 << 20
 
 
@@ -103,5 +103,6 @@ UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] =
     "sgd": sgd_update,
     "lion": lion_update,
     "own": own_update,
-    "muon": adamw_update,  # for the parameters that `engine/muon.py` does not update
+    # the update of the parameters that are no matrices; `engine/muon.py` updates the matrices
+    "muon": adamw_update,
 }

@@ -19,9 +19,9 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 def normalise(answer: str) -> str:
     """Return an answer in lower case, without articles, punctuation and repeated spaces.
 
-    TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers in this form. A
-    number keeps its sign and its decimal point, since -1.5 is not 15. If this form would be empty,
-    only the case and the spaces are changed.
+    TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers in this form. An
+    answer that is a number keeps its minus sign and its decimal point, since -1.5 is not 15. If
+    nothing would remain of an answer, only the case and the spaces are changed.
     """
     if NUMBER.fullmatch(answer.strip()):
         return answer.strip().rstrip(".").lstrip("+").replace(",", "")
@@ -31,7 +31,8 @@ def normalise(answer: str) -> str:
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
     """Return the compiled regular expression `pattern`, or None if `pattern` is None. Raises
-    InputError."""
+    InputError if `pattern` is not a regular expression.
+    """
     if pattern is None:
         return None
     try:
@@ -64,7 +65,9 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 
 class Stop:
-    """A test whether the text of newly generated token ids contains one of the strings `until`."""
+    """A function that returns True when generation should stop: when the text of the generated
+    token ids contains one of the strings `until`.
+    """
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
         self.text = text

@@ -40,11 +40,12 @@ def perplexities(
     kind: str,
     precision: str | None,
 ) -> list[dict[str, Any]]:
-    """Return the perplexities of two models on each dataset, as `before` and `after`, with the
-    number of `tokens` and the `precision` of the first model.
+    """Return one table for each dataset: the perplexity of the first model (`before`) and of the
+    second model (`after`), the number of `tokens`, and the `precision` of the first model.
 
-    All ranks call this and get the results. `kind` says whether the weights of the first model or
-    their moving average are loaded. The second model is always loaded with its weights.
+    All ranks call this function together and get the results. `kind` selects the stored values of
+    the first model: the trained weights, or the moving average of the weights. Of the second model,
+    the trained weights are always loaded.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)
     second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)
@@ -63,7 +64,9 @@ def perplexities(
 def _perplexities(
     path: Path, datasets: Sequence[Path], world: World, *, kind: str, precision: str | None
 ) -> list[dict[str, Any]]:
-    """Return the result of `perplexity` on each dataset, with the `precision` of the model."""
+    """Return the result of the function `perplexity` for each dataset; each result also contains
+    the `precision` of the model.
+    """
     model, _ = open_inference(path, world, None, precision, kind=kind)
     computed_in = {"precision": model.config.precision.compute}
     return [perplexity(model, Dataset(data)) | computed_in for data in datasets]

@@ -10,7 +10,8 @@ from ptdmpi.inference.text import Text
 
 
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
-    """Return the request for the probability of `rest` after `context`.
+    """Return a request that asks the model for the probability of the text `rest` after the text
+    `context`.
 
     The context and the continuation are tokenized together, because a token may span the end of the
     context. Spaces between the context and the continuation become part of the continuation,
@@ -35,8 +36,9 @@ def requests(
     separator: str,
     neutral: str,
 ) -> list[Request]:
-    """Return two requests for each choice of each item: one after the item's context, and one after
-    the text `neutral`."""
+    """Return two requests for each choice of each item: for the choice after the context of the
+    item, and for the choice after the text `neutral`.
+    """
     return [
         continuation(text, before, separator + choice, item.place)
         for item, context in zip(items, contexts, strict=True)
@@ -46,8 +48,9 @@ def requests(
 
 
 class ChoiceScores(NamedTuple):
-    """The scores of one choice after the context of its item (`here`) and after the neutral
-    context."""
+    """The two scores of one choice: `here` is the score after the context of the item, and
+    `neutral` is the score after the neutral context.
+    """
 
     choice: str
     here: Score
@@ -65,8 +68,8 @@ MEASURES: dict[str, Callable[[ChoiceScores], float]] = {
 
 
 def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
-    """Return, for each measure, the fraction of items for which the right choice has the greatest
-    value.
+    """Return the accuracy by each measure: the fraction of items for which the measure is greatest
+    for the right choice.
 
     `scores` has the score of each request that `requests` returns for the items, in the same order.
     Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,

@@ -59,7 +59,9 @@ class CodeTask:
 
 
 def read(path: Path) -> list[CodeTask]:
-    """Return the tasks in a file. Raises InputError that names the line."""
+    """Return the tasks in a file. If a line is not a task, raises InputError with the number of the
+    line.
+    """
     tasks = []
     for place, line in numbered_lines(path, "task"):
         values = values_of(line, place, "prompt")
@@ -84,9 +86,10 @@ class CodeAsking:
     sandbox: Sandbox
 
     def ask(self, model: "InferenceModel", text: Text, tasks: Sequence[CodeTask]) -> dict[str, Any]:
-        """Return pass@k for the tasks. Every rank calls this, and rank 0 runs the programs.
+        """Return pass@k for the tasks. Every rank calls this method, and rank 0 runs the generated
+        programs.
 
-        Raises InputError on every rank.
+        Raises InputError on every rank if `max_new_tokens` leaves no room for a prompt.
         """
         room = model.seq_length - self.max_new_tokens
         if room < 1:
@@ -115,8 +118,9 @@ class CodeAsking:
         return {"truncated": truncated, **self.result(world.broadcast_object(outcomes))}
 
     def result(self, outcomes: Sequence[str]) -> dict[str, Any]:
-        """Return pass@k and the counts of failures, given the outcomes of all samples, task by
-        task."""
+        """Return pass@k and the number of failures of each kind. `outcomes` has the outcome of each
+        sample, task by task.
+        """
         n = self.samples
         right = [outcomes[i : i + n].count(PASSED) for i in range(0, len(outcomes), n)]
         shares = {f"pass@{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in self.ks}

@@ -22,8 +22,9 @@ MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
 
 
 class Writing(NamedTuple):
-    """A prompt of the harness and the options of its continuation, which ends before the first
-    occurrence of a string in `until`."""
+    """A prompt of the harness, and the options with which it is continued. The continuation ends
+    before the first occurrence of a string in `until`.
+    """
 
     ids: list[int]
     max_new_tokens: int
@@ -82,7 +83,9 @@ class Harness:
         self._ask("close", None)
 
     def serve(self) -> None:
-        """Take part in the answers on every rank except 0, until rank 0 calls `close`."""
+        """Help rank 0 to answer requests, until rank 0 calls `close`. Every rank except rank 0
+        calls this method.
+        """
         while self._answer(*self.world.broadcast_object(None)) is not None:
             pass
 
@@ -104,7 +107,7 @@ class Harness:
         return Writing(ids, length, list(until), sampling)
 
     def _ask(self, kind: str, wanted: Any) -> Any:
-        """Answer a request on all ranks; only rank 0 calls this."""
+        """Let all ranks answer a request, and return the answer. Only rank 0 calls this method."""
         return self._answer(*self.world.broadcast_object((kind, wanted)))
 
     def _answer(self, kind: str, wanted: Any) -> Any:
@@ -134,10 +137,11 @@ class Harness:
 
 
 def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of the harness for the tasks `options["lm_eval"]`, on rank 0; {} on other
-    ranks.
+    """Return, on rank 0, the results of the harness for the tasks `options["lm_eval"]`. On all
+    other ranks, answer the requests and return {}.
 
-    `options["lm_eval_path"]` is a folder with further task files. Raises InputError.
+    `options["lm_eval_path"]` is a folder with further task files. Raises InputError if the package
+    `lm_eval` is missing, or if it does not know a task.
     """
     world = harness.world
     try:
@@ -151,8 +155,9 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        """The model as the harness calls it. The adapter passes each request on to ptdmpi's
-        model."""
+        """An object with the methods of a model that the harness calls. Each method passes its
+        requests on to ptdmpi's model.
+        """
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False

@@ -56,18 +56,21 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
 
 def keep_library() -> None:
     """Open the directories of `sys.path`, so that even the user `nobody` can import modules from
-    them. The interpreter's library may be below a directory, such as root's home, that this user
-    may not enter."""
+    them. The library of the interpreter may be inside a directory that the user `nobody` may not
+    enter, such as root's home.
+    """
     opened = {}
     for path in sys.path:
         try:
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # for example, python311.zip need not exist
+        except OSError:  # an entry of sys.path, such as python311.zip, need not exist
             continue
         opened[path] = f"/proc/self/fd/{directory}"
     sys.path[:] = opened.values()
     sys.path_importer_cache.clear()
-    for module in list(sys.modules.values()):  # packages that are already loaded, such as encodings
+    # packages that are already loaded, such as encodings, must find their modules in the opened
+    # directories, too
+    for module in list(sys.modules.values()):
         for number, folder in enumerate(getattr(module, "__path__", ())):
             parent, name = os.path.split(folder)
             if parent in opened:
@@ -78,7 +81,8 @@ def main() -> None:
     """Run the program on stdin within the limits of the command line."""
     token, verdict, memory_bytes, cpu_s = map(int, sys.argv[1:5])
     program = sys.stdin.buffer.read()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the program gets an empty stdin
+    # the program cannot read anything from its standard input
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["program"]
     confine(memory_bytes, cpu_s)
     try:

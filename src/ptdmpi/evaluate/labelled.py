@@ -2,8 +2,8 @@
 JSON line has one or two texts with a label, or a question with its candidates (possible answers).
 
 If the texts are too long for a sequence, the passage (the first text) is cut at its end. If that is
-not enough, the question is also cut at its end. The candidate is never cut. The number of cut
-sequences is counted.
+not enough, the question is also cut at its end. A candidate is never cut. The result has the number
+of sequences that were cut.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ BETWEEN = "\n"
 class LabelledItem:
     """One sample of a task file, as text.
 
-    Each sequence of the sample has the text `first` and one text of `seconds` ("": no second text).
-    If there are candidates, `question` is put before each second text. `place` is the file and the
-    line, for error messages.
+    A sample has one sequence for each text in `seconds`. A sequence consists of the text `first`
+    and this second text ("" means that there is no second text). If there are candidates,
+    `question` is put before each second text. `place` is the file and the line, for error messages.
     """
 
     first: str
@@ -43,7 +43,9 @@ class LabelledItem:
 
     @property
     def joined(self) -> list[str]:
-        """Return the second texts of the sequences, each candidate after the question."""
+        """Return the second text of each sequence: if there are candidates, the question followed
+        by the candidate.
+        """
         if not self.question:
             return list(self.seconds)
         return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]
@@ -142,7 +144,8 @@ def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
 
 def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
     """Return the sample for a question that must have `choices` candidates (0: any number above
-    one)."""
+    one). Raises InputError if the number of candidates is not legal.
+    """
     legal = choices or max(2, len(item.choices))
     if len(item.choices) != legal:
         raise InputError(
@@ -159,7 +162,9 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
-    """Return the sample for one or two texts with a label. Raises InputError."""
+    """Return the sample for one or two texts with a label. Raises InputError if the label is not
+    one of `task.labels`, or if the second text is no text.
+    """
     label = values.get("label")
     name = label
     if isinstance(label, int) and not isinstance(label, bool):
@@ -171,7 +176,9 @@ def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledI
 
 
 def _text(values: dict[str, Any], key: str, place: str) -> str:
-    """Return the text in the field `key`, or "" if there is no such field. Raises InputError."""
+    """Return the text in the field `key`, or "" if there is no such field. Raises InputError if the
+    field contains anything but a text.
+    """
     text = values.get(key, "")
     if not isinstance(text, str):
         raise InputError(f"{place}: {key!r} = {text!r} is not a text")

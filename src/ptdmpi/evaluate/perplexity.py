@@ -34,8 +34,8 @@ def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[W
     the first once.
 
     The first window scores all of its labels. Each later window scores its last `stride` labels
-    (fewer at the end of the shard). The scored labels have at least seq_length - stride tokens of
-    context.
+    (fewer at the end of the shard). The scored labels of all windows except the first have at least
+    seq_length - stride tokens of context.
     """
     scored = 1
     while scored < tokens:
@@ -53,12 +53,14 @@ def perplexity(
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
     the number of tokens and the mean in nats.
 
-    `words` is the number of words in the original text. If `words` is given, the summed negative
-    log-likelihood is also divided by the number of words. This perplexity per word allows comparing
-    models with different tokenizers (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3 and
-    appendix E.1). `stride` is the number of tokens that a window scores, 32 in that paper. If
-    `stride` is None, it is `seq_length`. That takes the shortest time, because only the last window
-    of a shard overlaps another window. Every rank calls this function. Raises InputError.
+    `words` is the number of words in the original text. If `words` is given, the result also has
+    the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
+    per word allows comparing models with different tokenizers (Shoeybi et al. 2019, arXiv
+    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
+    scores, 32 in that paper. If `stride` is None, it is `seq_length`, which takes the shortest
+    time, because only the last window of a shard overlaps another window. Every rank calls this
+    function. Raises InputError on every rank if `stride` is not legal, if the dataset does not fit
+    the model, or if a probability is NaN.
     """
     if stride is None:
         stride = model.seq_length
@@ -91,8 +93,9 @@ def _exp(nats: float) -> float:
 
 
 def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, int]:
-    """Return two sums over all ranks: the negative log-likelihood in nats, and the number of scored
-    tokens."""
+    """Return two values, each summed over all ranks: the negative log-likelihood of the scored
+    tokens in nats, and the number of scored tokens.
+    """
     data = model.axes["data"]
     shard_windows = (
         window

@@ -1,5 +1,6 @@
-"""Questions of a task file. They are prepared once, without the model, and a model can then answer
-them repeatedly."""
+"""Questions of a task file. The questions are prepared once, without a model. Afterwards a model
+can answer the prepared questions repeatedly.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -56,15 +57,18 @@ class Questions(ABC):
 
     @abstractmethod
     def ask(self, model: "InferenceModel", text: Text, numbers: range) -> list[Any]:
-        """Return the model's answers to some items, in their order, in the form that `result`
-        takes.
+        """Return the answers of the model to the items `numbers`, in this order. The method
+        `result` takes such answers.
 
-        Every rank calls this and gets the answers. Raises InputError if the model's scores are NaN.
+        Every rank calls this method and gets the answers. Raises InputError if the model's scores
+        are NaN.
         """
 
     @abstractmethod
     def result(self, given: Sequence[Any]) -> dict[str, Any]:
-        """Return the scores for the file, given the answers of `ask` to all items."""
+        """Return the scores for the file. `given` has the answers that `ask` has returned for all
+        items.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Choices(Questions):
         return [[next(scores) for _ in part] for part in parts]
 
     def result(self, given: Sequence[Any]) -> dict[str, Any]:
-        """Return the accuracies by each measure."""
+        """Return the accuracy by each measure of `choice.accuracies`."""
         scores = [answer for part in given for answer in part]
         return {
             "kind": "choice",
@@ -114,7 +118,9 @@ class Answers(Questions):
         return [given[start : start + samples] for start in range(0, len(given), samples)]
 
     def result(self, given: Sequence[Any]) -> dict[str, Any]:
-        """Return the scores by exact match."""
+        """Return the fraction of items whose generated answers match exactly, and further scores
+        (`answers.matches`).
+        """
         return {"kind": "answers", "truncated": self.truncated, **matches(self.items, given)}
 
 
@@ -134,7 +140,7 @@ def questions(
     asking: Asking,
     limits: Limits,
 ) -> Questions:
-    """Return the items, each after its context, converted to ids.
+    """Return the questions for some items: each item, after its context, is converted to token ids.
 
     Raises InputError for items that do not fit a model with these `limits`.
     """
@@ -177,7 +183,9 @@ def _choices(
 
 
 def read(path: Path, text: Text, asking: Asking, limits: Limits) -> Questions:
-    """Return the questions in a file, without solved examples before them. Raises InputError."""
+    """Return the questions in a file, without solved examples before them. Raises InputError if the
+    file cannot be used, or if an item does not fit the model.
+    """
     items = tasks.read(path)
     contexts = [item.context for item in items]
     return questions(text, items, contexts, asking=asking, limits=limits)

@@ -27,7 +27,8 @@ def score(run: Path, paths: tuple[Path, ...], world: World, **options: Any) -> l
     """Store the log-probabilities of the labels in datasets of answer pairs, and return a table of
     results for each dataset. Every rank calls this function.
 
-    `options` are the options of the command. Raises InputError on every rank.
+    `options` are the options of the command. Raises InputError on every rank if the model or a
+    dataset cannot be used, or if a log-probability is not finite.
     """
     model, stored = open_inference(
         run,
@@ -59,7 +60,9 @@ def _check(path: Path, stored: StoredModel, model: InferenceModel) -> None:
 
 
 def _score(model: InferenceModel, dataset: Dataset, world: World, name: str) -> dict[str, Any]:
-    """Store the log-probabilities of one dataset, and return its table."""
+    """Store the log-probabilities of the labels of one dataset, and return a table with the number
+    of labels and the mean negative log-probability.
+    """
     length = dataset.row_length
     shards: dict[str, Any] = {}
     total = 0.0

@@ -27,7 +27,8 @@ Work = dict[str, tuple[list[TaskItem], list[str]]]  # maps a file to its items a
 
 
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
-    """Return the results of `ptdmpi evaluate` on every rank. Every rank calls this.
+    """Do all evaluations of `ptdmpi evaluate`, and return the results on every rank. Every rank
+    calls this function.
 
     `options` are the options of the command. Raises InputError on every rank, if possible before
     anything is computed.
@@ -92,7 +93,7 @@ def _scores(
 def _has_task_head(run: Path, options: Options) -> bool:
     """Return True if the model or its adapter has a head for a task.
 
-    Raises InputError if `options` ask such a model for anything except `--tasks`.
+    If there is such a head, raises InputError unless `options` ask for `--tasks` and nothing else.
     """
     stored = open_model(run)
     adapter = options["adapter"]
@@ -127,7 +128,8 @@ def _accuracies(
 
 
 def _read(options: Options) -> Work:
-    """Return the items of each task file, and their contexts, which begin with solved examples.
+    """Return the items of each task file, and the context of each item. If `--shots` is given, a
+    context begins with solved examples.
 
     Raises InputError for options that contradict each other, and for files that cannot be used.
     """
@@ -203,7 +205,9 @@ def _asking(options: Options) -> Asking:
 
 
 def check_dataset(path: Path, stored: StoredModel) -> None:
-    """Raise InputError unless the shards at `path` were made with the model's tokenizer."""
+    """Raise InputError if the shards at `path` were made with another tokenizer than the model's.
+    If the model's tokenizer is not known, all shards are accepted.
+    """
     dataset = Dataset(path)
     known = tokenizer_sha256(stored)
     if known not in (None, dataset.tokenizer_sha256):

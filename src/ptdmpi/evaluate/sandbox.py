@@ -1,12 +1,12 @@
 """A sandbox for programs that a model has written: a separate process with its own environment.
 
 The sandbox limits time, memory, files and processes. A program gets its own directory, no network
-and no capabilities. The sandbox stops accidents and simple tricks, but not a program that was
-written to break out. A program can still do the following. If root starts the program, it runs as
-the user `nobody`. It may then read the files that all users may read, and readable files next to
-the interpreter's library, which `..` in a path reaches. If another user starts the program, it may
-read that user's files. The program may make any system call. Run programs that are not trusted at
-all in a container.
+and no capabilities. The sandbox stops accidents and simple attacks, but not a program that was
+written to break out of the sandbox. The sandbox does not prevent everything. If root starts the
+program, the program runs as the user `nobody`: it can read the files that all users may read, and
+readable files in folders near the interpreter's library, by a path with `..`. If another user
+starts the program, it can read the files of this user. The program can make any system call. Run
+programs that are not trusted at all in a container.
 """
 
 import os
@@ -70,12 +70,12 @@ class Sandbox:
         `without_network`.
         """
         prefix = () if self.network else without_network()
-        # a program can write this random word as its verdict only if it has read the word from the
-        # pipe that contains it
+        # only `inside.py` should write this word as the verdict: a program cannot guess the random
+        # word, and would have to read it from a pipe
         word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
-            # if root starts the program, it runs as the user nobody, who must be able to use the
-            # folder
+            # if root starts the program, the program runs as the user nobody, who must be able to
+            # use the folder
             os.chmod(folder, 0o777)
             verdict = self._verdict(prefix, folder, program.encode(errors="replace"), word.encode())
         if verdict is None:
@@ -87,7 +87,9 @@ class Sandbox:
     def _verdict(
         self, prefix: tuple[str, ...], folder: str, program: bytes, word: bytes
     ) -> bytes | None:
-        """Return the verdict that the process wrote; None if it took too long and was killed."""
+        """Return the verdict that the process has written; None if the process took too long and
+        was killed.
+        """
         token, token_in = os.pipe()
         verdict_out, verdict = os.pipe()
         os.write(token_in, word)

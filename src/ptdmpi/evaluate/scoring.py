@@ -24,8 +24,8 @@ LOGITS_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the probability of ids[first:], where each token is predicted from all tokens
-    before it.
+    """A request for the probability of the tokens ids[first:]. Each of these tokens is predicted
+    from all tokens before it.
 
     `first` is at least 1. `place` is the beginning of error messages.
     """
@@ -49,7 +49,8 @@ class Score:
 
 
 def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
-    """Return the score of each request, on every rank. All ranks call this with the same requests.
+    """Return the score of each request, on every rank. All ranks call this function with the same
+    requests.
 
     A request that is longer than `seq_length` is cut at its beginning. Raises InputError if scored
     tokens would be cut off, if an id is outside the vocabulary, or if a score is NaN, which cannot
@@ -82,7 +83,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 
 
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
-    """Return the request, without its first tokens if it is longer than `seq_length`.
+    """If the request is longer than `seq_length`, remove its first tokens. Return the request.
 
     Raises InputError if the removed tokens include scored tokens, or if an id is outside the
     vocabulary.

@@ -17,8 +17,9 @@ BETWEEN_SHOTS = "\n\n"
 class TaskItem:
     """One item (question) of a task file.
 
-    A multiple-choice item has `choices`, and choice number `answer` is right. For other items any
-    of `answers` is right. `place` is the file and the line, for error messages.
+    A multiple-choice item has `choices`, and choice number `answer` is right. An item without
+    choices has `answers`, each of which is right. `place` is the file and the line, for error
+    messages.
     """
 
     context: str
@@ -36,8 +37,9 @@ class TaskItem:
 
 
 def read(path: Path) -> list[TaskItem]:
-    """Return the items in a .jsonl file. Either all items must have choices, or all items must have
-    answers. Raises InputError that names the line."""
+    """Return the items in a .jsonl file. Raises InputError if a line is not an item (the message
+    has the number of the line), or if some items have choices and other items have answers.
+    """
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
@@ -96,7 +98,7 @@ def with_shots(
 ) -> list[str]:
     """Return the context of each item, after the first `shots` solved examples.
 
-    An example that equals the item is left out.
+    If a solved example is the item itself, this example is left out.
     """
     contexts = []
     for item in items:

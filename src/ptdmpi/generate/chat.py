@@ -14,7 +14,7 @@ from ptdmpi.inference.stored import open_adapter
 
 SIGN = "> "
 QUIT = "/quit"
-TORN = "\ufffd"  # the decoded text of a character whose last tokens are still missing
+TORN = "\ufffd"  # a character whose last tokens are still missing is decoded as this character
 
 
 class Chat:
@@ -22,16 +22,17 @@ class Chat:
     conversation.
 
     The model reads the whole conversation, in the form of its chat template. Without a template,
-    each line and each answer ends with a newline. If the conversation leaves no room for an answer,
-    the oldest line and answer are dropped. A line that is too long by itself is cut at its
-    beginning.
+    each line and each answer ends with a newline. If a conversation is so long that no room is left
+    for an answer, the oldest line and its answer are dropped. If a single line is too long, its
+    beginning is cut off.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
         """Begin an empty conversation. Answers are written to `out` token by token; None means
         stdout.
 
-        Raises InputError on every rank.
+        Raises InputError on every rank if the chat template cannot be used, or if the option
+        `max_new_tokens` leaves no room for a line.
         """
         self.writer = writer
         self.out = out or sys.stdout
@@ -63,7 +64,7 @@ class Chat:
                     return str(why)
                 try:
                     self._require(line)
-                except InputError as error:  # the error is the same on all ranks
+                except InputError as error:  # all ranks raise the same error here
                     note(f"ptdmpi generate: {error}")
                     continue
                 self.answer(line)
@@ -117,8 +118,9 @@ class Chat:
             )
 
     def _within(self, line: str) -> list[int]:
-        """Return the ids of the conversation including `line`, shortened so that there is room for
-        an answer."""
+        """Return the token ids of the conversation up to and including `line`. The conversation is
+        shortened if it leaves no room for an answer.
+        """
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
         while len(ids := self.dialogue.prompt([*self.said, line])) > most:
@@ -133,8 +135,9 @@ class Chat:
         return ids
 
     def _show(self, written: str, whole: bool = False) -> None:
-        """Print the new part of an answer. An incomplete character is printed when it is
-        complete."""
+        """Print the new part of an answer. If the last character is incomplete, it is printed
+        later, when its last token has arrived.
+        """
         if (whole or not written.endswith(TORN)) and written.startswith(self._shown):
             self.out.write(written[len(self._shown) :])
             self.out.flush()
@@ -142,7 +145,9 @@ class Chat:
 
 
 def _dialogue(writer: Writer) -> Dialogue:
-    """Return the dialogue for the writer's model and its adapters. Raises InputError."""
+    """Return the dialogue for the writer's model and its adapters. Raises InputError if the
+    adapters or the chat template cannot be used.
+    """
     path: Path | None = writer.options["adapter"]
     adapter = None
     if path is not None:
@@ -151,8 +156,10 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Return two values on rank 0: the next line, or None at the end of the conversation; and the
-    reason why the conversation ends if the line is None."""
+    """Return two values: the next line of the user, or None at the end of the conversation; and the
+    reason why the conversation ends, which is used only if the line is None. Only rank 0 calls this
+    function.
+    """
     try:
         line = read()
         # Open MPI's mpirun does not report the end of input, so a command can end the conversation

@@ -1,5 +1,5 @@
-"""Overlap of communication with the backward of the last microbatch: sums of gradients over the
-data axis begin before this backward ends.
+"""Overlap of communication with the backward of the last microbatch: sums of gradients over ranks
+begin before this backward ends.
 
 The overlap needs a transport that makes progress during computation (`overlaps`). The gradients of
 each shard unit, which is a module such as a layer, are summed as soon as they are complete, from

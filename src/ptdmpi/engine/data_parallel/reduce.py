@@ -62,16 +62,19 @@ class EarlySums(DataParallel):
 
 
 class AllReduce(EarlySums):
-    """A method that sums gradients over the data axis, in ascending order of ranks if the transport
-    is exact. Before this sum, each rank has added the gradients of its own microbatches in the
-    order of the schedule."""
+    """A method that sums gradients over all ranks that see different tokens (the group `losses`),
+    in ascending order of ranks if the transport is exact. Before this sum, each rank has added the
+    gradients of its own microbatches in the order of the schedule.
+    """
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
 
     def reduce(self) -> None:
-        """Sum the gradients over data ranks, or complete the sums that were begun. Neighbouring
-        parameters of the flat buffer that are summed over the same ranks share one all-reduce."""
+        """Sum the gradients over all ranks that see different tokens, or complete the sums that
+        were begun during the backward. One all-reduce sums all neighbouring parameters of the flat
+        buffer that are summed over the same ranks.
+        """
         if self.sums is not None:
             self.sums.complete()
             return

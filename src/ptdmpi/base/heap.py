@@ -39,8 +39,9 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return all memory that is free now to the kernel, once. The memory was used to prepare the
-    run, and a training step may not need it."""
+    """Return all memory that is free now to the kernel, once. Preparing the run may have needed
+    more memory than a training step needs.
+    """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

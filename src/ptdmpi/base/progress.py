@@ -10,8 +10,8 @@ from ptdmpi.base.launched import launched_rank
 from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
-FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line
-SOON_S = 2.0  # seconds until the first line for work during which a user waits
+FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line.
+SOON_S = 2.0  # seconds until the first line for work during which a user waits.
 EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 

@@ -56,8 +56,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A slice of a logical tensor that will be written to a file. A call of `values` returns the
-    values of the slice."""
+    """A slice of a logical tensor that will be written to a file. The function `values` returns the
+    elements of the slice.
+    """
 
     tensor: str
     shape: tuple[int, ...]
@@ -73,7 +74,9 @@ class Outgoing:
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the header of a safetensors file with the tensors `parts` (key, dtype, shape), in this
-    order. The header contains all bytes before the data. Its length is a multiple of 64."""
+    order. The header contains all bytes before the data. The length of the header is a multiple of
+    64 bytes.
+    """
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:

@@ -12,7 +12,7 @@ may be removed.
 
 When all files of a checkpoint are on the disk, one rename gives its directory the name
 `step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename takes this name away. A
-crash therefore never leaves an incomplete checkpoint with such a name.
+crash therefore never leaves an incomplete checkpoint in a directory called `step-NNNNNNNN`.
 """
 
 import os

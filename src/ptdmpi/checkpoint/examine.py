@@ -154,7 +154,7 @@ class Difference:
     """A difference between two checkpoints in one tensor or in one value of the progress. `what`
     describes the difference. `greatest_absolute` is the greatest absolute difference of all
     elements; `greatest_relative` is the same difference divided by the greatest magnitude in the
-    first checkpoint's tensor. Both numbers are None if values cannot be compared."""
+    first checkpoint's tensor. Both differences are None if the values cannot be compared."""
 
     name: str
     what: str

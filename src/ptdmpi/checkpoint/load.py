@@ -258,7 +258,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        host = piece.values.cpu()  # on a CPU this is the tensor itself
+        host = piece.values.cpu()  # on a CPU, `cpu` returns the same tensor.
         if host.dtype == torch.bfloat16:  # numpy has no bfloat16
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())

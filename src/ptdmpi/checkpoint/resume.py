@@ -154,8 +154,9 @@ class Resumption:
         self.course.judge("resume", where, manifest.said)
 
     def _is_own(self, wanted: str) -> bool:
-        """Return True if `wanted` is the run's own directory or its folder `checkpoints/`. Such a
-        path has the same meaning as "auto"."""
+        """Return True if `wanted` is the run's own directory or its folder `checkpoints/`. A path
+        of the run itself has the same meaning as "auto".
+        """
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
 

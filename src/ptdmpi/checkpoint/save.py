@@ -82,9 +82,9 @@ class Checkpoints:
     """The checkpoints of one run directory. Every rank calls every method together, except `close`
     and `describe`.
 
-    This class writes checkpoints. `retention` keeps and removes checkpoints, and `resumption` finds
-    and checks the checkpoint from which a run resumes. `validated` has the step and the loss of the
-    last validation; the training loop sets it.
+    The class itself writes checkpoints. Its attribute `retention` keeps and removes checkpoints,
+    and `resumption` finds and checks the checkpoint from which a run resumes. `validated` has the
+    step and the loss of the last validation; the training loop sets it.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
@@ -161,9 +161,9 @@ class Checkpoints:
         """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
         If `checkpoint.asynchronous` is True, the state is copied, and a thread writes the copy. In
-        that case this method first completes an earlier save that is still in progress and returns
-        it; later calls of `poll` complete the present save. Raise SaveFailed if a rank could not
-        write; the files of the failed save are then removed.
+        an asynchronous save, this method first completes an earlier save that is still in progress,
+        and returns the earlier save. Later calls of `poll` complete the present save. Raise
+        SaveFailed if a rank could not write; the files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()

@@ -90,7 +90,9 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """From now on, add the time of collectives to `waits`, unless `waits` is None."""
+        """From now on, add the time that this rank spends in collectives to `waits`. If `waits` is
+        None, measure no time from now on.
+        """
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -391,7 +393,8 @@ class _All:
 
     def done(self) -> bool:
         """Return True if every message is complete."""
-        # call `done` of all handles: some transports make progress only in this call
+        # call `done` of every handle, also after one that is not done: some transports make
+        # progress only in this call
         over = [handle.done() for handle in self._handles]
         return all(over)
 

@@ -86,7 +86,7 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     # If ranks launch the kernels of two communicators in different orders, the kernels wait for
     # each other for ever. With this variable NCCL (2.26 or later) runs kernels in the order of the
     # host's calls, which is the same on all ranks. From CUDA 12.3 on, the kernels of two
-    # communicators still overlap (NCCL user guide, environment variables).
+    # communicators can overlap in spite of this order (NCCL user guide, environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # Streams share the device's hardware queues, 8 by default. If a message waits for its peer, all
     # later work in the same queue waits, too. 32 queues are the maximum (CUDA programming guide).

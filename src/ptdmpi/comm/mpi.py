@@ -73,8 +73,9 @@ class _Request:
         self._deliver()
 
     def done(self) -> bool:
-        """Return True if the message is complete. In that case a received tensor is copied to its
-        target."""
+        """Return True if the message is complete. If a received tensor is complete, copy it to its
+        target.
+        """
         # MPI makes a completed request null, and Test of a null request is always true
         finished = self._request.Test()
         if finished:

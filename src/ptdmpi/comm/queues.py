@@ -136,7 +136,7 @@ def copies_of(device: torch.device) -> Copies:
 
 def locked(size: int) -> Tensor:
     """Return `size` bytes of page-locked host memory, which stays locked until it is freed. Raises
-    MemoryError if the system refuses.
+    MemoryError if the system does not provide the memory.
 
     The memory starts and ends at page boundaries, so that no page is locked twice. PyTorch's
     allocator would round the size up to a power of two: for 81 GB it would lock 128 GiB.

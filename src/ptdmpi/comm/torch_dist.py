@@ -51,8 +51,8 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # The process group is not bound to a device. Otherwise torch would make new groups by a
-            # split, which all ranks of the world would have to call, not only the ranks of the new
+            # Do not bind the process group to a device: with a bound group, torch makes new groups
+            # by a split, which all ranks of the world must call, not only the ranks of the new
             # group.
         )
 
@@ -131,8 +131,9 @@ class Begun:
 
 
 class Attendant:
-    """A thread that waits for gloo's messages. Such a thread is necessary, because gloo reports the
-    end of a message only to a thread that waits for the message."""
+    """A thread that waits for gloo's messages. The thread is necessary, because gloo reports the
+    end of a message only to a thread that waits for the message.
+    """
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()

@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Wire:
-    """A transport of tensors between ranks. It makes one communicator for each group of a process
-    grid.
+    """A transport of tensors between ranks. The transport makes one communicator for each group of
+    a process grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
     same order on every rank. `control` is an MPI communicator of the ranks of the group, and is

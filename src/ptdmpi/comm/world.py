@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's position in the process grid, and its communicators, such as `axes["tensor"]` and
-    `axes["replicas"]`.
+    """The position of this rank in the process grid, and the communicators of this rank, such as
+    `axes["tensor"]` and `axes["replicas"]`.
 
     `groups` has one communicator for each group of the grid to which this rank belongs, in the
     grid's order. There is no entry for other groups, such as the group "ends" (the first and the
@@ -46,7 +46,7 @@ class Axes:
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
-    clock: Clock  # the clock that measures this rank's work
+    clock: Clock  # the clock that measures this rank's work.
     carried_by: str = ""  # a remark for the log about the transport
 
     def __getitem__(self, group: str) -> Communicator:
@@ -95,7 +95,7 @@ class Process:
     """The properties of a rank that do not change when ranks are lost and the others are
     renumbered."""
 
-    number: int  # the process's rank in the first world; logs and messages use this number
+    number: int  # the process's rank in the first world; logs and messages use this number.
     node: int  # the lowest rank on its node, in the launcher's numbering
     local_rank: int
     host: str
@@ -206,7 +206,7 @@ class World:
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
-        # All groups connect now, one after the other. If a group connected only when it is first
+        # Connect all groups here, one after the other. If a group connected only when it is first
         # used, the messages of the transport for this connection could cause a deadlock.
         carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}

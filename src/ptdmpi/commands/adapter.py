@@ -15,8 +15,8 @@ from ptdmpi.terminal.program import CommandGroup
 def command() -> None:
     """Merge, split, export or import adapters that `ptdmpi train` with [adapt] trained.
 
-    BASE is a whole model, and ADAPTER holds adapters that were trained on it. Each of them is a run
-    directory or a checkpoint. These commands need no MPI and no GPU.
+    BASE is a whole model, and ADAPTER holds adapters that were trained on it. BASE and ADAPTER are
+    run directories or checkpoints. These commands need no MPI and no GPU.
     """
 
 

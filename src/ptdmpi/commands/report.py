@@ -33,8 +33,8 @@ def command(
     Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html
     (all in one file) into the run directory, or into --output DIR. If the directory is read-only,
     only the table is printed. With a cluster file (ptdmpi probe writes one), the command compares
-    the measured step with the predicted step. Several runs share one table, a list of the settings
-    that differ, and comparison.png in the current directory.
+    the measured step with the predicted step. For several runs, the command prints one table and a
+    list of the settings that differ, and draws comparison.png in the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)

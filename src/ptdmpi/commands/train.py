@@ -35,9 +35,9 @@ def command(
     the best that ptdmpi plan finds on run.cluster. Without run.cluster this machine is measured
     first.
 
-    With --dry-run, with or without mpirun, nothing is trained and nothing is written. It opens the
-    data, checks sizes and memory, predicts the time, and shows the first batch as text. Together
-    with --layout auto it needs run.cluster, because a dry run measures nothing.
+    With --dry-run, with or without mpirun, nothing is trained and nothing is written. A dry run
+    opens the data, checks sizes and memory, predicts the time, and shows the first batch as text.
+    With --layout auto, a dry run needs run.cluster, because it measures nothing.
     """
     if dry_run:
         note("ptdmpi train --dry-run: checking configuration, data and memory")

@@ -21,8 +21,9 @@ from ptdmpi.terminal.program import Command
 def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> None:
     """Watch the run directories RUNS (such as runs/demo) until they are done or stopped.
 
-    Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. It only
-    reads files, without MPI, torch or a GPU, so it may run on a login node that sees them.
+    Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. The command
+    only reads the files of the runs. It needs no MPI, torch or GPU, so a login node that sees the
+    files can run it.
     """
     watched = [Watched(path) for path in runs]
 

@@ -26,7 +26,7 @@ from ptdmpi.config.sections import RateGroup, TrainDataConfig
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
-MOST_BYTES = 1 << 24  # maximum size of a TOML file in bytes
+MOST_BYTES = 1 << 24  # maximum size of a TOML file in bytes.
 # The maximum nesting of tables and lists. The deepest legal key, data.train.path, has 3 levels.
 MOST_DEPTH = 8
 
@@ -215,8 +215,8 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
     """Return the tree with `model.preset` replaced by the keys of the preset that it names. An
-    unknown preset is added to `mistakes`. In this case the keys of another preset are used, so that
-    keys of the model are not reported as missing.
+    unknown preset is added to `mistakes`. In place of an unknown preset, the keys of another preset
+    are used, so that keys of the model are not reported as missing.
     """
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
@@ -253,7 +253,8 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
     values: dict[str, tuple[Any, list[str]]] = {}
     for mistake in mistakes:
         if mistake["type"] == "too_short" and len(mistakes) > 1:
-            continue  # the list seems too short only because one of its items has a mistake
+            # pydantic reports the list as too short only because an item of the list has a mistake
+            continue
         path = [str(part) for part in mistake["loc"]]
         # pydantic appends the tried type of a union (such as 'int') to the location, so drop it
         nested = TABLES.get(section, model)

@@ -63,10 +63,10 @@ class Layout:
 
     `expert` (e) is the number of ranks over which the experts of each layer are distributed.
     `expert_tensor` is the number of tensor ranks that divide the width of an expert; None means all
-    t tensor ranks. In this case the e ranks are neighbours among the c d ranks that have the same
-    layers (c: context-parallel size, d: data-parallel size), and there are c d / e copies of each
-    expert. If `expert_tensor` is 1, experts are not divided, and the e ranks are neighbours among
-    the t c d ranks that have the same layers.
+    t tensor ranks. If all t tensor ranks divide an expert, the e ranks are neighbours among the c d
+    ranks that have the same layers (c: context-parallel size, d: data-parallel size), and there are
+    c d / e copies of each expert. If `expert_tensor` is 1, experts are not divided, and the e ranks
+    are neighbours among the t c d ranks that have the same layers.
 
     `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
     model (`copies`). Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3
@@ -303,7 +303,7 @@ class Layout:
 
 def parse(text: str) -> dict[str, int]:
     """Return the sizes in a text such as "t=8,p=8,d=1,v=3,b=1", by the names of the fields of
-    `Layout`. Raise InputError for a text of another form."""
+    `Layout`. Raise InputError if the text does not have this form."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, value = part.strip().partition("=")

@@ -107,8 +107,8 @@ class DataParallelConfig(Section):
 
 def steps_outside(section: DataParallelConfig) -> bool:
     """Return True if the data-parallel method is "local" and each round of local steps ends with an
-    outer optimizer step, which begins from the weights at the start of the round. Otherwise a round
-    of local steps ends with the mean of the replicas' weights.
+    outer optimizer step, which begins from the weights at the start of the round. Without an outer
+    step, a round of local steps ends with the mean of the replicas' weights.
     """
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
@@ -176,7 +176,7 @@ def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...
 
 def said_at_start(section: DataParallelConfig) -> str:
     """Return a log line for the start of the run if the data-parallel method changes the update of
-    the weights. Otherwise return an empty text.
+    the weights. Return an empty text if the method does not change the update.
     """
     if not replicas_differ(section):
         return ""

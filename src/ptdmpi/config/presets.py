@@ -13,7 +13,7 @@ from typing import Any
 
 # Values of the keys that the presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
-RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set
+RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set.
 # Keys of [optimizer] that apply only to Adam.
 ADAM = ("beta1", "beta2", "eps")
 # A published warm-up is meant for a run of full length. In a shorter run the warm-up takes at most

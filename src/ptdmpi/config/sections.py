@@ -36,7 +36,7 @@ from ptdmpi.config.wires import AUTO
 # The name of the kind of state that contains the master weights, or the weights if the model is not
 # trained.
 WEIGHTS = "weights"
-AVERAGE = "ema"  # the kind of state that contains the moving average of the weights
+AVERAGE = "ema"  # the kind of state that contains the moving average of the weights.
 # Kinds of state that optimizers keep, with the names that torch uses.
 MOMENTUM, ADAMW_KEEPS = "momentum_buffer", ("exp_avg", "exp_avg_sq")
 LION_BETA2 = 0.99

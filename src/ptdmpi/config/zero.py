@@ -1,7 +1,7 @@
 """The state that each stage of ZeRO shards (Rajbhandari et al. 2020, arXiv 1910.02054).
 
 A stage is the value of `parallel.zero`, from 0 to 3. Code outside this module never compares stages
-as numbers. Such code calls the functions of this module, or the methods of `Layout` and `Portion`,
+as numbers. Other code calls the functions of this module, or the methods of `Layout` and `Portion`,
 which also consider the number of ranks.
 """
 
@@ -73,7 +73,7 @@ class Sharing(NamedTuple):
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
     """Return the legal stages of ZeRO. A `reproducible` run sums the gradients of microbatches
-    along one binary tree. Such a run cannot shard gradients and weights, because each rank needs
-    complete gradients until all microbatches are summed.
+    along one binary tree. A `reproducible` run cannot shard gradients and weights, because each
+    rank needs complete gradients until all microbatches are summed.
     """
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

@@ -195,7 +195,7 @@ def _merged(
 ) -> Iterator[Outgoing]:
     """Yield every weight of the merged model, in blocks of complete rows.
 
-    These weights are the base model's weights plus the adapters, and the weights of a task head
+    The merged model has the base model's weights plus the adapters, and the weights of a task head
     that was trained with the adapters. If the base model has more learned positions than the merged
     model, only the first positions are used.
     """
@@ -429,5 +429,5 @@ def _tokenizer_of(stored: StoredModel) -> str:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Return the total number of elements of some tensors."""
+    """Return the number of elements of the given tensors, summed over all tensors."""
     return sum(math.prod(values.shape) for values in tensors.values())

@@ -12,7 +12,8 @@ from ptdmpi.model.parameters import Declaration
 
 @dataclass(frozen=True)
 class Plan:
-    """The use of each tensor in the files of a Hugging Face model, by its name in the files.
+    """A plan that says how each tensor in the files of a Hugging Face model is used. Tensors have
+    their names in the files.
 
     `by_name` has the slice of ptdmpi's parameter that each tensor contains. `again` maps each
     repeating tensor (a tied head) to the tensor that it repeats. `buffers` has the names of the

@@ -30,8 +30,8 @@ class MicrobatchRows(NamedTuple):
     and `weights` are then [b, k].
     """
 
-    inputs: np.ndarray  # int64 [b, s]
-    labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token
+    inputs: np.ndarray  # int64 [b, s].
+    labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token.
     # float32 [b, s]: weights of the labels in the loss (0 or 1, but any finite numbers from the
     # user's own datasets); None: all weights are 1
     weights: np.ndarray | None
@@ -39,8 +39,8 @@ class MicrobatchRows(NamedTuple):
     samples: np.ndarray
     # int64 [b, s]: the number of each token's document; None: one document per row
     documents: np.ndarray | None = None
-    masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
-    types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
+    masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels.
+    types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1.
     # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if there is only one
     order: np.ndarray | None = None
     # float32 [b, s]: log-probabilities of the labels in a reference model, for pairs of answers
@@ -53,7 +53,7 @@ class _Window(NamedTuple):
     """
 
     number: int
-    ids: np.ndarray  # int64 [n]: numbers of global samples
+    ids: np.ndarray  # int64 [n]: numbers of global samples.
     places: list[list[int]]  # [3][n]: dataset, shard in the dataset, first token in the shard
 
 
@@ -156,8 +156,8 @@ class TrainBatches:
 
 
 class ValidationBatches:
-    """The validation microbatches of one data rank. All data ranks together have the first samples
-    of a dataset, in the order of the dataset.
+    """The validation microbatches of one data rank. The data ranks divide the first samples of a
+    dataset among them, in the order of the dataset.
 
     Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
     number of microbatches (`count`): rows after the last sample repeat this sample, with weights of

@@ -8,7 +8,7 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
-LARGEST_VOCABULARY = 8192  # with V = 8192 ids, the V^2 counts of 8 bytes take half a GiB
+LARGEST_VOCABULARY = 8192  # with V = 8192 ids, the V^2 counts of 8 bytes take half a GiB.
 CHUNK_TOKENS = 1 << 22  # the number of tokens that are counted by one call of numpy
 
 

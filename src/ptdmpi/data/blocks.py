@@ -33,7 +33,7 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._sums: list[int] = []
-        self._last = 0  # the checksum of the block that is not full yet
+        self._last = 0  # the checksum of the block that is not full yet.
         self._filled = 0  # the number of tokens in the block that is not full yet
 
     def add(self, piece: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from ptdmpi.config import InputError
 # were made with the template.
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-ANSWER = "assistant"  # messages with this role are answers
+ANSWER = "assistant"  # messages with this role are answers.
 # The template for tokenizers without a chat template: one line "role: text" per message, with an
 # end of document after each answer.
 PLAIN = (
@@ -201,8 +201,9 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
 
     The result is the first of these templates that exists: the file `given`, the file TEMPLATE in
     the tokenizer's folder, the entry `chat_template` of TOKENIZER_CONFIG in that folder, and
-    `PLAIN`. `eod` is the text of the token for the end of a document. It is used as `eos_token` if
-    TOKENIZER_CONFIG does not name an `eos_token`. Raise InputError for a file that cannot be read.
+    `PLAIN`. `eod` is the text of the token for the end of a document. If TOKENIZER_CONFIG does not
+    name an `eos_token`, the text `eod` is used as `eos_token`. Raise InputError for a file that
+    cannot be read.
     """
     settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent

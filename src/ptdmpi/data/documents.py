@@ -10,7 +10,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.batches import MicrobatchRows, Steps
 from ptdmpi.data.shards import Dataset
 
-_OPEN_DOCUMENTS = 512  # maximum number of shards whose document offsets are mapped at a time
+_OPEN_DOCUMENTS = 512  # maximum number of shards whose document offsets are mapped at a time.
 _OPEN_WEIGHTS = 512  # maximum number of shards whose weights are mapped at a time
 
 # Function: numbers of global samples [n] -> for each sample, the number of its dataset, and the

@@ -5,11 +5,11 @@ folder of the shards. A shard is one HDF5 file with attributes and several datas
 `tokens` (uint16 or uint32, little-endian) is contiguous and uncompressed. The dataset `documents`
 is contiguous, and has uint64 offsets into `tokens`: the first is 0, and the last is the number of
 tokens. A shard of format 2 also has a dataset `weights` (uint8, one per token: 1 if the token
-counts as a label, 0 if it is only an input). Its attribute `row_length` is the length of the rows
-into which its documents were packed. Format 3 is format 2 with pairs of answers: in each row,
-document 2 i ends with a preferred answer, and document 2 i + 1 with another answer to the same
-prompt. If a row has an odd number of documents, the last one is padding. `blocks.py` describes the
-dataset `token_blocks`.
+counts as a label, 0 if it is only an input). The attribute `row_length` of a shard of format 2 is
+the length of the rows into which its documents were packed. Format 3 is format 2 with pairs of
+answers: in each row, document 2 i ends with a preferred answer, and document 2 i + 1 with another
+answer to the same prompt. If a row has an odd number of documents, the last one is padding.
+`blocks.py` describes the dataset `token_blocks`.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
-WEIGHTED_VERSION = 2  # the format version of shards with weights
-PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs
+WEIGHTED_VERSION = 2  # the format version of shards with weights.
+PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs.
 # The name of a file in the folder of shards. The file records from which texts the shards were
 # made, and lists their headers.
 SUMMARY = "tokenize.json"
@@ -69,8 +69,8 @@ class ShardHeader:
     path: Path
     tokens: int  # number of tokens
     dtype: np.dtype
-    byte_offset: int  # offset of the first token in the file
-    documents: int  # number of documents
+    byte_offset: int  # offset of the first token in the file.
+    documents: int  # number of documents.
     documents_byte_offset: int  # offset in the file of `documents`, which has documents + 1 numbers
     tokenizer: str
     tokenizer_sha256: str
@@ -81,7 +81,7 @@ class ShardHeader:
     weights_byte_offset: int = 0
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
-    pairs: bool = False  # the documents of a row form pairs of answers
+    pairs: bool = False  # the documents of a row form pairs of answers.
     # the header is from SUMMARY, and was not yet compared with the shard's file (`confirmed`)
     listed: bool = False
 

@@ -16,11 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ptdmpi.base.heap import at_most
 
-LIMITED = "limited"  # the name of the filter that counts the iterations of every loop
-MOST_TURNS = 1_000_000  # limit for loop iterations and function calls in one rendering
-MOST_LENGTH = 10_000_000  # limit for the length of a text or list that is made by repetition
-MOST_BITS = 10_000  # limit for the number of bits of the result of a power or product
-MOST_BYTES = 1 << 29  # limit for the memory that one rendering takes
+LIMITED = "limited"  # the name of the filter that counts the iterations of every loop.
+MOST_TURNS = 1_000_000  # limit for loop iterations and function calls in one rendering.
+MOST_LENGTH = 10_000_000  # limit for the length of a text or list that is made by repetition.
+MOST_BITS = 10_000  # limit for the number of bits of the result of a power or product.
+MOST_BYTES = 1 << 29  # limit for the memory that one rendering takes.
 MOST_SECONDS = 20  # limit for the processor time of one rendering
 
 

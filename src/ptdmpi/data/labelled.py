@@ -54,8 +54,9 @@ class LabelledForm:
     """The form in which a model reads samples: rows of `seq_length` ids, padded with the id `pad`.
 
     If `first` is True, the model's head reads the activation at the first token, as in a model with
-    bidirectional attention. Otherwise the head reads the activation at the last token of each
-    sequence, on which padding has no influence. `last_type` is the token type of the second text.
+    bidirectional attention. If `first` is False, the head reads the activation at the last token of
+    each sequence, on which padding has no influence. `last_type` is the token type of the second
+    text.
     """
 
     seq_length: int

@@ -18,7 +18,7 @@ from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
 
-LONGEST_WORD = 16  # maximum length in tokens; a longer word is treated as several words
+LONGEST_WORD = 16  # maximum length in tokens; a longer word is treated as several words.
 # A random number in [0, 1) decides what replaces a masked token. If the number is below MASKED, the
 # mask token replaces it; if it is below DRAWN, a random token replaces it; otherwise the token
 # stays.
@@ -118,7 +118,7 @@ class MaskedSamples:
         segments, order = self._segments(text, starts, draws[1:3])
         special = self.vocabulary
         ids = [np.array([special.begin])]
-        types = [0]  # the type of the special token at the beginning
+        types = [0]  # the type of the special token at the beginning.
         # for each segment: the positions of the first tokens of its words, and its end
         words = []
         for place, (begin, end) in enumerate(segments):

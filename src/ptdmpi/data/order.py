@@ -18,7 +18,7 @@ import numpy as np
 
 from ptdmpi.config import InputError
 
-MAX_PERIOD = 10**6  # the maximum period of a mixture, in samples
+MAX_PERIOD = 10**6  # the maximum period of a mixture, in samples.
 # The number of rounds of the Feistel network. Four rounds of random functions would be enough (Luby
 # and Rackoff 1988). The round function is a hash, which is weaker than a random function, so there
 # are more rounds.

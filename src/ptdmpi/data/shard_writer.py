@@ -40,7 +40,7 @@ _ALIGNMENT_BYTES = 4096
 _PIECE_TOKENS = 1 << 17
 # The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
-_FEW_ENDS = 16  # for fewer document ends than this, plain integers are faster than numpy
+_FEW_ENDS = 16  # for fewer document ends than this, plain integers are faster than numpy.
 # after each such number of bytes, the kernel is asked to write them to the disk
 _OUT_BYTES = 1 << 23
 
@@ -69,7 +69,8 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
 
 def _tokens_offset() -> int:
     """Return the offset at which HDF5 places `tokens` in a file that `ShardWriter` has begun. To
-    find the offset, such a file is made in memory."""
+    find the offset, the function begins a shard in a file in memory.
+    """
     with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
         return _create_tokens(file, 1, np.dtype("<u2"))
 

@@ -1,7 +1,7 @@
 """Datasets of token shards: finding, mapping, reading and verifying the shards.
 
 `header.py` describes the file format, and `shard_writer.py` writes shards. h5py opens a shard once,
-to read the metadata and the byte offset of the dataset `tokens` in the file. After that, the tokens
+to read the metadata and the byte offset of the dataset `tokens` in the file. The tokens themselves
 are read through `np.memmap`, without HDF5.
 """
 
@@ -37,8 +37,8 @@ UNFINISHED = ".unfinished"
 # maximum number of shards of one dataset that are mapped at a time; the kernel allows 65530 maps
 # per process
 _OPEN_SHARDS = 8192
-_OPEN_SHARE = 8  # a dataset uses at most an eighth of the allowed file descriptors
-_READ_ROWS = 64  # number of samples that are copied and checked at a time
+_OPEN_SHARE = 8  # a dataset uses at most an eighth of the allowed file descriptors.
+_READ_ROWS = 64  # number of samples that are copied and checked at a time.
 _VERIFY_TOKENS = 1 << 22  # number of tokens that `verify` reads in one piece
 
 
@@ -114,8 +114,8 @@ def _open_limit(shards: int) -> int:
     file descriptor.
 
     If the dataset needs more descriptors than the soft limit permits (often 1024), the soft limit
-    is raised to the hard limit. Otherwise a shard might be opened for each sample, which takes ten
-    times as long as reading the sample.
+    is raised to the hard limit. If too few shards may be open, a shard is opened for each sample,
+    which takes ten times as long as reading the sample.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):
@@ -379,8 +379,8 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 def verify(path: str | Path) -> list[str]:
     """Read a shard completely, in bounded memory, and return its problems, one line each.
 
-    `verify` checks the header and the checksums of tokens and weights. It also checks that ids are
-    inside the vocabulary, that weights are 0 or 1, and that document offsets ascend.
+    `verify` checks the header and the checksums of tokens and weights. The function also checks
+    that ids are inside the vocabulary, that weights are 0 or 1, and that document offsets ascend.
     """
     try:
         header = read_header(path)

@@ -40,7 +40,7 @@ class SplitOrder(SampleOrder):
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size
-        self.block = len(parts) // ranks  # number of datasets per rank
+        self.block = len(parts) // ranks  # number of datasets per rank.
         # A dataset's key is its number among all datasets. So two ranks with equal datasets have
         # different orders.
         keyed = []

@@ -23,7 +23,7 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-BLANK = "\u2581"  # SentencePiece writes this character for a blank
+BLANK = "\u2581"  # SentencePiece writes this character for a blank.
 # The names that tokenizers give to special tokens, by their role in masking.
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),
@@ -61,8 +61,8 @@ class MaskingVocabulary:
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     """Return the vocabulary of the tokenizer that made the shards of `dataset`.
 
-    Raise InputError if `whole_words` is True and the folder of the shards has no `tokenizer.json`,
-    or a `tokenizer.json` that cannot be read.
+    Raise InputError if the folder of the shards has a `tokenizer.json` that cannot be used. Also
+    raise InputError if `whole_words` is True and there is no `tokenizer.json`.
     """
     tree, ids = _tokenizer(dataset, whole_words)
     special = special_ids(ids, dataset.vocab_size)
@@ -99,9 +99,11 @@ def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the content of the dataset's `tokenizer.json`, and the id of each token. Both results
-    are empty if there is no such file and the file is not `needed`. Raise InputError if the
-    tokenizer is needed and cannot be used."""
+    """Return the content of the dataset's `tokenizer.json`, and the id of each token. If there is
+    no `tokenizer.json`, and it is not `needed`, return an empty content and no ids. Raise
+    InputError if the file cannot be used, or if it is `needed` and missing. The byte tokenizer has
+    no such file.
+    """
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER

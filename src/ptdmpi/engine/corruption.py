@@ -6,9 +6,9 @@ Before every N-th update, ranks that should have the same values compare hashes 
 only two ranks should have the same values and their values differ, it is unknown which rank is
 right. If three or more ranks should have the same values, the values of the majority are assumed to
 be right. Each rank also compares its hashes with the hashes that it computed after its previous
-update. This second comparison needs no replicas, and shows on which rank the values have changed.
-Both comparisons are made after the step has used the values, and before the update replaces the
-values.
+update. The comparison with earlier hashes needs no replicas, and shows on which rank the values
+have changed. A rank compares hashes after the step has used the values of the state, and before the
+update replaces them.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
-COLUMNS = 512  # a row of 512 words of 8 bytes has 4 KiB, the size of a memory page
+COLUMNS = 512  # a row of 512 words of 8 bytes has 4 KiB, the size of a memory page.
 # Both factors of the hash are odd, so that multiplying by them loses no bit of a word. STRIDE is
 # the golden ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX
 # is the multiplier of SplitMix (Steele et al. 2014).

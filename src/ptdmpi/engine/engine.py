@@ -156,9 +156,9 @@ class Engine:
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
-            # The host waits for the device only here and when gradients are compressed. It waits
-            # because loss and norm decide whether the step is skipped, and because the update must
-            # not use the incomplete result of an aborted message.
+            # The host waits for the device only here and when gradients are compressed. The host
+            # waits because loss and norm decide whether the step is skipped, and because the update
+            # must not use the incomplete result of an aborted message.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())

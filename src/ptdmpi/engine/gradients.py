@@ -127,8 +127,8 @@ class GradientReduction:
     """All work between the last backward op of a step and the optimizer.
 
     `steps` are executed in their order. `counted` has the names of the parameters whose norm this
-    rank counts. These are all parameters of this rank, except the second copy of a tied table,
-    which the first stage counts.
+    rank counts. A rank counts all its parameters, except the second copy of a tied table, which the
+    first stage counts.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class Balance:
         self.axes = axes
         self.state = state
         self.mixtures: dict[int, Mixture] = {}
-        # layer number -> row in the loads
+        # number of a layer with experts -> row of this layer in the tensor of the loads
         self.rows = {layer: row for row, layer in enumerate(self.model.mixing_layers)}
         for stage in stages.values():
             self.mixtures |= stage.mixtures

@@ -36,7 +36,7 @@ from ptdmpi.plan.shape.matrices import STEPS, effort
 A = 3.4445
 B = -4.7750
 C = 2.0315
-LEAST_NORM = 1e-7  # lower limit of the norm by which a matrix is divided
+LEAST_NORM = 1e-7  # lower limit of the norm by which a matrix is divided.
 RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 
 

@@ -49,10 +49,11 @@ class Replicas:
         return self.consensus() if self.differ and asked else None
 
     def consensus(self) -> float:
-        """Return the consensus distance, which is equal on all ranks. It is the root mean square,
-        over the d replicas, of the distance of a replica's weights x_i from the mean of all
-        replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all weights over the
-        data axis. The computation uses the memory of the gradients, and overwrites them.
+        """Return the consensus distance, which is equal on all ranks. The consensus distance is the
+        root mean square, over the d replicas, of the distance of a replica's weights x_i from the
+        mean of all replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all
+        weights over the data axis. The computation uses the memory of the gradients, and overwrites
+        them.
         """
         self.state.deviate()
         norm = float(self.reduction.global_norm())

@@ -1,8 +1,8 @@
 """The execution of a rank's program, which is a list of actions: ops, sends and receives.
 
-The runner needs only the pipeline stages of this rank and the program. It does not know whether the
-rank is the first or the last, or which phases the schedule has. Every message is at a position in
-the program where it cannot deadlock.
+The runner needs only the pipeline stages of this rank and the program. The runner does not know
+whether the rank is the first or the last, or which phases the schedule has. Every message is at a
+position in the program where it cannot deadlock.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ class _Work(NamedTuple):
 
 
 class Runner:
-    """The executor of the pipeline stages of one rank. It sends activations and their gradients
-    over the pipeline axis.
+    """The executor of the pipeline stages of one rank. A runner also sends activations, and
+    gradients of activations, over the pipeline axis.
 
     The `hooks` are called before and after each op, in their order. `most_in_flight` is the maximum
     number of microbatches whose activations were stored at the same time in the last `run`.
@@ -135,8 +135,9 @@ class Runner:
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
-        """Return a context in which `hook` is called before all other hooks. After the context the
-        hook is always removed."""
+        """Return a context in which `hook` is called before all other hooks. The hook is removed
+        when the context ends, also after an exception.
+        """
         self.hooks.insert(0, hook)
         try:
             yield

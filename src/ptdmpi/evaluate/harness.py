@@ -1,5 +1,5 @@
-"""An adapter for lm-evaluation-harness (Gao et al. 2021). It answers the harness's three kinds of
-requests with a model in any parallel layout.
+"""An adapter for lm-evaluation-harness (Gao et al. 2021). The adapter answers the three kinds of
+requests of the harness with a model in any parallel layout.
 
 Rank 0 runs the harness and makes the requests. The other ranks take part in the computation of each
 answer until rank 0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).

@@ -74,8 +74,8 @@ def _create(options: Any, _: Any) -> TransportGroup:
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, the rank of this process and the number of ranks, all from MPI. This is a
-    rendezvous handler of torch.distributed.
+    """Yield the store, the rank of this process and the number of ranks, all from MPI. The function
+    is a rendezvous handler of torch.distributed.
     """
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size

@@ -70,8 +70,9 @@ class Connection(Protocol):
         """Receive `flat` from rank `peer`."""
 
     def error(self) -> str:
-        """Return the error of an operation on the device, or "". Such an error raises no exception
-        on the host."""
+        """Return the error of an operation on the device, or "". An error on the device raises no
+        exception on the host.
+        """
 
     def abort(self) -> None:
         """End all operations of this rank that have begun; no other operation can begin
@@ -163,8 +164,9 @@ class Nccl:
 
 class NcclConnection:
     """One communicator of NCCL. The NCCL communicator is never destroyed, because all ranks would
-    have to destroy it together. It is freed at the end of the process, or by `abort` after an
-    error."""
+    have to destroy it together. The NCCL communicator is freed at the end of the process, or by
+    `abort` after an error.
+    """
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
@@ -237,13 +239,14 @@ def _name(state: int) -> str:
 
 
 def unique_id() -> bytes:
-    """Return a new unique id of NCCL. This needs no GPU."""
+    """Return a new unique id of NCCL. The call needs no GPU."""
     return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
 
 
 def installed() -> bool:
-    """Return True if the package `nccl4py` (the extra `nccl`) is installed. The package is not
-    loaded."""
+    """Return True if the package `nccl4py` (the extra `nccl`) is installed. This function does not
+    import the package.
+    """
     try:
         return importlib.util.find_spec("nccl.core") is not None
     except ModuleNotFoundError:

@@ -186,8 +186,9 @@ class NcclCarrier:
     def pending(self) -> str:
         """Return the name of the operation that the stream of the group's connection executes, or
         ""."""
-        # The connections of pairs are not queried. They carry pipeline messages, and a rank that
-        # waits for such a message reports the op of the schedule for which it waits.
+        # The connections of pairs are not queried. The connections of pairs carry pipeline
+        # messages. A rank that waits for a pipeline message reports the op of the schedule that
+        # needs the message.
         return self.whole.pending()
 
     def failure(self) -> str:

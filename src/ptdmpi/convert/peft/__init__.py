@@ -1,9 +1,10 @@
 """Export and import of adapters in the format of the `peft` package.
 
 The format has the files adapter_model.safetensors and adapter_config.json. A peft adapter belongs
-to a module of `transformers`. This module may be one linear layer with the outputs of several
-adapters of ptdmpi (GPT-2's c_attn). Several adapters of one linear layer are exported as one
-adapter. The rank of the exported adapter is the sum of the ranks of ptdmpi's adapters, and its
-matrix B consists of their matrices as blocks. An imported adapter of such a linear layer becomes
-several adapters of ptdmpi, each with the full matrix A and its own rows of B.
+to a module of `transformers`. One module of `transformers` may correspond to several adapters of
+ptdmpi: for example, GPT-2's c_attn is a linear layer that computes queries, keys and values.
+Several adapters of one linear layer are exported as one adapter. The rank of the exported adapter
+is the sum of the ranks of ptdmpi's adapters, and its matrix B consists of their matrices as blocks.
+An imported adapter of such a linear layer becomes several adapters of ptdmpi, each with the full
+matrix A and its own rows of B.
 """

@@ -42,8 +42,8 @@ from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 Json = Mapping[str, Any]
-# The keys of a manifest that describe the weights themselves. They are not copied from the original
-# manifest into the new one.
+# The keys of a manifest that describe the weights themselves. The new manifest gets new values for
+# these keys, so they are not copied from the original manifest.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 

@@ -50,9 +50,10 @@ class Experts:
 
     `count` is the number of experts of a layer, and `chosen` the number of experts of a token.
     `dense_layers` and `moe_every` have the meaning of these keys of [model]. If `normalizes` is
-    True, the weights of a token's experts are divided by their sum. Otherwise they are multiplied
-    by count / chosen, so that their sum is about 1 at the beginning. `router_std` is the initial
-    standard deviation of the router's weights, and `seed` the seed of its random numbers.
+    True, the weights of a token's experts are divided by their sum. If `normalizes` is False, the
+    weights of a token's experts are multiplied by count / chosen, so that their sum is about 1 at
+    the beginning. `router_std` is the initial standard deviation of the router's weights, and
+    `seed` the seed of its random numbers.
     """
 
     count: int

@@ -36,9 +36,11 @@ class LowRank:
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] with which the iteration starts. It is the transpose
-        of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that are zero,
-        as in the first step, are replaced by random numbers that are the same on all ranks."""
+        """Return the factor [n, length, rank] with which the iteration starts. The start is the
+        transpose of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that
+        are zero, as in the first step, are replaced by random numbers that are the same on all
+        ranks.
+        """
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0
@@ -63,7 +65,8 @@ def orthonormal(columns: Tensor) -> Tensor:
     smallest = torch.finfo(columns.dtype).eps * columns.shape[1]
     for column in columns.unbind(dim=2):
         rest = column
-        for _ in range(2):  # one pass would leave rounding errors: Giraud et al. 2005
+        # a single pass of Gram-Schmidt would leave rounding errors: Giraud et al. 2005
+        for _ in range(2):
             for other in orthogonal:
                 rest = rest - (other * rest).sum(dim=1, keepdim=True) * other
         norm = torch.linalg.vector_norm(rest, dim=1, keepdim=True)

@@ -37,8 +37,9 @@ class Sparse(Compressor):
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """Return the number of sent elements, summed over all blocks. The host computes this number
-        without waiting for the device."""
+        """Return the number of sent elements, summed over all blocks. The host computes the number
+        of sent elements without waiting for the device.
+        """
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ class Sparse(Compressor):
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # no count is greater
+        most = min(length, math.floor(self.ratio * length) + 1)  # no block sends more elements.
         # use only the values of topk, because its choice among equal elements is not specified
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])

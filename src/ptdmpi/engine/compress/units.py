@@ -3,10 +3,10 @@
 A *line* of a parameter consists of the elements at one index of the dim that the tensor axis
 divides: a row of a column-parallel weight, or a column of a row-parallel weight. No legal size of
 the tensor axis cuts a line. `grains` returns the number of neighbouring lines that are on the same
-rank for every legal size of the tensor axis. This number of neighbouring lines forms a *tile*; its
-elements are in logical order, line after line. A tile is cut into consecutive compression blocks,
-or *units*, which are as long as the compressor allows. A parameter that the tensor axis does not
-divide is one tile.
+rank for every legal size of the tensor axis. A *tile* consists of as many neighbouring lines as
+`grains` returns; its elements are in logical order, line after line. A tile is cut into consecutive
+compression blocks, or *units*, which are as long as the compressor allows. A parameter that the
+tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -138,8 +138,8 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the integers that belong to the selected `tiles`. This object stores integers for
-        `every` tiles, tile by tile, and the same number of integers for each tile.
+        """Return the integers that belong to the selected `tiles`. The object stores the integers
+        tile by tile, with the same number of integers for each of the `every` tiles.
         """
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),

@@ -41,8 +41,9 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the compressed difference of this replica to its neighbours. Then move the weights
-        of this replica towards the public weights of its neighbours."""
+        """Send the compressed difference of this replica to its neighbours. After the exchange,
+        move the weights of this replica towards the public weights of its neighbours.
+        """
         # if the public weights have no parts, this rank trains no parameter
         if skipped or not self.state.kinds[PUBLIC].parts:
             return

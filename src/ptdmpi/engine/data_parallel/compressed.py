@@ -38,8 +38,8 @@ class Compressed(DataParallel):
         """Replace the gradients by the mean of the compressed gradients of all replicas.
 
         If the gradient of any replica is not finite, or its square overflows, set all gradients to
-        NaN instead. In that case no code is sent, the error-feedback state does not change, and
-        every rank skips the step.
+        NaN instead. If gradients are set to NaN, no code is sent, the error-feedback state does not
+        change, and every rank skips the step.
         """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:

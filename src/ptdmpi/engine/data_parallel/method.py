@@ -47,15 +47,15 @@ class DataParallel(OpHook):
 
     `linear`: True if `reduce` only adds, so that it may run before the gradients are summed over
     the tensor axis and over the two uses of a tied table. A method that does more than add, for
-    example one that compresses, sets `linear` to False. In that case the input of `reduce` is this
-    replica's gradients, already summed over its tensor ranks and, for a tied table, over the first
-    and the last pipeline rank.
+    example one that compresses, sets `linear` to False. If `linear` is False, the input of `reduce`
+    is this replica's gradients, already summed over its tensor ranks and, for a tied table, over
+    the first and the last pipeline rank.
 
-    `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
-    group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
-    separately, and does not sum over the axes along which the parameters of the unit are declared
-    to be `apart`. A run that needs separate sums for shard units is refused if `by_unit` of its
-    method is False.
+    `by_unit`: True if the method sums over all ranks that see different tokens. The ranks that see
+    different tokens are the group `losses`, which may be larger than the group `data`. A method
+    with `by_unit` sums each shard unit separately, and does not sum over the axes along which the
+    parameters of the unit are declared to be `apart`. A run that needs separate sums for shard
+    units is refused if `by_unit` of its method is False.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind declares

@@ -43,8 +43,7 @@ _OWNERS = {
 
 def __getattr__(name: str) -> Any:
     """Return the object called `name` from the module that defines it. The module is imported by
-    this call; before the import, the environment variables that MPI and torch need are set.
-    """
+    this call; before the import, the environment variables that MPI and torch need are set."""
     if name not in _OWNERS:
         raise AttributeError(f"module 'ptdmpi' has no attribute {name!r}")
     importlib.import_module("ptdmpi.comm.launch").prepare()

@@ -65,8 +65,7 @@ class LazyGroup(CommandGroup):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands into the help text. The descriptions come from `COMMANDS`, so
-        that no command is imported.
-        """
+        that no command is imported."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.line) for name, entry in COMMANDS.items()])
 

@@ -15,8 +15,7 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
     tensor, counted in row-major order. For a matrix these slices are the end of a row, complete
     rows, and the beginning of a row. In a tensor with more dims, an incomplete row is itself
-    divided into such slices.
-    """
+    divided into such slices."""
     if start >= stop:
         return
     if len(shape) == 1:

@@ -1,7 +1,6 @@
 """Functions that write files so that a crash leaves either the old or the new file, never an
 incomplete file. `start_writing_out` asks the kernel to write a file to the disk early. `open_file`
-and `read` refuse paths that are not regular files.
-"""
+and `read` refuse paths that are not regular files."""
 
 import contextlib
 import errno
@@ -17,8 +16,7 @@ def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
     while the program computes, and a later `sync` has little left to write. The function calls
     `posix_fadvise` to declare that these pages will not be needed: Linux then starts writing them,
-    and removes from memory the pages that are already on the disk.
-    """
+    and removes from memory the pages that are already on the disk."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 

@@ -27,8 +27,7 @@ VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES
 def keep_freed(environ: Mapping[str, str]) -> bool:
     """Make the C library keep freed blocks of up to LARGEST_KEPT bytes in this process. Return True
     if the C library has accepted this setting. Nothing is changed if the user has set one of the
-    environment variables VARIABLES, or if the C library is not glibc.
-    """
+    environment variables VARIABLES, or if the C library is not glibc."""
     if any(name in environ for name in VARIABLES):
         return False
     try:
@@ -40,8 +39,7 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 def give_back() -> None:
     """Return all memory that is free now to the kernel, once. Preparing the run may have needed
-    more memory than a training step needs.
-    """
+    more memory than a training step needs."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -28,8 +28,7 @@ def note(line: str) -> None:
 def put(line: str, stream: TextIO) -> None:
     """Print a line on stdout or stderr. If the stream is a file on a full or broken disk, discard
     the line, because a lost line must not end a run. Raises BrokenPipeError if the program that
-    reads the stream has ended.
-    """
+    reads the stream has ended."""
     try:
         print(line, file=stream, flush=True)
     except BrokenPipeError:

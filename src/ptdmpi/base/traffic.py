@@ -70,8 +70,7 @@ class Tally:
 
     def since(self, earlier: "Tally") -> "Tally":
         """Return the counts of this tally minus the counts of `earlier`, an older copy of this
-        tally.
-        """
+        tally."""
         return Tally(
             self.ranks,
             {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
@@ -110,8 +109,7 @@ class Traffic:
 
     def since(self, earlier: "Traffic") -> "Traffic":
         """Return the counts of this object minus the counts of `earlier`, an older copy of this
-        object.
-        """
+        object."""
         tallies = self.tallies.items()
         return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 

@@ -40,8 +40,7 @@ def fingerprint(manifest: Manifest) -> str:
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
     weights. Raise InputError if there is no checkpoint, or if its matrices do not have the
-    quantized format `form` (None: any format is accepted).
-    """
+    quantized format `form` (None: any format is accepted)."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -59,8 +58,7 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
 
 def form_at(path: Path) -> LowBit | None:
     """Return the quantized format of the matrices in the newest complete checkpoint of `path`; None
-    if the matrices are not quantized. Raise InputError if there is no complete checkpoint.
-    """
+    if the matrices are not quantized. Raise InputError if there is no complete checkpoint."""
     return sound_manifest(newest(path)).form
 
 

@@ -57,8 +57,7 @@ class Damaged(Exception):
 @dataclass(frozen=True)
 class Outgoing:
     """A slice of a logical tensor that will be written to a file. The function `values` returns the
-    elements of the slice.
-    """
+    elements of the slice."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -75,8 +74,7 @@ class Outgoing:
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the header of a safetensors file with the tensors `parts` (key, dtype, shape), in this
     order. The header contains all bytes before the data. The length of the header is a multiple of
-    64 bytes.
-    """
+    64 bytes."""
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
@@ -284,8 +282,7 @@ class Reader:
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
         """Read the part `common` of a piece into `values`. The part `common` is stored as several
-        runs of consecutive bytes; small gaps between these runs are read, too.
-        """
+        runs of consecutive bytes; small gaps between these runs are read, too."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
         # `cut` is the last dim that is not read completely; for each index in the dims before
@@ -334,8 +331,7 @@ class Reader:
 @cache
 def _levels(form: LowBit) -> Array:
     """Return the quantization levels that a byte encodes, for each value of the byte: [256,
-    elements per byte]. The lowest bits of a byte encode the first level.
-    """
+    elements per byte]. The lowest bits of a byte encode the first level."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:
@@ -345,8 +341,7 @@ def _levels(form: LowBit) -> Array:
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
     """Yield byte offsets in a piece of shape `sizes`. The slice `inner` selects some indices in the
-    first `dims` dims of the piece; the function yields one offset for each of these indices.
-    """
+    first `dims` dims of the piece; the function yields one offset for each of these indices."""
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

@@ -186,8 +186,7 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """If a crash has interrupted the replacement of a checkpoint, complete or undo the replacement.
-    """
+    """Complete or undo the replacement of a checkpoint, if a crash has interrupted it."""
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):

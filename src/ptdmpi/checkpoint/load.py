@@ -178,8 +178,7 @@ class Wanted:
     `whole` is True for a checkpoint of a full model, and False for a checkpoint of adapters. If
     `shorter` is True, the model may have fewer learned positions than the checkpoint. `judge` may
     refuse the checkpoint. If `shared` is False, the nodes have different files, and a rank verifies
-    only the checksums of files on its own node.
-    """
+    only the checksums of files on its own node."""
 
     pieces: Sequence[Piece]
     kinds: Sequence[str]
@@ -191,8 +190,7 @@ class Wanted:
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
     """Read the slices that `wanted` requests into the training state. Return None, or the reason
-    why the checkpoint is damaged. Raise the same errors as `load`.
-    """
+    why the checkpoint is damaged. Raise the same errors as `load`."""
     directory = reader.directory
     manifest = reader.manifest
     fit = partial(_require_fit, reader, wanted, state.peers.size)
@@ -249,8 +247,7 @@ def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:
     """Return the name of the stored tensor from which the slice `piece` is read. If the checkpoint
     stores `peers` replicas, return the name of the tensor of this rank's replica. Otherwise all
-    replicas read the same tensor, or the mean of the stored replicas.
-    """
+    replicas read the same tensor, or the mean of the stored replicas."""
     if reader.manifest.replicas == peers and piece.key in reader.tensors:
         return piece.key
     return key(piece.kind, piece.name)

@@ -113,8 +113,7 @@ class Manifest:
         """Return the names of the tensors that are stored separately for each replica:
         `weights/NAME` -> [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas.
         The name without the number of a replica, `weights/NAME`, means the average over all
-        replicas.
-        """
+        replicas."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")

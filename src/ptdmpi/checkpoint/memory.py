@@ -169,8 +169,7 @@ class MemoryCopies:
 
     def find(self) -> int | None:
         """Search for the newest complete copy: a copy of which every file is on some node. Return
-        its step, or None if there is no complete copy.
-        """
+        its step, or None if there is no complete copy."""
         self._holdings = self.world.all_gather_object(self._held() if self.leads else {})
         names = {name for held in self._holdings for name in held}
         whole = [name for name in names if self._is_whole(name)]
@@ -180,8 +179,7 @@ class MemoryCopies:
     def load(self, judge: Judge) -> Manifest | str:
         """Load the newest complete copy, which an earlier call of `find` has determined (see the
         function `load`). If a node lacks files that its ranks need, other nodes send these files.
-        Return the manifest, or the reason why the copy cannot be read.
-        """
+        Return the manifest, or the reason why the copy cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -245,8 +243,7 @@ class MemoryCopies:
 
     def _held(self) -> dict[str, HeldCopy]:
         """Return the copies of the state in this node's folder; the keys are the names of the
-        copies.
-        """
+        copies."""
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():

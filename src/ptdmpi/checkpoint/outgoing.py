@@ -83,8 +83,7 @@ class OutgoingState:
     def _on_host(self, values: Tensor) -> Array:
         """Return the slice `values` as an array on the host. The writer requests the slices one
         after the other, so the memory of the slices that are already written is free again. A
-        device copies into page-locked memory.
-        """
+        device copies into page-locked memory."""
         self.state.let_go()
         # the slice is already on the host, so do not wait for the device
         if values.device.type == "cpu":

@@ -1,6 +1,5 @@
 """Starting a run from a checkpoint: the checkpoint is searched for, checked, and loaded on all
-ranks.
-"""
+ranks."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -155,8 +154,7 @@ class Resumption:
 
     def _is_own(self, wanted: str) -> bool:
         """Return True if `wanted` is the run's own directory or its folder `checkpoints/`. A path
-        of the run itself has the same meaning as "auto".
-        """
+        of the run itself has the same meaning as "auto"."""
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
 

@@ -41,8 +41,7 @@ class Retention:
         """Return an empty directory for the checkpoint of `step`, and rename the checkpoints that
         the run does not continue. The checkpoints are renamed only at the first save, so that a
         start that saves no checkpoint leaves the run directory unchanged. Raise InputError if there
-        is not enough space.
-        """
+        is not enough space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()

@@ -141,8 +141,7 @@ def clock_of(device: torch.device) -> Clock:
 
 class Total:
     """The sum, over pairs of marks, of the seconds between the two marks of a pair. A pair is added
-    to the sum when the device has passed both of its marks.
-    """
+    to the sum when the device has passed both of its marks."""
 
     def __init__(self) -> None:
         self._done_s = 0.0
@@ -150,8 +149,7 @@ class Total:
 
     def add(self, begin: Mark, end: Mark) -> None:
         """Add a pair of marks. Earlier pairs whose marks the device has passed are added to the sum
-        by this call, so that few pairs are stored.
-        """
+        by this call, so that few pairs are stored."""
         self._open.append((begin, end))
         self._add_done()
 

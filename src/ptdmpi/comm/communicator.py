@@ -53,8 +53,7 @@ DONE: Handle = _Done()
 @dataclass(frozen=True)
 class Exchanged:
     """The sizes of an all-to-all on one rank: how many elements of its flat tensor the rank sends
-    to each rank, and how many elements of its flat result come from each rank.
-    """
+    to each rank, and how many elements of its flat result come from each rank."""
 
     sent: Sequence[int]
     received: Sequence[int]
@@ -68,11 +67,10 @@ class Communicator(WireTraits, ABC):
     """A group of ranks of the process grid, such as an axis, from the view of one rank. `rank` is
     the number of this rank in the group, and `size` is the number of ranks in the group.
 
-    MPI carries the control messages of every transport. `busy` is the name of the collective that
-    this rank executes, or an empty text; any thread may read `busy`. `tally` counts the bytes of
-    tensors that this rank sends. `under_way` keeps the tensors of collectives that are not
-    complete, because the transport may write to them even after the code that began a collective
-    has failed.
+    MPI carries the control messages of every transport. `busy` names the collective that this rank
+    executes, or is empty; any thread may read it. `tally` counts the bytes of tensors that this
+    rank sends. `under_way` keeps the tensors of collectives that are not complete, because the
+    transport may write to them even after the code that began a collective has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
@@ -90,9 +88,7 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """From now on, add the time that this rank spends in collectives to `waits`. If `waits` is
-        None, measure no time from now on.
-        """
+        """From now on, add the time of collectives to `waits`. None: measure no time."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -207,9 +203,7 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin an all-gather within the tensor `whole` [size n, ...]: part k of the result is part
-        k of the `whole` of rank k.
-        """
+        """Begin to fill part k of `whole`, [size n, ...], with part k on rank k, for every k."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
@@ -287,8 +281,7 @@ class Communicator(WireTraits, ABC):
 
     def greatest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum over the group of each of `values` (64-bit integers). The values are
-        sent in one small MPI message, without pickling.
-        """
+        sent in one small MPI message, without pickling."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -299,8 +292,7 @@ class Communicator(WireTraits, ABC):
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work(*arguments)`, and return its result. During the call `busy` is `name`, the
-        name of the collective; if the call fails, `busy` keeps this name.
-        """
+        name of the collective; if the call fails, `busy` keeps this name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -393,8 +385,7 @@ class _All:
 
     def done(self) -> bool:
         """Return True if every message is complete."""
-        # call `done` of every handle, also after one that is not done: some transports make
-        # progress only in this call
+        # call `done` of every handle, because some transports make progress only in this call
         over = [handle.done() for handle in self._handles]
         return all(over)
 
@@ -403,8 +394,7 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
     This class uses sends and receives, which every transport has. A transport that supports graphs
-    has its own class. In `tally` and `busy` an exchange between neighbours has the name
-    "neighbours".
+    has its own class. Tallies and `busy` name such an exchange "neighbours".
     """
 
     def __init__(

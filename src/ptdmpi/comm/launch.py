@@ -22,8 +22,7 @@ SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 def begin(what: str) -> None:
     """Print that the command `what` starts, because loading MPI and PyTorch takes seconds. Then set
-    the environment variables. Call this function before importing mpi4py, torch or h5py.
-    """
+    the environment variables. Call this function before importing mpi4py, torch or h5py."""
     ranks = counted(launched.launched_size(), "rank")
     note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()

@@ -74,8 +74,7 @@ class _Request:
 
     def done(self) -> bool:
         """Return True if the message is complete. If a received tensor is complete, copy it to its
-        target.
-        """
+        target."""
         # MPI makes a completed request null, and Test of a null request is always true
         finished = self._request.Test()
         if finished:
@@ -211,8 +210,7 @@ class MpiCommunicator(Communicator):
 class MpiNeighbourhood(Neighbourhood):
     """A neighbourhood that uses MPI's distributed graphs and their nonblocking all-gather (MPI 4.1,
     sections 8.5.4 and 8.8). All messages of an exchange begin together; calls of `done` let the
-    messages make progress.
-    """
+    messages make progress."""
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]

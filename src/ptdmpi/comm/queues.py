@@ -34,8 +34,7 @@ class Copies(Protocol):
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context in which copies go into this queue. A copy begins when the device has
         passed the mark `place`, which may be in the queue of computations or in the queue of
-        copies.
-        """
+        copies."""
 
     def computed(self) -> Passed:
         """Return a mark after all computations that were issued so far."""
@@ -49,8 +48,7 @@ class Copies(Protocol):
 
 
 class _Nothing:
-    """The copies of a rank that computes on the host: every copy is complete when its call returns.
-    """
+    """The copies of a rank that computes on the host; a copy is complete when its call returns."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -129,8 +127,7 @@ def belong_to(device: torch.device) -> None:
 
 def copies_of(device: torch.device) -> Copies:
     """Return the queue in which copies of a device run. For the host, return an object whose copies
-    are complete when their calls return.
-    """
+    are complete when their calls return."""
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 

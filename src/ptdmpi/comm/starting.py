@@ -96,8 +96,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
 
 def end(launcher: int | None, reason: str) -> None:
     """Print the `reason` why the job ends, and terminate the launcher of the job. Do neither if the
-    launcher has ended already.
-    """
+    launcher has ended already."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)

@@ -87,8 +87,7 @@ class Session:
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a process group of the ranks `ranks` of the world, in ascending order. Only the
         ranks of the new group call this method. `most` returns the maximum over these ranks of its
-        argument.
-        """
+        argument."""
         # torch names a group by its ranks and by the number of groups that the process has made. So
         # this number must be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):
@@ -132,8 +131,7 @@ class Begun:
 
 class Attendant:
     """A thread that waits for gloo's messages. The thread is necessary, because gloo reports the
-    end of a message only to a thread that waits for the message.
-    """
+    end of a message only to a thread that waits for the message."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -148,8 +146,7 @@ class Attendant:
 
     def end(self) -> None:
         """End the thread. The thread must end before Python exits, because Python must not exit
-        while the thread runs code of torch.
-        """
+        while the thread runs code of torch."""
         self.works.put(None)
         self._thread.join(PATIENCE_S)
 

@@ -1,6 +1,5 @@
 """The transport of a run: the name in `comm.wire` selects an object that makes communicators. No
-other module chooses the transport.
-"""
+other module chooses the transport."""
 
 import importlib
 from dataclasses import dataclass

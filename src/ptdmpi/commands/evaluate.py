@@ -94,8 +94,7 @@ def _class_line(name: str, scores: dict[str, Any]) -> str:
 
 def _shown(value: object) -> str:
     """Return a score, or a word that the harness returns in place of a score, as text. The harness
-    also returns words, such as N/A for a missing standard error.
-    """
+    also returns words, such as N/A for a missing standard error."""
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int):

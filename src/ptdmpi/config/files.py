@@ -216,8 +216,7 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
     """Return the tree with `model.preset` replaced by the keys of the preset that it names. An
     unknown preset is added to `mistakes`. In place of an unknown preset, the keys of another preset
-    are used, so that keys of the model are not reported as missing.
-    """
+    are used, so that keys of the model are not reported as missing."""
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree

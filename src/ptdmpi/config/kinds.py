@@ -9,8 +9,7 @@ from typing import NamedTuple
 class LayerKind(NamedTuple):
     """The properties in which the layers of a model differ. `mixes` is True if the layer has
     experts. `idle` is True if the layer comes before the first layer with adapters, and therefore
-    has no backward pass.
-    """
+    has no backward pass."""
 
     mixes: bool = False
     idle: bool = False

@@ -177,8 +177,7 @@ class Layout:
     def expert_context(self) -> int:
         """Return the number of context ranks over which experts are distributed. Undivided experts
         are distributed over tensor ranks first, then over context ranks, and then over data ranks.
-        Divided experts are distributed over context ranks and then over data ranks.
-        """
+        Divided experts are distributed over context ranks and then over data ranks."""
         return math.gcd(self.expert_tokens, self.context)
 
     @property

@@ -81,8 +81,7 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
 def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
     """Yield the reasons why a layout is not legal for this model and global batch. Each reason also
     names legal values. Yield nothing if the layout is legal. Rules about the model or the batch are
-    skipped if `model` or `batch` is None.
-    """
+    skipped if `model` or `batch` is None."""
     return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
 
 
@@ -158,8 +157,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
     """Return the width that the tensor axis divides in a layer with experts: the keys that give
     this width, and its value. If experts are not divided, the tensor axis divides only the shared
-    experts, as one MLP.
-    """
+    experts, as one MLP."""
     if layout.dealing.whole:
         return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
     return "expert_hidden", model.expert_hidden
@@ -168,8 +166,7 @@ def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
 def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule for undivided experts: the tensor-parallel size divides the number of
     positions on a context rank. The reason is that each tensor rank sends an equal part of these
-    positions to the experts.
-    """
+    positions to the experts."""
     each = model.seq_length // layout.context
     return Rule(
         "expert_tokens",
@@ -238,8 +235,7 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule for the context method "ulysses": the context-parallel size divides the
-    number of query heads on a tensor rank.
-    """
+    number of query heads on a tensor rank."""
     heads = model.heads // layout.tensor
 
     def text() -> str:

@@ -74,8 +74,7 @@ NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 class DataParallelConfig(Section):
     """The section [data_parallel]: which messages replicas exchange, and when they exchange the
     messages. The tables of this module list the keys that each method uses; `rules.methods` checks
-    the combinations with other settings.
-    """
+    the combinations with other settings."""
 
     method: Reported[MethodName] = "all_reduce"
     topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
@@ -108,8 +107,7 @@ class DataParallelConfig(Section):
 def steps_outside(section: DataParallelConfig) -> bool:
     """Return True if the data-parallel method is "local" and each round of local steps ends with an
     outer optimizer step, which begins from the weights at the start of the round. Without an outer
-    step, a round of local steps ends with the mean of the replicas' weights.
-    """
+    step, a round of local steps ends with the mean of the replicas' weights."""
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
 
@@ -176,8 +174,7 @@ def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...
 
 def said_at_start(section: DataParallelConfig) -> str:
     """Return a log line for the start of the run if the data-parallel method changes the update of
-    the weights. Return an empty text if the method does not change the update.
-    """
+    the weights. Return an empty text if the method does not change the update."""
     if not replicas_differ(section):
         return ""
     fields = type(section).model_fields.items()

@@ -335,8 +335,7 @@ class ModelConfig(Section):
         """Return the factor by which the products of queries and keys are multiplied before the
         softmax. Without muP the factor is 1 / sqrt(head size). With muP it is the factor of the
         base model, multiplied by (head size of the base model / head size). The key `query_scalar`
-        replaces the head size under the root.
-        """
+        replaces the head size under the root."""
         base = self.mup_base_head_size or self.head_size
         return base / self.head_size / math.sqrt(self.query_scalar or base)
 
@@ -431,8 +430,7 @@ class ModelConfig(Section):
 
 def _sound(size: Any) -> bool:
     """Return True if `size` is a legal count, so that the defaults of other sizes can be computed
-    from `size`.
-    """
+    from `size`."""
     return type(size) is int and 0 < size <= MOST
 
 

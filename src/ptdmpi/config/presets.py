@@ -110,8 +110,7 @@ def _fitted(
 ) -> dict[str, Any]:
     """Return the keys of a recipe that do not contradict other keys of the run. The recipe's final
     learning rate is returned only if the recipe's peak learning rate is returned, too. The warm-up
-    is shortened for a short run.
-    """
+    is shortened for a short run."""
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:

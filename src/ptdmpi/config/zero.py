@@ -74,6 +74,5 @@ class Sharing(NamedTuple):
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
     """Return the legal stages of ZeRO. A `reproducible` run sums the gradients of microbatches
     along one binary tree. A `reproducible` run cannot shard gradients and weights, because each
-    rank needs complete gradients until all microbatches are summed.
-    """
+    rank needs complete gradients until all microbatches are summed."""
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

@@ -49,8 +49,7 @@ class AdapterPlace:
     """The position of one adapter in the model. The adapter changes the output with number `output`
     (for example 1 for the keys) of the linear layer `linear`. `rows` are the rows of this linear
     layer's weight that compute the output. If `by_rows` is True, the linear layer is split over its
-    inputs, and one adapter changes all its outputs.
-    """
+    inputs, and one adapter changes all its outputs."""
 
     linear: str
     target: str
@@ -102,8 +101,7 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 def _linears(model: ModelConfig, name: str) -> list[str]:
     """Return the names of the linears that an adapter target changes in a layer. If `name` is the
     linear of an expert without a number, return this linear of every expert; otherwise return
-    `name`.
-    """
+    `name`."""
     if not name.startswith(f"{EXPERTS}."):
         return [name]
     end = name.removeprefix(f"{EXPERTS}.")
@@ -128,8 +126,7 @@ class LoadedAdapter:
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
     """Load the adapters that `path` names. `kind` selects the stored values that become the weights
     of the adapters: the trained weights, or the moving average of the weights. Raise InputError if
-    the adapters are missing or damaged.
-    """
+    the adapters are missing or damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -222,8 +219,7 @@ def _merged_slab(
     reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
     """Return the slice `box` of a weight or bias of the merged model: the values of the base model,
-    which the adapters `own` change in float64.
-    """
+    which the adapters `own` change in float64."""
     values = _read(reader, name, box)
     if not own:
         return values
@@ -244,8 +240,7 @@ def _merged_slab(
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
     """Return `rows`, some rows of a weight or elements of a bias, after the adapter at `place` has
     changed them. `there` has the numbers of these rows, counted from the first row that the adapter
-    changes.
-    """
+    changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":

@@ -44,8 +44,7 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
     """Return the types [prompts, tokens] of the token ids. All tokens of a type are neighbours, and
-    each type has about equally many tokens.
-    """
+    each type has about equally many tokens."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -96,8 +95,7 @@ def compare(
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the greatest absolute difference of the elements of two tensors, divided by the
-    greatest magnitude in `theirs`.
-    """
+    greatest magnitude in `theirs`."""
     scale = theirs.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     return float((ours - theirs).abs().max() / scale)
 
@@ -149,8 +147,7 @@ def _round(
 ) -> None:
     """Round each slice of a parameter to the data type of the file tensor that contains this slice.
     Values in the files are already multiplied by the factors of muP, so they are rounded after this
-    multiplication.
-    """
+    multiplication."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -100,8 +100,7 @@ class Counterpart:
     """A tensor in the files of `transformers`, and the slice of a parameter of ptdmpi with the same
     values. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
     logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
-    be transposed.
-    """
+    be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -122,8 +121,7 @@ class Counterpart:
 
 class ConfigJson:
     """The content of a config.json, with methods that read one key and report an illegal value.
-    `name` is the file's name in error messages.
-    """
+    `name` is the file's name in error messages."""
 
     def __init__(self, values: Json, name: str) -> None:
         self.values = values
@@ -153,8 +151,7 @@ class ConfigJson:
 class NumberedName(NamedTuple):
     """The name of a module of ptdmpi in the form of the keys of `Family.modules`: the letters {i}
     and {e} replace the numbers of the layer and the expert. `numbers` maps each letter to the
-    number that it replaces.
-    """
+    number that it replaces."""
 
     name: str
     numbers: Mapping[str, str]
@@ -207,8 +204,7 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
     """If the files contain two tensors with the same values, return a table that maps the repeating
-    tensor to the tensor that it repeats. Names have no prefix.
-    """
+    tensor to the tensor that it repeats. Names have no prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]

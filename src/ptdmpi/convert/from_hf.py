@@ -87,8 +87,7 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
 def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
     """Return a configuration with the given `keys` of [model]. Some further keys are True if the
     files contain a certain tensor (`Family.told_by`); these keys are set, too. Raise InputError,
-    with the `name` of config.json, for illegal keys.
-    """
+    with the `name` of config.json, for illegal keys."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -106,8 +105,7 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
     """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
     the plan for the tensors. If the values differ, the repeating tensor becomes the parameter, and
     the other tensor is unused. Raise InputError if the values differ in a model whose embeddings
-    are tied.
-    """
+    are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -152,8 +150,7 @@ def _read(
 ) -> Array:
     """Return the slice `slab` of the tensor `name` of `transformers`, in ptdmpi's layout and as
     `dtype`. The indices of `slab` are those of ptdmpi's parameter, not those of the tensor in the
-    file.
-    """
+    file."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()
@@ -181,8 +178,7 @@ def write_checkpoint(
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
     """Return the values that an entry of the checkpoint will contain, and advance the progress
-    display.
-    """
+    display."""
     advance(part.nbytes)
     return part.values()
 

@@ -139,8 +139,7 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 def lost(task: TaskConfig) -> str:
     """Return a note for the user if config.json cannot store a key of [task]; "" if config.json
-    stores all of [task].
-    """
+    stores all of [task]."""
     if not task.choices:
         return ""
     return f"config.json has no place for task.choices = {task.choices}"
@@ -149,8 +148,7 @@ def lost(task: TaskConfig) -> str:
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the key `pad_token_id` of config.json. With this key a decoder's head finds the last
     token of a text in a padded batch. The value of `pad_token_id` is the end-of-text id. Return {}
-    for a model of the BERT family, or if config.json already has the key.
-    """
+    for a model of the BERT family, or if config.json already has the key."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

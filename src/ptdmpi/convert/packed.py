@@ -72,8 +72,7 @@ class PackedModel:
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Return the `headers` of the weight files, in which packed tensors replace the quantized
-        weights.
-        """
+        weights."""
         packed = {}
         for file, text in headers.items():
             written: list[tuple[str, Stored]] = []

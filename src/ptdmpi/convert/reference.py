@@ -330,8 +330,7 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
 
 def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
     """Return a rotary frequency after the scaling of Llama 3.1: long wavelengths are multiplied by
-    `factor`, and short wavelengths stay unchanged.
-    """
+    `factor`, and short wavelengths stay unchanged."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     low = scaling["low_freq_factor"]
@@ -348,8 +347,7 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
     """Return rotary frequencies after the scaling of YaRN. Frequencies up to a first index are
     unchanged, and frequencies from a last index on are divided by `factor`. Between these two
-    indices there is a linear transition. `base` is rope_theta.
-    """
+    indices there is a linear transition. `base` is rope_theta."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     half = len(frequencies)

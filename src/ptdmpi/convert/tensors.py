@@ -195,8 +195,7 @@ def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
 
 def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
     """Write and sync one file. For each tensor, `values` yields the elements in order, as a
-    sequence of smaller tensors of any size.
-    """
+    sequence of smaller tensors of any size."""
     text = header.encode()
     size_bytes = sum(stored.nbytes for _, stored in entries(header))
     with open(path, "xb") as file, progress("converting", size_bytes, "B") as advance:

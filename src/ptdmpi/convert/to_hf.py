@@ -282,8 +282,7 @@ def _with_task_head(
 
 def _buffers(kept: Path | None) -> set[str]:
     """Return the names of the buffers: tensors that `from_hf` has stored separately, because they
-    are no parameters.
-    """
+    are no parameters."""
     if kept is None or not (kept / BUFFERS).is_file():
         return set()
     with safe_open(kept / BUFFERS, framework="pt") as buffers:
@@ -412,8 +411,7 @@ class _Values:
 
     def _parameter(self, counterpart: Counterpart, stored: Stored) -> Iterator[Tensor]:
         """Yield the elements of a tensor of the target format, in the layout and data type of that
-        format. The elements are a slice of one of ptdmpi's parameters.
-        """
+        format. The elements are a slice of one of ptdmpi's parameters."""
         ours = key(WEIGHTS, counterpart.ours)
         dtype = self.reader.manifest[ours].dtype
         for slab in slabs(stored.shape, np.dtype(dtype).itemsize):

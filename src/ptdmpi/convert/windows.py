@@ -57,7 +57,6 @@ def layer_types(model: ModelConfig) -> list[str]:
 
 def layer_count(config: ConfigJson) -> int:
     """Return the number of layers. If config.json has an illegal number of layers, return 0,
-    because another check reports the mistake.
-    """
+    because another check reports the mistake."""
     layers = config.need("num_hidden_layers")
     return layers if type(layers) is int else 0

@@ -49,8 +49,7 @@ class MicrobatchRows(NamedTuple):
 
 class _Window(NamedTuple):
     """The positions, in the datasets, of the samples that one rank reads in several consecutive
-    steps.
-    """
+    steps."""
 
     number: int
     ids: np.ndarray  # int64 [n]: numbers of global samples.
@@ -187,8 +186,7 @@ class ValidationBatches:
 
     def microbatches(self) -> Iterator[MicrobatchRows]:
         """Yield this rank's microbatches, which are read one at a time. A microbatch has weights
-        only if it contains repeated rows.
-        """
+        only if it contains repeated rows."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
             # all ranks need the same number of microbatches, because they call the same collectives

@@ -119,8 +119,7 @@ class ChatTemplate:
         """Return the text of the special token that the template writes directly after an answer:
         the longest of the texts in `special` with which the text after an answer begins. Return
         None if the text after an answer begins with no special token. Raise the same errors as
-        `render`.
-        """
+        `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
@@ -185,8 +184,7 @@ def _of_marks(marked: str) -> Rendered:
 
 def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the positions of the answers. A non-empty answer is extended, so that it includes the
-    spaces before it.
-    """
+    spaces before it."""
     extended = []
     for start, stop in answers:
         if start < stop:

@@ -20,8 +20,7 @@ Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 class Windows:
     """The boundaries of documents in samples of `datasets`; a sample is a window of `length` + 1
-    tokens.
-    """
+    tokens."""
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
         self._datasets = datasets

@@ -40,8 +40,7 @@ _HEAP_BYTES = 1 << 20
 
 class _Kind(NamedTuple):
     """The type that an attribute of a shard must have: its type class in HDF5, the class of its
-    value in h5py, and the name of the type in error messages.
-    """
+    value in h5py, and the name of the type in error messages."""
 
     stored: Any
     value: type[Any]

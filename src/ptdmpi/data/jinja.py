@@ -40,8 +40,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         """Prepare a new rendering: set the counts of loop iterations and calls to 0, and restart
-        the time limit.
-        """
+        the time limit."""
         self.turns_left = MOST_TURNS
         self.ends_s = time.thread_time() + MOST_SECONDS
 

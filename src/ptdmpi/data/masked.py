@@ -200,8 +200,7 @@ class MaskedSamples:
     def _hide(self, labels: np.ndarray, chances: np.ndarray) -> np.ndarray:
         """Return the tokens that the model reads in place of the masked tokens `labels`: the mask
         token for 80 % of the labels, a random token for 10 %, and the label itself for 10 % (Devlin
-        et al. 2019, section 3.1). `chances` has the random numbers, float [2, n].
-        """
+        et al. 2019, section 3.1). `chances` has the random numbers, float [2, n]."""
         drawn = (chances[1] * self.vocabulary.drawn).astype(np.int64)
         shown = np.where(chances[0] < DRAWN, drawn, labels)
         return np.where(chances[0] < MASKED, self.vocabulary.mask, shown)
@@ -210,8 +209,7 @@ class MaskedSamples:
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
     """Return `count` random numbers in [0, 1) for sample `number`. The numbers are the same on
     every machine. The random generator is Philox, which computes each number from a counter,
-    without state (Salmon et al. 2011).
-    """
+    without state (Salmon et al. 2011)."""
     # seed and sample number are the key, so no two samples share a stream of random numbers
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

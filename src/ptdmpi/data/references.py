@@ -152,8 +152,7 @@ def write_summary(directory: Path, model: str, shards: Mapping[str, Any]) -> Non
 
 def _identity(header: ShardHeader) -> list[str]:
     """Return the checksums of a shard's tokens and weights. These checksums show whether stored
-    log-probabilities belong to this shard.
-    """
+    log-probabilities belong to this shard."""
     return [header.checksum, header.weights_checksum]
 
 

@@ -69,8 +69,7 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
 
 def _tokens_offset() -> int:
     """Return the offset at which HDF5 places `tokens` in a file that `ShardWriter` has begun. To
-    find the offset, the function begins a shard in a file in memory.
-    """
+    find the offset, the function begins a shard in a file in memory."""
     with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
         return _create_tokens(file, 1, np.dtype("<u2"))
 

@@ -102,8 +102,7 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     """Return the content of the dataset's `tokenizer.json`, and the id of each token. If there is
     no `tokenizer.json`, and it is not `needed`, return an empty content and no ids. Raise
     InputError if the file cannot be used, or if it is `needed` and missing. The byte tokenizer has
-    no such file.
-    """
+    no such file."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER
@@ -143,8 +142,7 @@ Ends = Callable[[str], tuple[bool, bool]]
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
     """Return a function of the type `Ends` for a tokenizer. Tokenizers mark the beginnings or ends
-    of words in different ways; the returned function fits the marks of this tokenizer.
-    """
+    of words in different ways; the returned function fits the marks of this tokenizer."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -169,8 +167,7 @@ def _byte_characters() -> list[str]:
 def _byte_ends(token: str) -> tuple[bool, bool]:
     """Return two values: whether the first byte, and whether the last byte, of a token is part of a
     word. Each character of `token` represents one byte. Bytes beyond ASCII are treated as parts of
-    words, because they are parts of letters.
-    """
+    words, because they are parts of letters."""
     return _byte_in_word(token[0]), _byte_in_word(token[-1])
 
 
@@ -180,8 +177,7 @@ def _byte_in_word(character: str) -> bool:
 
 def _text_ends(token: str) -> tuple[bool, bool]:
     """Return two values: whether the first character, and whether the last character, of a token is
-    part of a word. The token is plain text, in which BLANK represents a blank and <0x..> a byte.
-    """
+    part of a word. The token is plain text, in which BLANK represents a blank and <0x..> a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     return _in_word(token[0]), _in_word(token[-1])

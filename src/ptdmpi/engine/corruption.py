@@ -37,8 +37,7 @@ class Fault:
     """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` whose values
     may be wrong. `others` are the ranks of the majority, whose values agree; `others` is empty if
     there is no majority. `changed` is True if the hash of a rank shows that its values have changed
-    since its last update.
-    """
+    since its last update."""
 
     kind: str
     name: str
@@ -201,8 +200,7 @@ def _agree(
 ) -> bool:
     """Compare the combined hashes `sums` of rank `rank` with those of all higher ranks that should
     have the same values. Return True if all are equal. `every` has the combined hashes of each
-    rank.
-    """
+    rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

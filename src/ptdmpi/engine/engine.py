@@ -123,8 +123,7 @@ class Engine:
 
     def compute_by(self, choice: HostChoice | None) -> None:
         """Compute with the kernels that `choice` selects from now on; None selects the default
-        kernels.
-        """
+        kernels."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -200,8 +199,7 @@ class Engine:
     ) -> float | None:
         """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients. If
         replicas differ and the run measures the distance of the replicas in this step, return the
-        distance; otherwise return None.
-        """
+        distance; otherwise return None."""
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. Each rank
         # therefore updates completely or not at all, and after the loss of a rank the state of the
@@ -257,8 +255,7 @@ class Engine:
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. The
         losses are equal on all ranks. The loss named "task" contains no auxiliary loss, so for a
-        language model the exponential of its mean is a perplexity.
-        """
+        language model the exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -286,8 +283,7 @@ class Engine:
     ) -> dict[str, float]:
         """Return `counts`, the number of terms of each loss. If the user has written the loss
         function of the task, replace the count of this loss by the number that the function has
-        returned; the host waits for this number.
-        """
+        returned; the host waits for this number."""
         if COUNT not in self.losses:
             return counts
         arriving = self._arriving(passes)
@@ -347,8 +343,7 @@ def _stages(
     context: ContextAxis,
 ) -> dict[int, Stage]:
     """Return the pipeline stages that the schedule assigns to this rank: number of the stage ->
-    stage.
-    """
+    stage."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     experts = ExpertAxis(axes[EXPERTS], config.layout.dealing.whole)
     layers = split_model(
@@ -363,8 +358,7 @@ def _stages(
 def _sums_early(config: Config, axes: Axes) -> bool:
     """Return True if the all-reduces of gradients begin during the last backward, for which each
     module must be a separate shard unit. The result is True only for the data-parallel method
-    `all_reduce`.
-    """
+    `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
@@ -374,8 +368,7 @@ def _sums_early(config: Config, axes: Axes) -> bool:
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
     """Return the names of this rank's parameters that another rank counts in norms. This concerns a
-    tied table that is on two ranks: it is one parameter, and the first stage counts it.
-    """
+    tied table that is on two ranks: it is one parameter, and the first stage counts it."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:
@@ -432,8 +425,7 @@ def _buffer(
     """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
     each stage an object that gathers weights and reduces gradients during the forward and backward.
     If `overlaps` is True, each module is a separate shard unit. Raise OSError if the disk has no
-    space for a file.
-    """
+    space for a file."""
     # the parameters of the first stage come first: a tied table is used first in the embedding,
     # then in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
@@ -468,8 +460,7 @@ def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
     """If `run.compile` is set, prepare each layer so that it is compiled when it is first computed.
-    Raise SharedInputError on all ranks if a rank has no compiler.
-    """
+    Raise SharedInputError on all ranks if a rank has no compiler."""
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):

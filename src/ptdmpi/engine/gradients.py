@@ -26,8 +26,7 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 class GradientStep(Protocol):
     """One step of the reduction of gradients, which runs between the last backward op and the
-    optimizer. All ranks of a group execute the step together.
-    """
+    optimizer. All ranks of a group execute the step together."""
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
@@ -35,8 +34,7 @@ class GradientStep(Protocol):
 
 class PartialSum:
     """An all-reduce of some gradients over a group: each rank of the group has computed only one
-    term of the sum.
-    """
+    term of the sum."""
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -46,8 +44,7 @@ class PartialSum:
 
     def reduce(self) -> None:
         """All-reduce the gradients in one message, because they are many small tensors (gradients
-        of norms and biases).
-        """
+        of norms and biases)."""
         _sum_packed(self.group, self.views)
 
 
@@ -268,8 +265,7 @@ def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
     """Return views of the elements of `flat` that belong to the slice `share` of a parameter.
-    `flat` contains the elements of the parameter's part `held`.
-    """
+    `flat` contains the elements of the parameter's part `held`."""
     views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
@@ -297,8 +293,7 @@ def _partial_sums(
     """Return the all-reduces for parameters that several tensor ranks have completely, although
     each of these ranks computes only one term of the gradient. The term comes from the attention
     heads of the rank; under sequence parallelism, from its positions (Korthikanti et al. 2022,
-    section 4.2); or from the tokens that the rank sends to an expert.
-    """
+    section 4.2); or from the tokens that the rank sends to an expert."""
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     over: dict[str, list[Entry]] = {}
     for entry in buffer.entries.values():
@@ -314,8 +309,7 @@ def _partial_sums(
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
     """Return the parameters of which several ranks of the tensor axis have the same slice: name of
-    the parameter -> its slices on this rank.
-    """
+    the parameter -> its slices on this rank."""
     if tensor.size == 1:
         return {}
     pieces = {

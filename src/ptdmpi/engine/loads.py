@@ -43,8 +43,7 @@ class ExpertLoads:
     ) -> dict[str, float]:
         """Return `sums`, the sum of each loss by name, with the losses of the routers added. In the
         result, the total loss includes the losses of the routers. `counts` has the number of terms
-        of each loss.
-        """
+        of each loss."""
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
@@ -60,8 +59,7 @@ class Balance:
     """The sum of expert loads over all ranks, and the update of the balance numbers, of which each
     expert has one. If the key `balance` is "bias", the balance numbers are added to the scores by
     which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is
-    "batch", the balance number of an expert is (its load in the step / the mean load) - 1.
-    """
+    "batch", the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(
         self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State
@@ -101,8 +99,7 @@ class Balance:
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:
         """Copy `sent`, the result of the method `sent`, to the host, and return the loads and
-        losses that it contains. The host waits for the device.
-        """
+        losses that it contains. The host waits for the device."""
         if sent is None:
             return None
         host = sent.cpu()

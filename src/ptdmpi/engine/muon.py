@@ -44,8 +44,7 @@ class Matrix(NamedTuple):
     """A parameter that Muon updates, or the part of it that this rank has. All tensors are flat,
     and contain only the elements `own` of the parameter. `moments` are the momentum and, if the run
     keeps one, the moving average of the weights. `decay` is the weight decay, and `share` is the
-    factor by which the learning rate is multiplied.
-    """
+    factor by which the learning rate is multiplied."""
 
     own: OwnPart
     master: Tensor
@@ -72,8 +71,7 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
     """Under Muon, some kinds of state exist only for some of a rank's parameters. Return these
-    kinds: kind -> names of the parameters that have it.
-    """
+    kinds: kind -> names of the parameters that have it."""
     if not config.has_matrices:
         return {}
     matrices = frozenset(n for n, entry in buffer.entries.items() if is_matrix(config, entry))
@@ -84,8 +82,7 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 class Muon:
     """The update by Muon of all matrices on a group of ranks. The ranks of the axis `tensor` each
     have a slice of a matrix, and the ranks of a shard group each have a part of such a slice. All
-    ranks of `tensor` and of the shard group call `step` together.
-    """
+    ranks of `tensor` and of the shard group call `step` together."""
 
     def __init__(
         self,
@@ -137,8 +134,7 @@ class Muon:
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
         """Orthogonalize the momentum of a matrix, and add the result to this rank's part of the
         matrix. Write the other ranks' parts of the result into `arrived`, where they replace the
-        momentum that these ranks have sent.
-        """
+        momentum that these ranks have sent."""
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
@@ -158,8 +154,7 @@ class Muon:
 
     def _follow(self, matrix: Matrix, update: Tensor, rate: float) -> None:
         """Add `update` to this rank's part of a matrix. The rank that orthogonalizes the matrix has
-        sent `update`.
-        """
+        sent `update`."""
         for box in matrices_of(matrix.own.entry.declaration):
             length = rate * scale(self.config, *box.size)
             parts = (self._in(box, matrix.own, flat) for flat in (matrix.master, update))
@@ -190,8 +185,7 @@ class Muon:
     def _wanted(self, matrix: Matrix) -> Tensor:
         """Return this rank's part of the matrix to orthogonalize, which is the momentum or
         Nesterov's momentum. The result is a flat tensor in the data type of the Newton-Schulz
-        iteration.
-        """
+        iteration."""
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -210,8 +204,7 @@ def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
     """Yield the slice of each matrix that a parameter contains. A parameter that consists of
-    several parts, such as query, key and value, contains one matrix for each part.
-    """
+    several parts, such as query, key and value, contains one matrix for each part."""
     whole = Box.whole(declaration.shape)
     split = declaration.split
     dim, parts = 0, declaration.parts or declaration.shape[:1]
@@ -225,8 +218,7 @@ def matrices_of(declaration: Declaration) -> Iterator[Box]:
 
 def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> Tensor:
     """Gather the slices of a parameter from all ranks of the tensor axis. Return the full
-    parameter, without padding.
-    """
+    parameter, without padding."""
     if tensor.size == 1 or declaration.split is None:
         return slice_
     every = tensor.all_gather(slice_[None])  # [t, rows, columns]

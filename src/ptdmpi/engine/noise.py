@@ -25,8 +25,7 @@ class GradientNoise:
 class OwnGradient:
     """The gradient of one data rank in a step. `norm` is the norm of this gradient, in which each
     token has the weight 1 / (valid tokens of the global batch). `tokens` is the number of valid
-    tokens of this rank.
-    """
+    tokens of this rank."""
 
     norm: float
     tokens: float
@@ -34,8 +33,7 @@ class OwnGradient:
     @classmethod
     def of(cls, norm: float, batches: Sequence[Microbatch]) -> "OwnGradient":
         """Return the object for a rank with the microbatches `batches`, whose gradient has the norm
-        `norm`.
-        """
+        `norm`."""
         return cls(norm, sum(batch.tokens for batch in batches))
 
     def noise(self, data: Communicator, norm: float, tokens: float) -> GradientNoise | None:

@@ -35,8 +35,7 @@ class Alike(NamedTuple):
     """Flat tensors whose elements are all updated by the same rule: the master weights, the
     gradients, the optimizer's moments, and the weights that are copied from the master weights.
     `weights` is empty if the model computes with the master weights themselves. `decay` is the
-    weight decay, and `share` is the factor by which the learning rate is multiplied.
-    """
+    weight decay, and `share` is the factor by which the learning rate is multiplied."""
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -47,8 +46,7 @@ class Alike(NamedTuple):
 
     def chunks(self) -> Iterator["Alike"]:
         """Cut the tensors into chunks. Yield the chunks in the order of the elements, each as an
-        `Alike` object whose lists have one tensor.
-        """
+        `Alike` object whose lists have one tensor."""
         for number, masters in enumerate(self.masters):
             # bytes of state per element: a master weight, and one number of each moment
             each_bytes = masters.element_size() * (1 + len(self.moments))
@@ -103,8 +101,7 @@ class HostUpdate:
         """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
         caller updates the chunk before it requests the next chunk. When the caller requests the
         next chunk, the new weights of this chunk are sent to the device, and its new state is
-        stored.
-        """
+        stored."""
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
             (arrived, room) = self._rooms[number]
@@ -196,8 +193,7 @@ class FileStorage(Storage):
         """Yield each row of tensors, read from the file into memory. When the caller requests the
         next row, the tensors of the previous row are written to the file. The next row is read in
         the background while the caller uses a row. Raise OSError if the disk fails; the contents of
-        the file are undefined in that case.
-        """
+        the file are undefined in that case."""
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []

@@ -171,8 +171,7 @@ class Optimizer:
 def _alike(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Alike]:
     """Divide this rank's part of the state, except the matrices that Muon updates, into groups. All
     elements of a group are updated by the same rule. Return the groups. `rates_of` returns the
-    weight decay of a parameter and the factor of its learning rate.
-    """
+    weight decay of a parameter and the factor of its learning rate."""
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
     for alike, some in _ranges(config, buffer, rates_of):
@@ -208,8 +207,7 @@ class _Range(NamedTuple):
 
     def of(self, kind: Kind) -> Tensor:
         """Return the elements of this range in the state `kind`, which may exist for only some of
-        the parameters.
-        """
+        the parameters."""
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset
@@ -226,8 +224,7 @@ def _ranges(
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
         """Return the number of the shard unit, and the pair (weight decay, factor of the learning
-        rate), of a parameter's part. For a matrix that Muon updates, the second value is None.
-        """
+        rate), of a parameter's part. For a matrix that Muon updates, the second value is None."""
         if is_matrix(config, own.entry):
             return own.unit, None
         return own.unit, rates_of(own.entry)
@@ -245,8 +242,7 @@ def _rates(config: OptimizerConfig, width_ratio: float, entry: Entry) -> tuple[f
     """Return the weight decay of a parameter, and the factor by which its learning rate is
     multiplied. Every update multiplies the weight decay by the learning rate of the parameter. The
     weight decay is therefore divided by muP's factor of the learning rate, so that muP does not
-    change the decay of a step.
-    """
+    change the decay of a step."""
     group = group_of(config, entry.name)
     in_layers = entry.name.startswith("layers.") and len(entry.declaration.shape) == 2
     by_width = 1.0
@@ -292,8 +288,7 @@ def require_groups(
 
 def group_of(config: OptimizerConfig, name: str) -> RateGroup:
     """Return the first group of `optimizer.groups` that contains the parameter `name`. If no group
-    contains it, return a group whose factors are 1.
-    """
+    contains it, return a group whose factors are 1."""
     for group in config.groups:
         if any(fnmatchcase(name, glob) for glob in group.names):
             return group
@@ -302,6 +297,5 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the elements of `ranges` as one tensor for each range; `parts` has one tensor for each
-    shard unit.
-    """
+    shard unit."""
     return [parts[piece.unit][piece.some] for piece in ranges]

@@ -53,8 +53,7 @@ class Replicas:
         root mean square, over the d replicas, of the distance of a replica's weights x_i from the
         mean of all replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all
         weights over the data axis. The computation uses the memory of the gradients, and overwrites
-        them.
-        """
+        them."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)

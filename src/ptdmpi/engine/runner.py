@@ -24,8 +24,7 @@ from ptdmpi.watch.stopwatch import Stopwatch
 
 class Transfer(NamedTuple):
     """A message that is not completely sent or received: its handle, the tensor that is sent or
-    filled, and the other rank.
-    """
+    filled, and the other rank."""
 
     handle: Handle
     buffer: Tensor
@@ -122,8 +121,7 @@ class Runner:
     def time_inside(self, name: str, group: Communicator) -> None:
         """From now on, measure the time that ops spend in collectives of `group`, and report it
         under the name `name`. Do nothing for a group of one rank, and for a group whose
-        communicator is already timed under another name.
-        """
+        communicator is already timed under another name."""
         if group.size > 1 and all(group is not other for other in self.inside.values()):
             self.inside[name] = group
 
@@ -136,8 +134,7 @@ class Runner:
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
         """Return a context in which `hook` is called before all other hooks. The hook is removed
-        when the context ends, also after an exception.
-        """
+        when the context ends, also after an exception."""
         self.hooks.insert(0, hook)
         try:
             yield

@@ -31,8 +31,7 @@ def normalise(answer: str) -> str:
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
     """Return the compiled regular expression `pattern`, or None if `pattern` is None. Raises
-    InputError if `pattern` is not a regular expression.
-    """
+    InputError if `pattern` is not a regular expression."""
     if pattern is None:
         return None
     try:
@@ -66,8 +65,7 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 class Stop:
     """A function that returns True when generation should stop: when the text of the generated
-    token ids contains one of the strings `until`.
-    """
+    token ids contains one of the strings `until`."""
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
         self.text = text

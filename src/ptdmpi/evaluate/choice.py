@@ -37,8 +37,7 @@ def requests(
     neutral: str,
 ) -> list[Request]:
     """Return two requests for each choice of each item: for the choice after the context of the
-    item, and for the choice after the text `neutral`.
-    """
+    item, and for the choice after the text `neutral`."""
     return [
         continuation(text, before, separator + choice, item.place)
         for item, context in zip(items, contexts, strict=True)
@@ -49,8 +48,7 @@ def requests(
 
 class ChoiceScores(NamedTuple):
     """The two scores of one choice: `here` is the score after the context of the item, and
-    `neutral` is the score after the neutral context.
-    """
+    `neutral` is the score after the neutral context."""
 
     choice: str
     here: Score

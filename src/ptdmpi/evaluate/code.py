@@ -60,8 +60,7 @@ class CodeTask:
 
 def read(path: Path) -> list[CodeTask]:
     """Return the tasks in a file. If a line is not a task, raises InputError with the number of the
-    line.
-    """
+    line."""
     tasks = []
     for place, line in numbered_lines(path, "task"):
         values = values_of(line, place, "prompt")
@@ -119,8 +118,7 @@ class CodeAsking:
 
     def result(self, outcomes: Sequence[str]) -> dict[str, Any]:
         """Return pass@k and the number of failures of each kind. `outcomes` has the outcome of each
-        sample, task by task.
-        """
+        sample, task by task."""
         n = self.samples
         right = [outcomes[i : i + n].count(PASSED) for i in range(0, len(outcomes), n)]
         shares = {f"pass@{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in self.ks}

@@ -23,8 +23,7 @@ MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
 
 class Writing(NamedTuple):
     """A prompt of the harness, and the options with which it is continued. The continuation ends
-    before the first occurrence of a string in `until`.
-    """
+    before the first occurrence of a string in `until`."""
 
     ids: list[int]
     max_new_tokens: int
@@ -84,8 +83,7 @@ class Harness:
 
     def serve(self) -> None:
         """Help rank 0 to answer requests, until rank 0 calls `close`. Every rank except rank 0
-        calls this method.
-        """
+        calls this method."""
         while self._answer(*self.world.broadcast_object(None)) is not None:
             pass
 
@@ -156,8 +154,7 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
 
     class Adapter(LM):
         """An object with the methods of a model that the harness calls. Each method passes its
-        requests on to ptdmpi's model.
-        """
+        requests on to ptdmpi's model."""
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False

@@ -57,8 +57,7 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
 def keep_library() -> None:
     """Open the directories of `sys.path`, so that even the user `nobody` can import modules from
     them. The library of the interpreter may be inside a directory that the user `nobody` may not
-    enter, such as root's home.
-    """
+    enter, such as root's home."""
     opened = {}
     for path in sys.path:
         try:

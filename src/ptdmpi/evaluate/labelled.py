@@ -44,8 +44,7 @@ class LabelledItem:
     @property
     def joined(self) -> list[str]:
         """Return the second text of each sequence: if there are candidates, the question followed
-        by the candidate.
-        """
+        by the candidate."""
         if not self.question:
             return list(self.seconds)
         return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]
@@ -144,8 +143,7 @@ def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
 
 def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
     """Return the sample for a question that must have `choices` candidates (0: any number above
-    one). Raises InputError if the number of candidates is not legal.
-    """
+    one). Raises InputError if the number of candidates is not legal."""
     legal = choices or max(2, len(item.choices))
     if len(item.choices) != legal:
         raise InputError(
@@ -163,8 +161,7 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
     """Return the sample for one or two texts with a label. Raises InputError if the label is not
-    one of `task.labels`, or if the second text is no text.
-    """
+    one of `task.labels`, or if the second text is no text."""
     label = values.get("label")
     name = label
     if isinstance(label, int) and not isinstance(label, bool):
@@ -177,8 +174,7 @@ def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledI
 
 def _text(values: dict[str, Any], key: str, place: str) -> str:
     """Return the text in the field `key`, or "" if there is no such field. Raises InputError if the
-    field contains anything but a text.
-    """
+    field contains anything but a text."""
     text = values.get(key, "")
     if not isinstance(text, str):
         raise InputError(f"{place}: {key!r} = {text!r} is not a text")

@@ -94,8 +94,7 @@ def _exp(nats: float) -> float:
 
 def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, int]:
     """Return two values, each summed over all ranks: the negative log-likelihood of the scored
-    tokens in nats, and the number of scored tokens.
-    """
+    tokens in nats, and the number of scored tokens."""
     data = model.axes["data"]
     shard_windows = (
         window

@@ -1,6 +1,5 @@
 """Questions of a task file. The questions are prepared once, without a model. Afterwards a model
-can answer the prepared questions repeatedly.
-"""
+can answer the prepared questions repeatedly."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -67,8 +66,7 @@ class Questions(ABC):
     @abstractmethod
     def result(self, given: Sequence[Any]) -> dict[str, Any]:
         """Return the scores for the file. `given` has the answers that `ask` has returned for all
-        items.
-        """
+        items."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,7 @@ class Answers(Questions):
 
     def result(self, given: Sequence[Any]) -> dict[str, Any]:
         """Return the fraction of items whose generated answers match exactly, and further scores
-        (`answers.matches`).
-        """
+        (`answers.matches`)."""
         return {"kind": "answers", "truncated": self.truncated, **matches(self.items, given)}
 
 
@@ -184,8 +181,7 @@ def _choices(
 
 def read(path: Path, text: Text, asking: Asking, limits: Limits) -> Questions:
     """Return the questions in a file, without solved examples before them. Raises InputError if the
-    file cannot be used, or if an item does not fit the model.
-    """
+    file cannot be used, or if an item does not fit the model."""
     items = tasks.read(path)
     contexts = [item.context for item in items]
     return questions(text, items, contexts, asking=asking, limits=limits)

@@ -61,8 +61,7 @@ def _check(path: Path, stored: StoredModel, model: InferenceModel) -> None:
 
 def _score(model: InferenceModel, dataset: Dataset, world: World, name: str) -> dict[str, Any]:
     """Store the log-probabilities of the labels of one dataset, and return a table with the number
-    of labels and the mean negative log-probability.
-    """
+    of labels and the mean negative log-probability."""
     length = dataset.row_length
     shards: dict[str, Any] = {}
     total = 0.0

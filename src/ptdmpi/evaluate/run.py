@@ -206,8 +206,7 @@ def _asking(options: Options) -> Asking:
 
 def check_dataset(path: Path, stored: StoredModel) -> None:
     """Raise InputError if the shards at `path` were made with another tokenizer than the model's.
-    If the model's tokenizer is not known, all shards are accepted.
-    """
+    If the model's tokenizer is not known, all shards are accepted."""
     dataset = Dataset(path)
     known = tokenizer_sha256(stored)
     if known not in (None, dataset.tokenizer_sha256):

@@ -88,8 +88,7 @@ class Sandbox:
         self, prefix: tuple[str, ...], folder: str, program: bytes, word: bytes
     ) -> bytes | None:
         """Return the verdict that the process has written; None if the process took too long and
-        was killed.
-        """
+        was killed."""
         token, token_in = os.pipe()
         verdict_out, verdict = os.pipe()
         os.write(token_in, word)

@@ -38,8 +38,7 @@ class TaskItem:
 
 def read(path: Path) -> list[TaskItem]:
     """Return the items in a .jsonl file. Raises InputError if a line is not an item (the message
-    has the number of the line), or if some items have choices and other items have answers.
-    """
+    has the number of the line), or if some items have choices and other items have answers."""
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")

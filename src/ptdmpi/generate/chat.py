@@ -119,8 +119,7 @@ class Chat:
 
     def _within(self, line: str) -> list[int]:
         """Return the token ids of the conversation up to and including `line`. The conversation is
-        shortened if it leaves no room for an answer.
-        """
+        shortened if it leaves no room for an answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
         while len(ids := self.dialogue.prompt([*self.said, line])) > most:
@@ -136,8 +135,7 @@ class Chat:
 
     def _show(self, written: str, whole: bool = False) -> None:
         """Print the new part of an answer. If the last character is incomplete, it is printed
-        later, when its last token has arrived.
-        """
+        later, when its last token has arrived."""
         if (whole or not written.endswith(TORN)) and written.startswith(self._shown):
             self.out.write(written[len(self._shown) :])
             self.out.flush()
@@ -146,8 +144,7 @@ class Chat:
 
 def _dialogue(writer: Writer) -> Dialogue:
     """Return the dialogue for the writer's model and its adapters. Raises InputError if the
-    adapters or the chat template cannot be used.
-    """
+    adapters or the chat template cannot be used."""
     path: Path | None = writer.options["adapter"]
     adapter = None
     if path is not None:
@@ -158,8 +155,7 @@ def _dialogue(writer: Writer) -> Dialogue:
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
     """Return two values: the next line of the user, or None at the end of the conversation; and the
     reason why the conversation ends, which is used only if the line is None. Only rank 0 calls this
-    function.
-    """
+    function."""
     try:
         line = read()
         # Open MPI's mpirun does not report the end of input, so a command can end the conversation

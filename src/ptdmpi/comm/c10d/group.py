@@ -303,8 +303,7 @@ class TransportGroup(ProcessGroup):
 class _Begun(dist.Work):
     """A send or receive of torch.distributed that has begun. A receive writes to the tensor `into`.
     If the caller's tensor is not contiguous, `into` is a contiguous tensor, which is copied to the
-    caller's tensor at the end.
-    """
+    caller's tensor at the end."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()
@@ -364,8 +363,7 @@ def _op(opts: Any) -> Any:
 
 def _kind(op: Any, size: int) -> tuple[Any, Any]:
     """Return the kind of a reduction (such as SUM), and the factor of a reduction of kind
-    PREMUL_SUM; for other kinds the factor is None.
-    """
+    PREMUL_SUM; for other kinds the factor is None."""
     for kind in (*REDUCED, Kind.AVG):
         if op == kind:
             return kind, None

@@ -75,8 +75,7 @@ def _create(options: Any, _: Any) -> TransportGroup:
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield the store, the rank of this process and the number of ranks, all from MPI. The function
-    is a rendezvous handler of torch.distributed.
-    """
+    is a rendezvous handler of torch.distributed."""
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size
 
@@ -84,8 +83,7 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 def register() -> None:
     """Register the backend and its rendezvous handlers in torch.distributed. torch.distributed
     takes the ranks from MPI for the init_method `ptdmpi://`. Without an init_method, it takes the
-    ranks from MPI if the environment variable RANK is not set, as under plain mpirun.
-    """
+    ranks from MPI if the environment variable RANK is not set, as under plain mpirun."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)
     by_environment = _rendezvous_handlers["env"]

@@ -71,8 +71,7 @@ class Connection(Protocol):
 
     def error(self) -> str:
         """Return the error of an operation on the device, or "". An error on the device raises no
-        exception on the host.
-        """
+        exception on the host."""
 
     def abort(self) -> None:
         """End all operations of this rank that have begun; no other operation can begin
@@ -165,8 +164,7 @@ class Nccl:
 class NcclConnection:
     """One communicator of NCCL. The NCCL communicator is never destroyed, because all ranks would
     have to destroy it together. The NCCL communicator is freed at the end of the process, or by
-    `abort` after an error.
-    """
+    `abort` after an error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
@@ -245,8 +243,7 @@ def unique_id() -> bytes:
 
 def installed() -> bool:
     """Return True if the package `nccl4py` (the extra `nccl`) is installed. This function does not
-    import the package.
-    """
+    import the package."""
     try:
         return importlib.util.find_spec("nccl.core") is not None
     except ModuleNotFoundError:

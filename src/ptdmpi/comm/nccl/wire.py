@@ -49,8 +49,7 @@ class Queued:
 
 class _Placed(NamedTuple):
     """An operation in a stream, between two marks. The device passes the mark `computed` when the
-    computations before the operation are done, and the mark `ended` when the operation is done.
-    """
+    computations before the operation are done, and the mark `ended` when the operation is done."""
 
     what: str
     computed: Event
@@ -218,8 +217,7 @@ class NcclCommunicator(RoutedCommunicator):
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
         """Load the library. Raise SharedInputError, on every rank, if a rank cannot load the
         library, if ranks have different versions of the library, or if two ranks use the same
-        device. Return the version and the path of the library.
-        """
+        device. Return the version and the path of the library."""
         mine: tuple[Described | None, str]
         try:
             cls.library = cls.load(everyone, device)

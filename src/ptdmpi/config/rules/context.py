@@ -10,8 +10,7 @@ from ptdmpi.config.configuration import Sections
 
 class _Excluded(NamedTuple):
     """A setting that cannot be combined with context parallelism: whether a run has the setting,
-    the text of the setting, the reason why it cannot be combined, and the legal values.
-    """
+    the text of the setting, the reason why it cannot be combined, and the legal values."""
 
     is_set: bool
     key: str

@@ -175,8 +175,7 @@ def _task_type(adapter: LoadedAdapter) -> str | None:
 
 def _ending(name: str, numbered: bool = False) -> str:
     """Return the part of a module's name that follows the layer number. If `numbered` is True, the
-    returned part includes the layer number.
-    """
+    returned part includes the layer number."""
     parts = name.split(".")
     number = next(n for n, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + (not numbered) :])

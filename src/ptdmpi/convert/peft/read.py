@@ -197,8 +197,7 @@ def _own(
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
     """Return the modules whose targets are not idle. A module of `transformers` such as c_attn
     contains several targets of ptdmpi. A target is idle if the adapters of the file change nothing
-    at this target in any layer, but change another target of the same linear layer.
-    """
+    at this target in any layer, but change another target of the same linear layer."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -218,8 +217,7 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of one adapter. An export concatenates the adapters of all targets of a
-    module. The rows of A that belong only to other targets are left out.
-    """
+    module. The rows of A that belong only to other targets are left out."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)

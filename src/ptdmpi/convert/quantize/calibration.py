@@ -101,8 +101,7 @@ class Calibration:
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
     """Add X^T X of a linear layer's input X to the sum of this layer. PyTorch calls this function
-    as a hook.
-    """
+    as a hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()
     if name in sums:

@@ -217,8 +217,7 @@ def _is_of(name: str, layer: int) -> bool:
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
     """Call `read`, and raise InputError in place of the error Damaged, because the user can replace
-    the damaged file.
-    """
+    the damaged file."""
     try:
         yield
     except Damaged as error:

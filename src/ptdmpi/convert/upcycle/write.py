@@ -129,8 +129,7 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
 
 def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
     """Raise InputError for a model that cannot be upcycled. The rules about [model] report all
-    mistakes that this function does not check.
-    """
+    mistakes that this function does not check."""
     if model.experts:
         raise InputError(
             f"{stored.checkpoint} has {model.experts} experts already; legal: a model without them"
@@ -172,8 +171,7 @@ def _read(reader: Reader, name: str, box: Box, *, dtype: str) -> Array:
 
 def _routers(experts: Experts, needed: Mapping[str, Declaration]) -> Iterator[Outgoing]:
     """Yield the weights of the routers, and the balance numbers of the experts, whose initial
-    values are 0.
-    """
+    values are 0."""
     for name in sorted(name for name in needed if ROUTER.search(name)):
         shape = needed[name].shape
         std = experts.router_std if name.endswith(".weight") else 0.0

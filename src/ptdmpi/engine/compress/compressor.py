@@ -44,8 +44,7 @@ class Draws:
     @property
     def on_host(self) -> "Draws":
         """Return an object whose methods give the same random numbers, but compute them on the
-        host.
-        """
+        host."""
         return self if self.host is None else replace(self, units=self.host, host=None)
 
     def of(self, source: int) -> "Draws":

@@ -48,15 +48,13 @@ class Coder:
 
     def of(self, tiles: Numbers) -> "Coder":
         """Return a coder for some tiles of the same batch. `tiles` has the indices of these tiles
-        in the batch.
-        """
+        in the batch."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
         """Return the coder of the tiles for which data rank `rank` of `size` is the server. The
         server of a tile depends only on the data-parallel size, not on the other sizes of the
-        layout.
-        """
+        layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
         # pass the number of tiles, so that the host need not wait for the device

@@ -39,8 +39,7 @@ class LowRank:
         """Return the factor [n, length, rank] with which the iteration starts. The start is the
         transpose of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that
         are zero, as in the first step, are replaced by random numbers that are the same on all
-        ranks.
-        """
+        ranks."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0

@@ -38,8 +38,7 @@ class Sparse(Compressor):
 
     def count(self, draws: Draws, length: int) -> int:
         """Return the number of sent elements, summed over all blocks. The host computes the number
-        of sent elements without waiting for the device.
-        """
+        of sent elements without waiting for the device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

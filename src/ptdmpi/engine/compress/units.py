@@ -26,8 +26,7 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
     """Return, for each part of a parameter that the tensor axis divides, how many neighbouring
     lines are on one rank in every legal layout. `most_tensor` is the largest legal size of the
-    tensor axis; every legal size divides this number.
-    """
+    tensor axis; every legal size divides this number."""
     split = declaration.split
     if split is None:
         return ()
@@ -82,8 +81,7 @@ class Slab:
 
     def numbers(self) -> Iterator[int]:
         """Yield the number of each tile. The number of a tile is the same in every layout. It
-        determines, together with the number of data ranks, which rank is the server of the tile.
-        """
+        determines, together with the number of data ranks, which rank is the server of the tile."""
         # the hash is halved, so that adding the index of a tile cannot overflow
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
@@ -99,8 +97,7 @@ class Slab:
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
     """Yield the slabs of all parameters that train, sorted by name. If several tensor ranks have
-    copies of a parameter, each of these ranks yields a slab for its own copy.
-    """
+    copies of a parameter, each of these ranks yields a slab for its own copy."""
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -139,8 +136,7 @@ class Numbers(NamedTuple):
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
         """Return the integers that belong to the selected `tiles`. The object stores the integers
-        tile by tile, with the same number of integers for each of the `every` tiles.
-        """
+        tile by tile, with the same number of integers for each of the `every` tiles."""
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -149,8 +145,7 @@ class Numbers(NamedTuple):
 
 class NumberedUnits(NamedTuple):
     """The compression blocks of one length in some tiles: their columns in a tile, their length,
-    and the numbers that identify them, tile by tile.
-    """
+    and the numbers that identify them, tile by tile."""
 
     columns: slice
     length: int

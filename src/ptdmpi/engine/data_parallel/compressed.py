@@ -51,8 +51,7 @@ class Compressed(DataParallel):
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Record that the weights are updated, so that the weights and the error-feedback state
-        belong to the same step again.
-        """
+        belong to the same step again."""
         self._midway = False
 
     @property

@@ -21,8 +21,7 @@ class _Exchange:
     """An exchange of values with the neighbours in the graph that is not yet complete. The values
     `own` are a slice of the state of this rank, inside shard unit `number`. `terms` has a pair for
     this rank and for each neighbour from which it receives: the index of that rank's values in
-    `arrived` (None for this rank), and the weight of that rank in the sum.
-    """
+    `arrived` (None for this rank), and the weight of that rank in the sum."""
 
     number: int
     own: Tensor
@@ -97,8 +96,7 @@ class Decentralized(DataParallel):
     def reduce(self) -> None:
         """Multiply the gradients by the number of replicas. After this multiplication, the mean
         over the replicas is the gradient of the global batch, in which each token has the same
-        weight.
-        """
+        weight."""
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
@@ -110,8 +108,7 @@ class Decentralized(DataParallel):
     def begin(self, op: Op) -> None:
         """Test whether exchanges are complete. The result of the test is not used. The test lets
         the exchanges make progress, because MPI makes progress only while one of its functions is
-        called.
-        """
+        called."""
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -122,8 +119,7 @@ class Decentralized(DataParallel):
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Begin the exchange with the neighbours. If `overlap` is not set, also finish it. In each
-        `average_every`-th step, average over all replicas, not only over the neighbours.
-        """
+        `average_every`-th step, average over all replicas, not only over the neighbours."""
         if skipped:
             return
         every = self.settings.average_every
@@ -199,8 +195,7 @@ class _Arriving(Walk):
         self._method.arrive(self._uses[place])
 
     def backward(self, place: str | None) -> None:
-        """Do nothing, because the forward pass has already waited for the weights of every module.
-        """
+        """Do nothing, because the forward has already waited for the weights of every module."""
 
     def enter(self, place: str, x: Tensor) -> Tensor:
         """Wait for the weights of the module `place`, and return the module's input `x`

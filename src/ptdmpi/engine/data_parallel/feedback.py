@@ -27,8 +27,7 @@ PURPOSE = 1_000_003
 @dataclass(frozen=True)
 class CompressedTiles:
     """Some tiles of the gradients in one step, with the objects that compress and send the tiles,
-    and with the error-feedback state of the tiles.
-    """
+    and with the error-feedback state of the tiles."""
 
     batch: TileBatch
     state: State
@@ -76,8 +75,7 @@ class CompressedTiles:
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """Do for low-rank compression what `mean` does for other compressors: return C(x) and its
         mean. In the state "low_rank", the first lines of each tile store the factor with which the
-        next step starts.
-        """
+        next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -121,8 +119,7 @@ def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the mean of the replicas' estimates of their gradients. Each replica adds C(x -
     estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). The paper
     begins with the estimate C(first gradient). This function begins with the estimate zero, so
-    after the first step the estimate is the same as in the paper.
-    """
+    after the first step the estimate is the same as in the paper."""
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)

@@ -42,8 +42,7 @@ class Local(DataParallel):
     def reduce(self) -> None:
         """Multiply the gradients by the number of replicas. After this multiplication, the mean
         over the replicas is the gradient of the global batch, in which each token has the same
-        weight.
-        """
+        weight."""
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:

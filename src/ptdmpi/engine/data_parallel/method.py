@@ -28,8 +28,7 @@ from ptdmpi.plan.schedule.orders import Schedule
 class Replica:
     """The objects of one rank that a data-parallel method uses: the run's configuration, this
     rank's communicators and position in the grid, its parameters and gradients, its pipeline stages
-    by number, and the schedule of a step.
-    """
+    by number, and the schedule of a step."""
 
     config: Config
     axes: Axes
@@ -94,34 +93,29 @@ class DataParallel(OpHook):
     def leaf(self, stage: int, microbatch: int) -> None:
         """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
         The engine calls `leaf` when this gradient has been added to the buffer. The gradients of
-        later microbatches are added to the same elements of the buffer.
-        """
+        later microbatches are added to the same elements of the buffer."""
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
         gradients with which this replica updates its weights. The gradients in the buffer are
         already weighted by 1 / valid tokens of the global batch, so the gradient of the global
-        batch is their plain sum over data ranks.
-        """
+        batch is their plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Do the method's work after step `step` (from 0). The master weights of this replica are
         then updated, or all replicas have `skipped` the step. The method may change the master
-        weights here, because the weights are copied from the master weights afterwards.
-        """
+        weights here, because the weights are copied from the master weights afterwards."""
 
     @property
     def settled(self) -> bool:
         """Return True if no operation that changes the state is incomplete. The engine may call
-        this method at any time, even within a step.
-        """
+        this method at any time, even within a step."""
         return True
 
     def replicas_lost(self) -> None:
         """After a loss of ranks, recompute the state that depends on all replicas. After the loss
         there are fewer replicas, or some replicas are copies of other replicas. All ranks call this
-        method.
-        """
+        method."""
 
     def settle(self) -> None:
         """Finish all operations that have begun. All ranks call this method, between two steps."""

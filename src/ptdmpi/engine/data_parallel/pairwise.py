@@ -38,8 +38,7 @@ class Ring(DataParallel):
 
     def _rounds(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the gradients as tuples of at most n - 1 parts. The parts of a tuple travel around
-        the ring together: first all are reduced, then all are gathered.
-        """
+        the ring together: first all are reduced, then all are gathered."""
         most = (self.data.size - 1) * MESSAGE_ELEMENTS
         for some in self.replica.buffer.gradients.split(most):
             yield some.split(-(-len(some) // (self.data.size - 1)))

@@ -55,8 +55,7 @@ class EarlySums(DataParallel):
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """If `op` completes the gradients of its stage, begin the sums of this stage that have not
-        begun.
-        """
+        begun."""
         if self.sums is not None:
             self.sums.leave(op)
 
@@ -64,8 +63,7 @@ class EarlySums(DataParallel):
 class AllReduce(EarlySums):
     """A method that sums gradients over all ranks that see different tokens (the group `losses`),
     in ascending order of ranks if the transport is exact. Before this sum, each rank has added the
-    gradients of its own microbatches in the order of the schedule.
-    """
+    gradients of its own microbatches in the order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
@@ -73,8 +71,7 @@ class AllReduce(EarlySums):
     def reduce(self) -> None:
         """Sum the gradients over all ranks that see different tokens, or complete the sums that
         were begun during the backward. One all-reduce sums all neighbouring parameters of the flat
-        buffer that are summed over the same ranks.
-        """
+        buffer that are summed over the same ranks."""
         if self.sums is not None:
             self.sums.complete()
             return
@@ -165,8 +162,7 @@ class TreeSum(DataParallel):
 
     def reduce(self) -> None:
         """Send the nodes of each data rank to all data ranks, merge them to one tree, and copy the
-        root of the tree, which is the sum of all gradients, into the buffer.
-        """
+        root of the tree, which is the sum of all gradients, into the buffer."""
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
@@ -190,8 +186,7 @@ class TreeSum(DataParallel):
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
         """Add the node `key` (level, index) to the tree. While the sibling of the node is in the
-        tree, or while the node can have no sibling, replace the node by its parent.
-        """
+        tree, or while the node can have no sibling, replace the node by its parent."""
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1

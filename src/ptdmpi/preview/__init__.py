@@ -1,2 +1,2 @@
-"""Everything before a run starts: a preview with checks, sizes and times, drafts of configurations,
-and job scripts."""
+"""Commands that work before a run starts: previews with checks, sizes and times, drafts of
+configurations, and job scripts."""

@@ -1,4 +1,4 @@
-"""A preview as lines of text."""
+"""The preview of a run, as lines of text."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ptdmpi.plan.cost.relief import size
 from ptdmpi.plan.show.table import sent_rows
 from ptdmpi.report.live import duration
 
-LINES = 8  # number of lines that are shown of each sample
+LINES = 8  # maximum number of lines of text that are shown of a sample
 
 
 def as_text(forecast: dict[str, Any]) -> str:
@@ -55,7 +55,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
-    # files of a task have remarks instead, because the preview reads them completely
+    # The preview reads the files of a task completely, and may then have remarks about them, which
+    # are shown instead of `not_read`.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 
@@ -72,7 +73,7 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sent_rows(sent: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows about the messages of rank 0, one for each group of ranks in which it sends."""
+    """Return table rows about the messages that rank 0 sends, one row for each group of ranks."""
     about = "" if sent["is_exact"] else "about "
     texts = [f"{group}: {about}{text}" for group, text in sent_rows(sent["traffic"])]
     if not texts:

@@ -1,4 +1,5 @@
-"""A first configuration file with comments, for a given model, data and number of ranks."""
+"""The draft of a configuration file with comments, for a given model, data and number of ranks
+(`ptdmpi init`)."""
 
 import re
 import tomllib
@@ -20,11 +21,11 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
 from ptdmpi.train.checks import with_form
 
-SMALL = "l=4,h=128,a=4,s=128"  # a model that trains in minutes on a laptop
+SMALL = "l=4,h=128,a=4,s=128"  # the default model, which trains in minutes on a laptop
 MOST_TENSOR = 8  # most nodes have 8 devices, and a tensor axis should stay inside a node
 BATCH = 64  # sequences per step for a model without a published batch size
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # if an epoch had fewer steps, the batch is made smaller
+LEAST_STEPS = 20  # the batch is made smaller if an epoch would otherwise have fewer steps
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
@@ -82,9 +83,9 @@ every_steps = {log}
 class Wish:
     """The options of `ptdmpi init`, and the properties of the machine.
 
-    `memory_bytes` is the memory of a rank, used if no cluster is named. `adapt` is the path of a
-    model whose adapters the run trains. If `model` and `adapt` are None, the model is SMALL. If
-    `steps` is None, the run has one epoch, but at most MOST_STEPS steps.
+    `memory_bytes` is the memory of a rank; it is used only if no cluster is named. `adapt` is the
+    path of a frozen model for which the run trains adapters. If `model` and `adapt` are None, the
+    model is SMALL. If `steps` is None, the run has one epoch, but at most MOST_STEPS steps.
     """
 
     file: Path
@@ -123,7 +124,8 @@ class Subject:
 
     @staticmethod
     def _of_base(base: Path, model: str | None) -> "Subject":
-        """Return the subject of a run that trains adapters of the model at `base`."""
+        """Return the subject of a run that trains adapters of the frozen model at the path
+        `base`."""
         if model is not None:
             raise InputError(
                 f"--model {model} and --adapt {base} both name a model; legal: one of the two"
@@ -132,14 +134,16 @@ class Subject:
         adapt = {"method": "lora", "rank": ADAPTER_RANK, "alpha": 2.0 * ADAPTER_RANK}
         section = {key: value for key, value in stored.tree["model"].items() if key != "vocab_size"}
         if section.get("balance", "bias") != "bias":
-            section["balance"] = "none"  # routers are frozen, so they have no losses
+            # the routers of experts are frozen, so no loss balances them
+            section["balance"] = "none"
         for key in ("balance_coefficient", "z_loss_coefficient"):
             section.pop(key, None)
         return Subject(f"LoRA of {base}", section, {}, {**adapt, "base": str(base)})
 
 
 def draft(wish: Wish) -> str:
-    """Return the configuration as TOML. Raise InputError if no layout of these ranks fits."""
+    """Return a configuration for `wish` as TOML. Raise InputError if no layout of `wish.ranks`
+    ranks fits."""
     train, valid = _folders(wish)
     dataset = Dataset(train)
     subject = Subject.of(wish)
@@ -147,7 +151,7 @@ def draft(wish: Wish) -> str:
     if valid is not None:
         data["valid"] = valid
     if any(header.weights_byte_offset for header in dataset.headers):
-        data["document_boundaries"] = True  # several conversations share a sequence
+        data["document_boundaries"] = True  # a sequence may contain several conversations
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
         "model": subject.section,
@@ -157,7 +161,8 @@ def draft(wish: Wish) -> str:
     }
     if subject.adapt:
         base["adapt"] = subject.adapt
-        base = dict(with_form(base))  # a quantized base needs less memory
+        # this adds the quantization of the base model, which needs less memory
+        base = dict(with_form(base))
     samples = dataset.samples(resolve(base, 1).model.text_length)
     published = subject.recipe.get("batch", {}).get("global_size", BATCH)
     base["batch"] = {"global_size": max(1, min(published, samples // LEAST_STEPS))}
@@ -195,9 +200,10 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     """Return the configuration with the best layout on the cluster that `wish` names.
 
-    Without a cluster, use the first layout that fits into memory. Layouts with less recomputation
-    come first. Among these, layouts with fewer ranks per model come first, and then layouts with
-    larger microbatches. Raise InputError if no layout fits.
+    Without a cluster, return the first layout that fits into memory. Layouts with less
+    recomputation are tried first. Among layouts with equal recomputation, layouts with fewer ranks
+    per model are tried first, and then layouts with larger microbatches. Raise InputError if no
+    layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))
@@ -223,13 +229,15 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
 
 
 def _divisible(tree: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the configuration tree with its batch rounded up to a multiple of `ranks`."""
+    """Return the configuration tree, with the global batch size rounded up to a multiple of
+    `ranks`."""
     size = -(-tree["batch"]["global_size"] // ranks) * ranks
     return {**tree, "batch": {**tree["batch"], "global_size": size}}
 
 
 def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the configuration tree with each layout of `ranks`, the preferred layouts first."""
+    """Yield the configuration tree once for each layout on `ranks` ranks, the preferred layouts
+    first."""
     for recompute in ("none", "selective", "full"):
         for model_ranks in divisors(ranks):
             for tensor in (t for t in divisors(model_ranks) if t <= MOST_TENSOR):
@@ -254,8 +262,8 @@ def _written(
     steps: int,
     samples: int,
 ) -> str:
-    """Return TEMPLATE with its values filled in. `samples` is the number of samples in the training
-    data."""
+    """Return TEMPLATE (the text of a configuration) with its values filled in. `samples` is the
+    number of samples in the training data."""
     warmup = f"warmup_steps = {max(1, steps // 20)}"
     rate = "2e-4" if subject.adapt else "3e-4"  # Dettmers et al. 2023, arXiv 2305.14314, table 9
     optimizer = f"learning_rate = {rate}      # the highest rate\n{warmup}"
@@ -303,7 +311,8 @@ def _written(
 
 
 def _lines(section: dict[str, Any], comments: dict[str, str] | None = None) -> str:
-    """Return the keys of a section as lines of TOML, with the comments that a key has."""
+    """Return the keys of a section as lines of TOML. A key with an entry in `comments` gets this
+    entry as a comment."""
     known = comments or {}
     lines = []
     for key, value in section.items():
@@ -313,13 +322,13 @@ def _lines(section: dict[str, Any], comments: dict[str, str] | None = None) -> s
 
 
 def _aligned(template: str, **values: object) -> str:
-    """Return the template with its values filled in, and with the comments after values aligned in
-    one column."""
+    """Return the template with its values filled in. Comments after values begin in the same
+    column."""
     lines = template.format(**values).splitlines()
     commented = re.compile(r"^([^#]*\S) +# (.*)$")
     return "".join(commented.sub(lambda m: f"{m[1]:<25} # {m[2]}", line) + "\n" for line in lines)
 
 
 def _toml(value: Any) -> str:
-    """Return a value as TOML."""
+    """Return a value in the notation of TOML."""
     return str(tomlkit.item(value).as_string())

@@ -27,10 +27,11 @@ def show(
 ) -> None:
     """Print the preview of a configuration.
 
-    All ranks that a launcher started may call this; only the first one prints. `ranks` is the
-    number of ranks. If `ranks` is None, it is the number of started ranks, or else the number that
-    the configuration needs. `cluster` replaces run.cluster. If `auto` is True, the best layout is
-    searched first. Raise InputError if the run would not start.
+    All ranks that a launcher started may call this function; only rank 0 prints. `ranks` is the
+    number of ranks. If `ranks` is None, the number of started ranks is used, or, without a
+    launcher, the number of ranks that the configuration needs. `cluster` replaces run.cluster. If
+    `auto` is True, the best layout is searched before the preview is made. Raise InputError if the
+    run would not start.
     """
     if launched_rank():
         return
@@ -49,8 +50,8 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number of ranks, with its explanation: the number `given`, or else the number of
-    started ranks, or else the number that the run needs."""
+    """Return the number of ranks with an explanation: the number `given`, or, if it is None, the
+    number of started ranks, or, without a launcher, the number that the run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)

@@ -1,7 +1,7 @@
 """The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
 
-The preview needs no MPI, because the number of ranks is given. It needs torch only to find the
-memory of a GPU.
+The preview needs no MPI, because its caller gives the number of ranks. The preview needs torch only
+to find the memory of a GPU.
 """
 
 import math
@@ -38,11 +38,12 @@ from ptdmpi.train.feed import source_of
 def preview(
     tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
 ) -> dict[str, Any]:
-    """Return everything that is known before the start, in the form that `--json` prints.
+    """Return all facts about the run that are known before its start, in the form that `--json`
+    prints.
 
     If the run would not start on this machine, the entry "mistake" has the reason. `cluster` is a
-    name or a file that replaces `run.cluster`. For mistakes that do not depend on the machine,
-    raise the InputError that the run would raise.
+    name or a file that replaces `run.cluster`. If the configuration has mistakes that do not depend
+    on the machine, raise the InputError that the run would raise.
     """
     config = checked(tree, ranks.count, ranks.local or None)
     source = source_of(config)
@@ -96,7 +97,8 @@ def preview(
 
 
 def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return one line with the sizes that differ from the preset; an empty list if none differ."""
+    """Return a list with one line about the sizes of the model that differ from its preset; an
+    empty list if no size differs."""
     own = own_sizes(tree)
     if not own:
         return []
@@ -106,7 +108,7 @@ def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _layout(config: Config) -> str:
-    """Return the layout and its settings in words."""
+    """Return a text about the layout of a configuration: the sizes of its axes and its settings."""
     layout = config.layout
     words = [str(layout), config.parallel.schedule]
     if layout.sharding:
@@ -121,7 +123,7 @@ def _existing(path: Path) -> Path:
 
 
 def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
-    """Return the number of samples that the complete run uses of each training dataset."""
+    """Return, for each training dataset, the number of samples that the complete run uses."""
     return [
         {
             "path": dataset.path,
@@ -146,8 +148,9 @@ class _Room:
 
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
-    """Return the memory that a step needs, and the memory that a rank has: on the cluster, or else
-    on this host if the ranks are started here."""
+    """Return the memory that a step needs, and the memory that a rank has. The memory of a rank is
+    the memory of a device of the cluster, or, if the ranks are started on this host, the memory of
+    this host."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
@@ -218,8 +221,8 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
-    """Return the time of one step and of the remaining `steps`. The time is predicted, or else it
-    was measured earlier in this run."""
+    """Return the time of one step and of the remaining `steps`. The step time is predicted for the
+    cluster, or, without a cluster, it is the time that earlier steps of this run took."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:
@@ -235,7 +238,8 @@ def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
 
 
 def _status(path: Path) -> dict[str, Any]:
-    """Return the progress of a run; empty if `path` is not a run directory."""
+    """Return the status of a run (see `Watched.status`); an empty table if `path` is not a run
+    directory."""
     try:
         return Watched(path).status()
     except InputError:
@@ -249,14 +253,15 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     moments = config.optimizer.numbers
     numbers = stored_numbers(config.data_parallel, moments, config.data_size)
     size = numbers * element * trained_count(model, vocab_size)
-    if config.optimizer.has_matrices:  # the optimizer keeps one moment less for matrices
+    if config.optimizer.has_matrices:  # for matrices the optimizer (Muon) stores one moment less
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * matrix_elements(model)
     return size
 
 
 def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Return the size of a checkpoint, the free space for it, and how often one is saved."""
+    """Return the size of a checkpoint, the free space on its disk, and the number of steps and of
+    minutes between two checkpoints."""
     size = stored_bytes(config, vocab_size)
     disk = os.statvfs(_existing(Path(config.run.dir)))
     free = disk.f_bavail * disk.f_frsize

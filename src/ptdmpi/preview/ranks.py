@@ -10,10 +10,10 @@ from ptdmpi.plan.layout.topology import file_ranks
 
 @dataclass(frozen=True)
 class RankCount:
-    """A number of ranks, with its explanation.
+    """A number of ranks, with a text that explains it.
 
     `source` explains the number in words. `local` is the number of these ranks on this host; 0 if
-    it is unknown.
+    this number is unknown.
     """
 
     count: int
@@ -22,8 +22,8 @@ class RankCount:
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return the number of ranks that a configuration needs, and True if the configuration accepts
-    no other number.
+    """Return the number of ranks that a configuration needs, and a bool: True if the configuration
+    accepts no other number of ranks.
 
     If parallel.data is "auto", the data axis is assumed to have 1 rank, or as many ranks as the
     graph in the file that data_parallel.topology names. The configuration tree need not be valid.
@@ -37,7 +37,7 @@ def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
-    """Return the value of a key if it is a number above 0, else 0."""
+    """Return the value of a configuration key if the value is a number above 0, else 0."""
     keys = tree.get(section)
     if not isinstance(keys, Mapping):
         return 0
@@ -46,7 +46,8 @@ def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
 
 
 def _graph_ranks(tree: Mapping[str, Any]) -> int:
-    """Return the number of ranks of the graph in a file of edges; 1 if there is no such file.
+    """Return the number of ranks of the communication graph in a file of edges; 1 if there is no
+    such file.
 
     The result is also 1 if the section or the file has mistakes, which other checks report.
     """

@@ -15,9 +15,9 @@ from ptdmpi.train.standing import standing_of
 def resumed(config: Config, course: Course) -> dict[str, Any]:
     """Return the step and the path of the checkpoint that the run would resume from.
 
-    "changed" lists the differences between the configuration and the run that wrote the checkpoint.
-    "says" is a sentence about this checkpoint, the changes and the run's other checkpoints. Raise
-    InputError if the run may not resume.
+    The entry "changed" lists the differences between the configuration and the run that wrote the
+    checkpoint. The entry "says" is a sentence about this checkpoint, the changes and the run's
+    other checkpoints. Raise InputError if the run may not resume.
     """
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume
@@ -57,8 +57,8 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
 
 
 def _begins_anew(config: Config, own: Path, existing: int) -> str:
-    """Return the sentence for a run that begins at step 0. Its folder `own` already has `existing`
-    checkpoints, which will be set aside."""
+    """Return the sentence "says" for a run that begins at step 0. The run's folder `own` already
+    has `existing` checkpoints, which will be moved aside."""
     said = "begins anew"
     if existing:
         said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"

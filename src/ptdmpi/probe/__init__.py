@@ -1,6 +1,7 @@
-"""Measuring a machine: the rates of its kernels, the times of messages, and the times of complete
-layers, which are written as a cluster file.
+"""Measurements of a machine: the rates of its kernels, the times of messages, and the times of
+complete layers. They are written to a cluster file.
 
 All ranks measure at the same time, because in training they also share memory and cores. Every
-result is checked. `ptdmpi plan --cluster FILE` reads the file.
+computed result is compared with the right result. `ptdmpi plan --cluster FILE` reads the cluster
+file.
 """

@@ -18,8 +18,8 @@ def require_writable(path: Path) -> None:
 
 
 def save(path: Path, tree: dict[str, Any], head: str) -> None:
-    """Write the cluster `tree` as TOML, after the comment `head`. If an error occurs, no incomplete
-    file is left.
+    """Write the description `tree` of a cluster as TOML, after the comment `head`. After an error,
+    no incomplete file remains.
 
     Raise InputError if the file cannot be written.
     """

@@ -1,5 +1,5 @@
-"""The times of each collective by message size, within nodes and between nodes. Every result is
-checked."""
+"""The times of each collective by message size, within nodes and between nodes. The result of every
+collective is compared with the right result."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,8 @@ class MeasuredGroup(NamedTuple):
 
 
 def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
-    """Yield the group of each kind that this rank belongs to, for tensors on `device`.
+    """Yield, for each kind of group, the group that this rank belongs to. The communicators send
+    tensors on `device`.
 
     The kinds are pairs of ranks on a node, all ranks of a node, and one rank of each node. All
     groups of one kind are measured at the same time.
@@ -64,7 +65,7 @@ def tables(
 def _tables(
     bench: Bench, group: MeasuredGroup, dtype: torch.dtype, sizes: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tables for one group."""
+    """Yield the tables of seconds for one group of ranks."""
     comm = group.comm
     for name, collective in COLLECTIVES.items():
         times = []
@@ -91,15 +92,15 @@ def _tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Return True if a message arrives while its sender computes, without calls to MPI.
 
-    If the result is False, the message arrives only when the sender waits for it. The arrival is
-    measured on the device, because on a transport with streams the host does not wait. Every rank
-    calls this and gets the same result.
+    Return False if the message arrives only when the sender waits for it. The arrival is measured
+    on the device, because a transport that works with device streams does not let the host wait.
+    Every rank calls this function and gets the same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]
     tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
     work = torch.ones(256, 256, device=bench.device)
-    torch.mm(work, work)  # the first matrix multiplication loads libraries
+    torch.mm(work, work)  # the first matrix multiplication loads libraries, so it is not timed
     peer = everyone.rank ^ 1
     late = False
     for _ in range(OVERLAP_TRIALS):
@@ -124,8 +125,8 @@ def overlaps(bench: Bench, world: World) -> bool:
 
 
 def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small integers, which every type represents exactly, and which differ between
-    ranks."""
+    """Return a tensor of small integers, which every data type represents exactly, and which differ
+    between ranks."""
     return (torch.arange(elements, device=device) % 7 + rank % 5).to(dtype)
 
 
@@ -138,8 +139,8 @@ def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        """All-reduce a new copy of the values, because repeated sums of the same tensor would not
-        stay exact."""
+        """All-reduce a new copy of the values: repeated sums of the same tensor would become too
+        large to be exact."""
         return comm.all_reduce(result.copy_(tensor))
 
     return work

@@ -1,4 +1,4 @@
-"""One finding about the machine in the report of `ptdmpi doctor`."""
+"""One finding of `ptdmpi doctor` about the machine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ MARKS = {"ok": "  ", "note": "! ", "bad": "X "}
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """One line of the report. `status` is ok, note (worth knowing) or bad (training would fail)."""
+    """One line of the report that `ptdmpi doctor` prints. `status` is ok, note (worth knowing) or
+    bad (training would fail)."""
 
     name: str
     value: str

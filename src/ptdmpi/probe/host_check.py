@@ -87,7 +87,8 @@ def _threads(world: World) -> MachineFinding:
     cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     value = f"{threads}, {counted(cores, 'core')} usable by a rank"
-    # a core that several ranks of a node may use is counted only once
+    # `cores` are the cores that all ranks of a node may use together, so compare them with the
+    # threads of all these ranks
     if any(world.control.allgather(world.local_size * threads > cores)):
         crowded = f"{value}; more ranks and threads than cores: slow"
         return MachineFinding("threads per rank", crowded, "note")

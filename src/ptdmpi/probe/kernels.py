@@ -1,5 +1,5 @@
-"""Rates of the trainer's kernels for several shapes: matrix multiplications, streams, attention and
-elementwise kernels."""
+"""Measurements of the rates of the trainer's kernels for several shapes: matrix multiplications,
+additions of tensors (memory bandwidth), attention and elementwise kernels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 class Extent:
     """The sizes of the kernels that are measured.
 
-    The sizes are the side lengths of matrices, the bytes that streams move, the length and the
-    heads of attention, and the rows and columns of elementwise kernels.
+    The sizes are the side lengths of matrices, the bytes that an addition of tensors moves, the
+    length and the heads of attention, and the rows and columns of elementwise kernels.
     """
 
     sides: tuple[int, ...]
@@ -60,8 +60,8 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that computes almost nothing. This is the cost of a kernel
-    launch."""
+    """Return the seconds of a kernel that computes almost nothing. This time is the cost of a
+    kernel launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -75,7 +75,8 @@ def products(
     of `sides`.
 
     A rate is computed from the mean time of the three multiplications of a linear: output, gradient
-    of the input, gradient of the weight. `launch` seconds are subtracted from this time.
+    of the input, gradient of the weight. `launch`, the seconds of a kernel launch, is subtracted
+    from this time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:
@@ -98,7 +99,7 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
     m, n, k = shape
 
     def random(*size: int) -> Tensor:
-        """Return random numbers in the measured type."""
+        """Return random numbers in the data type that is measured."""
         return torch.randn(size, device=bench.device).to(dtype)
 
     x = random(m, k)
@@ -127,8 +128,9 @@ def streams(
 ) -> dict[str, Any]:
     """Return a table of the bytes per second that are moved by adding two tensors.
 
-    `sizes` are the total bytes that one addition reads and writes. `launch` seconds are subtracted
-    from each time. The smallest sizes fit into caches, and the largest sizes do not.
+    `sizes` are the total bytes that one addition reads and writes. `launch`, the seconds of a
+    kernel launch, is subtracted from each time. The smallest sizes fit into caches, and the largest
+    sizes do not.
     """
     times = []
     for size in sizes:
@@ -143,8 +145,9 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return `times_s`, which are for ascending sizes, with each time raised to the largest time
-    before it. Otherwise a disturbance could make larger work look faster."""
+    """Return `times_s`, the times of kernels with ascending sizes, in which a time that is smaller
+    than an earlier time is replaced by the largest earlier time. Without this correction, a
+    disturbance could make a larger kernel look faster than a smaller kernel."""
     return list(accumulate(times_s, max))
 
 
@@ -189,7 +192,7 @@ def elementwise(
 ) -> dict[str, float]:
     """Return the seconds per element of activation functions, norms and the loss.
 
-    Forward and backward have separate times. The results are compared with results in double
+    Forward and backward passes have separate times. The results are compared with results in double
     precision.
     """
     rows, columns = extent.elementwise
@@ -239,5 +242,5 @@ def elementwise(
 def _there_and_back(
     function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute forward and backward. Return the gradient of `x`."""
+    """Compute the forward and the backward pass. Return the gradient with respect to `x`."""
     return torch.autograd.grad(function(x), x, gradient)

@@ -1,5 +1,7 @@
-"""Times of the trainer's own layers, and the fit of a cluster's fractions. The fit chooses the
-fractions of the measured rates with which predictions agree best with these times.
+"""Measured times of the trainer's own layers, and the fit of a cluster's efficiency fractions to
+these times. The kernels of a layer reach only a fraction of the rates that were measured for single
+kernels. The fit chooses the fractions with which predicted times agree best with the measured
+times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.
@@ -26,7 +28,7 @@ from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 
-STEPS = 6  # the first step is a warm-up
+STEPS = 6  # number of measured steps, of which the first is a warm-up
 MOST_TENSOR = 8
 # greatest factors by which fitted numbers may differ from the measurements of kernels (MOST_FACTOR)
 # and of messages (MOST_LINK_FACTOR)
@@ -77,8 +79,8 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """The measured seconds of one step. They are medians over ranks and over steps; `rest_s` is the
-    least over steps.
+    """The measured seconds of one step. Each time is the median over ranks and over steps, except
+    `rest_s`, which is the smallest over steps.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
     data axis. `elements` is the number of parameters.
@@ -92,8 +94,8 @@ class Taken:
 
 
 class Layers:
-    """Measurements of the trainer's layers, and the fit of a cluster's fractions to these
-    measurements."""
+    """Measurements of the trainer's layers, and the fit of a cluster's efficiency fractions to
+    these measurements."""
 
     def __init__(
         self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
@@ -104,8 +106,8 @@ class Layers:
         self.cases = cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster `tree` with the fitted fractions, launch time, update time and step
-        time."""
+        """Return the cluster `tree` with fitted values: efficiency fractions, launch time, update
+        time and step time."""
         taken = self.taken()
         small = min(taken, key=lambda case: case.elements)
         large = max(taken, key=lambda case: case.elements)
@@ -134,12 +136,12 @@ class Layers:
         return tree
 
     def taken(self) -> list[Taken]:
-        """Return the times of the layers of each model with tensor-parallel size t = 1."""
+        """Return the measured times of each model in `cases` with tensor-parallel size t = 1."""
         with self.bench.phase("whole layers", len(self.cases)):
             return [self._take(case, 1) for case in self.cases]
 
     def _tensor(self) -> int:
-        """Return the largest size of the tensor axis, up to MOST_TENSOR, that divides the number of
+        """Return the largest tensor-parallel size, up to MOST_TENSOR, that divides the number of
         ranks of a node."""
         local = self.world.local_size
         return max(t for t in range(1, min(local, MOST_TENSOR) + 1) if local % t == 0)
@@ -151,8 +153,8 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """Return `tree` with the values of `keys` for which predictions agree best with the times
-        `taken`.
+        """Return the cluster `tree`, with the values of `keys` for which predicted times agree best
+        with the measured times `taken`.
 
         The predictions are for forward and backward passes on `tensor` ranks.
         """
@@ -162,14 +164,15 @@ class Layers:
         ]
 
         def changed(values: Sequence[float]) -> dict[str, Any]:
-            """Return `tree` with these values of `keys`."""
+            """Return the cluster `tree`, in which `keys` have these values."""
             new = dict(tree)
             for (section, key), value in zip(keys, values, strict=True):
                 new[section] = {**new[section], key: value}
             return new
 
         def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-            """Return (predicted, measured) seconds for each pass."""
+            """Return (predicted seconds, measured seconds) for each forward and each backward
+            pass."""
             cluster = Cluster.model_validate(changed(values))
             both = []
             for case, model, measured in zip(cases, models, taken, strict=True):
@@ -206,7 +209,8 @@ class Layers:
         )
 
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
-        """Return the times of steps in which `tensor` ranks divide the layers of the model."""
+        """Return the measured times of a step in which `tensor` tensor-parallel ranks divide the
+        layers of the model."""
         config = self._config(case, tensor)
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))
@@ -251,7 +255,8 @@ class Layers:
     def _each_s(
         self, works: Sequence[Callable[[], object]], clock: Callable[[], float]
     ) -> list[float]:
-        """Return the seconds of each of `works`, which are called one after the other."""
+        """Call the functions `works` one after the other, and return the seconds that each call
+        takes."""
         times = []
         self.bench.everyone.barrier()
         for work in works:
@@ -262,8 +267,8 @@ class Layers:
         return times
 
     def _rest_s(self, engine: Engine, step: int, batch: Microbatch) -> float:
-        """Return the seconds of a complete step outside forward, backward, all-reduce and
-        update."""
+        """Return the seconds of a complete step that are not spent in forward, backward, all-reduce
+        and update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
         result = engine.step(step, [batch])

@@ -40,8 +40,8 @@ def with_best_layout(
 
 
 def _measured_cluster(config: Config, world: "World") -> str:
-    """Measure this machine, write the result into the run directory, and return the path of this
-    cluster file."""
+    """Measure this machine, and write the result into the run directory as a cluster file. Return
+    the path of this file."""
     import torch
 
     from ptdmpi.probe.cluster_file import save
@@ -53,18 +53,19 @@ def _measured_cluster(config: Config, world: "World") -> str:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, world.device())
-    forget_peak()  # the peak memory of the measurement is not the peak memory of the run
+    # the measurement has its own peak memory, which must not count as peak memory of the run
+    forget_peak()
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
 
 
 def unused_path(folder: Path) -> Path:
-    """Return a path in `folder` for a new cluster file; make the folder.
+    """Make `folder` if it is missing, and return a path in it for a new cluster file.
 
-    The path is cluster.toml, or cluster-2.toml and so on if older files exist. An older file is
-    kept, because `ptdmpi report` uses it to predict the steps of an older attempt. Raise InputError
-    if the folder cannot be made.
+    The path is cluster.toml, or, if older files exist, cluster-2.toml, cluster-3.toml, and so on.
+    An older file is kept, because `ptdmpi report` uses it to predict the steps of an older attempt.
+    Raise InputError if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -36,15 +36,16 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster does not need
+# a value for the rates from data sheets, which are not needed for a measured cluster
+UNLIMITED = 1e15
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of a measurement: the sizes that are measured.
+    """The sizes that a measurement uses; larger sizes take more time.
 
-    If `ways` is None, the fastest implementations of kernels are not determined. On a GPU, `make
-    gpu` determines them.
+    If `ways` is None, the measurement does not determine the fastest implementations of kernels. On
+    a GPU, `make gpu` determines the fastest implementations.
     """
 
     extent: kernels.Extent
@@ -60,10 +61,9 @@ GPU_EFFORT = Effort(kernels.GPU, collectives.SIZES_BYTES, GPU_CASES, None)
 def probe(
     world: World, precision: str, device: torch.device, effort: Effort | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the cluster as a table, and the findings as (name, text of the value).
-
-    Every rank calls this and gets the same result. Raises ProbeError if a kernel or a message gives
-    a wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
+    """Return the measured cluster as a table, and the findings as (name, value as text). All ranks
+    call this function and get the same result. Raises ProbeError if a kernel or a message gives a
+    wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
@@ -122,8 +122,8 @@ def probe(
 def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> dict[str, Any]:
-    """Find the fastest kernels and return their entries; return nothing if `sizes` is None. All
-    later measurements with `bench` use these kernels."""
+    """Determine the fastest kernels, and return their entries for the cluster file; return an empty
+    table if `sizes` is None. All later measurements with `bench` use the fastest kernels."""
     if sizes is None:
         return {}
     with bench.phase("implementations of attention, linears and GELU", sizes.measurements(dtype)):
@@ -153,8 +153,8 @@ def _device(
     *,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Return the section [device] of the cluster file. Rates for which a measured cluster has
-    tables are set so high that they limit nothing."""
+    """Return the section [device] of the cluster file. The rates for which a measured cluster has
+    tables are set to a very high value, so that they limit nothing."""
     if bench.device.type != "cpu":
         name = device_name(bench.device)
     else:
@@ -186,8 +186,8 @@ def _node(world: World) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a table with numbers rounded to four digits, since measurements are less precise than
-    that."""
+    """Return a table with all numbers rounded to four digits, because measurements are less precise
+    than four digits."""
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -14,8 +14,8 @@ from ptdmpi.probe.finding import MachineFinding
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-# the summed numbers repeat after this period; it is small, so that every type represents the sums
-# over many ranks exactly
+# the summed numbers repeat after this period; the period is small, so that every data type
+# represents the sums over many ranks exactly
 PERIOD = 7
 
 
@@ -34,9 +34,10 @@ def check_sums(world: World) -> list[MachineFinding]:
 
 
 def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
-    """Return a finding for each type and size, or a single one if the transport does not connect.
+    """Return a finding for each data type and size, or a single finding if the transport cannot
+    connect the ranks.
 
-    `name` is a format string; its field is replaced by the type.
+    `name` is a format string; its field is replaced by the data type.
     """
     wrong = ""
     comm = None
@@ -44,7 +45,8 @@ def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
         comm = world.split(training_grid(data=world.size), wire)["data"]
     except InputError as error:
         wrong = str(error)
-        # the other ranks may wait for this rank, so print the reason now
+        # print the reason now, because this rank may wait for the other ranks forever in the next
+        # call
         if not isinstance(error, SharedInputError):
             note(f"rank {world.rank}: {wrong}")
     failures = [failure for failure in world.control.allgather(wrong) if failure]
@@ -68,7 +70,8 @@ def _measured_sums(
                 value = f"{size / 2**20:g} MiB: WRONG on ranks {', '.join(ranks)}"
                 findings.append(MachineFinding(row, value, "bad"))
                 continue
-            # each rank sends at least 2 (n - 1) / n of the bytes (Thakur et al. 2005)
+            # in an all-reduce over n ranks, each rank sends at least 2 (n - 1) / n times the bytes
+            # of the tensor (Thakur et al. 2005)
             rate = 2 * (world.size - 1) / world.size * size / seconds
             value = f"{size / 2**20:g} MiB in {seconds * 1e3:.3g} ms, right"
             if world.size > 1:
@@ -82,17 +85,17 @@ def sum_of_known(
 ) -> tuple[bool, float]:
     """All-reduce known numbers over the ranks of `comm`, several times.
 
-    Returns True if every element is right on this rank, and the seconds of the fastest trial. The
-    time of a trial is the time of its slowest rank. Rank r contributes (r + i) mod PERIOD at index
-    i, so neighbouring indices and ranks have different numbers.
+    Returns two values: True if every element of the sum is right on this rank, and the seconds of
+    the fastest trial. The time of a trial is the time of its slowest rank. Rank r contributes (r +
+    i) mod PERIOD at index i, so neighbouring indices and ranks have different numbers.
     """
     places = torch.arange(elements)
     given = ((places + comm.rank) % PERIOD).to(dtype).to(device)
     expected = torch.zeros(elements, dtype=torch.float32)
     for rank in range(comm.size):
         expected += (places + rank) % PERIOD
-    # bfloat16 represents integers up to 256 exactly: a greater sum is rounded once, as in the
-    # all-reduce
+    # bfloat16 represents integers up to 256 exactly; a greater sum is rounded once here, as it is
+    # in the all-reduce
     expected = expected.to(dtype)
     right = True
     best_s = float("inf")

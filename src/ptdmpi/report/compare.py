@@ -16,8 +16,8 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# name of a part of a step -> kinds of spans that belong to this part; the part COMPUTING has all
-# ops without the collectives inside them
+# name of a part of a step -> kinds of spans that belong to this part. The part COMPUTING has the
+# time of all ops, without the time of the collectives inside the ops.
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -29,9 +29,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective inside an op -> part of the step to which the collective belongs. In the
-# predicted step, the messages of attention over the context axis and the messages to experts are
-# added to the messages of the tensor axis.
+# group of ranks of a collective inside an op -> part of the step to which the time of the
+# collective belongs. The predicted step counts the messages of attention over the context axis, and
+# the messages to experts, with the messages of the tensor axis, so the measured step does the same.
 INSIDE = {
     "tensor": "tensor axis",
     "context": "tensor axis",
@@ -44,8 +44,8 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each part of a step, as means over the ranks. The sum of all parts,
     including "other", is the time of the step.
 
-    After its last op a rank must wait for the slowest rank. The time from the end of a rank's last
-    op until all ranks have ended their last op is part of the bubble.
+    After its last op a rank must wait for the slowest rank. This waiting time is part of the
+    bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)
@@ -72,7 +72,7 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
-    """Return the predicted step for a run's configuration on a cluster."""
+    """Return the predicted timeline of a step, for a run's configuration on a cluster."""
     checked = trained.resolved(config)
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
@@ -121,10 +121,10 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
-    """Return the name or the file of the cluster that run.cluster names; None if the run names no
-    cluster, or if its cluster file is missing.
+    """Return the name of the cluster or the path of the cluster file that run.cluster gives. Return
+    None if run.cluster is empty, or if the cluster file is missing.
 
-    A cluster file is searched at the path in run.cluster, and then in the run directory `path`.
+    A cluster file is looked for at the path in run.cluster, and then in the run directory `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -189,9 +189,9 @@ def foreseen(
 ) -> Timeline | None:
     """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
-    The prediction is for `cluster`, or else for the cluster that the run names. `vocab_size` is
-    None if no record of the run has the vocabulary size. Raise InputError if the cluster cannot be
-    used or `vocab_size` is missing.
+    The prediction is for `cluster`, or, if it is None, for the cluster that the run names.
+    `vocab_size` is None if no record of the run has the vocabulary size. Raise InputError if the
+    cluster cannot be used or `vocab_size` is missing.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

@@ -1,4 +1,5 @@
-"""The progress of runs on a terminal. One run is drawn as a block, several runs as a table."""
+"""The progress of runs on a terminal. A single run is shown as a frame with a few lines, several
+runs as a table."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
-# headings of the columns of the table after name and state; the column without a heading shows the
-# curve of the loss
+# headings of the table's columns after name and state; the column without a heading shows the loss
+# curve
 COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -35,7 +36,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
     """Redraw the display every `every_s` seconds until all runs are done or stopped, or until the
     user presses Ctrl-C.
 
-    `look` returns the status of each run.
+    `look` is a function that returns the status of each run.
     """
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
@@ -47,7 +48,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a drawing of the runs with these statuses, each from `Watched.status`."""
+    """Return a drawing for the terminal of the runs with these statuses (from `Watched.status`)."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
@@ -125,8 +126,8 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(status: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a run in the table, by heading (see COLUMNS). Cells whose values are
-    unknown are left out."""
+    """Return heading (see COLUMNS) -> text of the cell, for the row of a run in the table. Cells
+    with unknown values are left out."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
         cells["saved"] = f"{status['checkpoint']['step']:,}"
@@ -185,13 +186,14 @@ def _checkpoint(status: dict[str, Any]) -> str:
 
 
 def _mfu(status: dict[str, Any]) -> str:
-    """Return the MFU in percent; an empty text if the peak of the device is unknown."""
+    """Return the model FLOPs utilization (MFU) in percent, as text; an empty text if the peak rate
+    of the device is unknown."""
     return "" if status["mfu"] is None else f"{status['mfu']:.1%}"
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Return the lines below a run: one about slow ranks, if there are any, and the warnings of the
-    log."""
+    """Return the lines to print below a run: a line about slow ranks, if there are any, and the
+    warnings of the log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]

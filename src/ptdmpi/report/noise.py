@@ -1,5 +1,5 @@
-"""The noise scale of the gradients that a run has recorded, and its consequence: would a larger
-batch be beneficial?"""
+"""The noise scale of the gradients that a run has recorded, and the answer to the question whether
+a larger batch would be beneficial."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # number of newest records that are used; the noise scale grows during training, so older records
-# are no longer valid
+# have no meaning for the current step
 NEWEST = 100
 # A batch is too small if the noise scale is above LARGER times the batch, and too large if the
 # noise scale is below SMALLER times the batch.
@@ -18,14 +18,15 @@ SMALLER = 0.5
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Judge the batch size by the newest records that have a finite `gradient_noise`.
 
-    Returns None if there is no such record. In all other cases the result has these entries.
-    `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2, computed from the means of tr(Sigma) and
-    |G|^2 over the records, or None if the noise hides the gradient. `batch_tokens`: the mean number
-    of valid tokens in a step. `steps`: the number of records. `answer`: a sentence.
+    Returns None if there is no such record. In all other cases the result is a table with the
+    following entries. `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2, computed from the means
+    of tr(Sigma) and |G|^2 over the records, or None if the noise hides the gradient.
+    `batch_tokens`: the mean number of valid tokens in a step. `steps`: the number of records.
+    `answer`: a sentence.
 
-    A training with B tokens in a step needs 1 + B_simple / B times the steps of a training with an
-    infinite batch, and B / B_simple + 1 times the smallest possible number of samples (McCandlish
-    et al. 2018, arXiv 1812.06162, equation 2.11).
+    Compared with an infinite batch, a training with B tokens in a step needs 1 + B_simple / B times
+    as many steps. It uses B / B_simple + 1 times the smallest possible number of samples
+    (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]
     # older versions also recorded the noise of skipped steps, which is not finite
@@ -47,7 +48,8 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _answer(scale: float | None, batch: float) -> str:
-    """Return the answer for a noise scale and a batch size, both in tokens."""
+    """Return a sentence that says whether a larger batch is beneficial, for a noise scale and a
+    batch size, both in tokens."""
     if scale is None:
         return "a larger batch is beneficial: the gradient is lost in the noise"
     if scale > LARGER * batch:
@@ -58,7 +60,7 @@ def _answer(scale: float | None, batch: float) -> str:
 
 
 def rows(judgement: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the result of `judged` as rows of the report's table."""
+    """Return `judgement`, a result of `judged`, as rows of the report's table."""
     scale = judgement["noise_scale_tokens"]
     shown = "unknown" if scale is None else f"{scale:,.0f} tokens"
     batch = judgement["batch_tokens"]

@@ -81,7 +81,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
 
 def _curves(run: RecordedRun) -> Iterable[str]:
-    """Yield a figure for each curve that the run has recorded."""
+    """Yield an HTML figure for each curve that the run has recorded."""
     validations = [(record["step"], record["validation_loss"]) for record in run.validations]
     for key, title in CURVES.items():
         points = [(record["step"], record[key]) for record in run.steps if key in record]
@@ -96,7 +96,7 @@ def _curves(run: RecordedRun) -> Iterable[str]:
 
 
 def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float]] = ()) -> str:
-    """Return a curve, and separate dots, as SVG.
+    """Return an SVG picture with a curve through `points`, and with separate `dots`.
 
     If there are more than POINTS points, neighbouring points are averaged. Values that are not
     finite are left out.
@@ -114,7 +114,7 @@ def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float
     high = max(ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        """Return the pixel position of a point."""
+        """Return the position of a point in pixels."""
         across = (x - first) / ((last - first) or 1.0)
         up = (y - low) / ((high - low) or 1.0)
         return LEFT + across * (WIDTH - LEFT - 8), 8 + (1 - up) * (HEIGHT - BOTTOM - 12)
@@ -143,5 +143,5 @@ def _number(value: float) -> str:
 def write(
     run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path
 ) -> None:
-    """Write the page to `path`. Raise OSError if that fails."""
+    """Write the page to `path`. Raise OSError if the file cannot be written."""
     path.write_text(page(run, rows, pictures), encoding="utf-8")

@@ -24,8 +24,8 @@ MOST_LABELS = 12  # maximum number of layers in the legend; more would hide the 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Draw the pictures and the trace of a run into `folder`, and return their paths.
 
-    `foreseen` is the predicted step, which is drawn above the measured step. Raise InputError if
-    the folder cannot be written.
+    `foreseen` is the timeline of the predicted step, which is drawn above the measured step. Raise
+    InputError if the folder cannot be written.
     """
     loss = folder / "loss.png"
     loss_curve(run, loss)
@@ -71,7 +71,8 @@ def loss_curve(run: RecordedRun, path: Path) -> None:
 
 
 def task_curves(run: RecordedRun, path: Path) -> None:
-    """Plot the score on each task file over the trained tokens, with its standard error."""
+    """Plot the score on each task file and its standard error, over the number of trained
+    tokens."""
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = _axes(run, "fraction of correct answers")
@@ -118,7 +119,8 @@ def load_curves(run: RecordedRun, path: Path) -> None:
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return file of tasks -> list of (number of tokens trained before the evaluation, result)."""
+    """Return path of a task file -> list of (number of tokens trained before the evaluation,
+    result)."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
     for record in run.tasks:
@@ -129,12 +131,13 @@ def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]
 
 
 def tokens_by_step(run: RecordedRun) -> dict[int, int]:
-    """Return recorded step -> number of tokens trained up to this step."""
+    """Return a mapping: recorded step -> number of tokens trained up to this step."""
     return {record["step"]: record["tokens"] for record in run.steps}
 
 
 def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
-    """Return (number of tokens, loss) for each validation after a recorded step."""
+    """Return (number of trained tokens, validation loss) for each validation after a recorded
+    step."""
     tokens = tokens_by_step(run)
     return [
         (tokens[record["step"]], record["validation_loss"])
@@ -161,11 +164,11 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return (mean of the losses around each step, number of steps before and after a step that its
-    mean includes).
+    """Return two values: for each step the mean of the losses of neighbouring steps, and the number
+    of steps before and after a step that this mean includes.
 
-    Near the ends of the curve the mean is over fewer steps, but over equally many before and after
-    the step, so that it is not shifted against the curve.
+    Near the ends of the curve the mean includes fewer steps. It always includes equally many steps
+    before and after the step, so that the curve of means is not shifted.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

@@ -23,12 +23,12 @@ VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The contents of a run directory, as they were read.
+    """The contents of a run directory.
 
-    `config` is the configuration that trained the last step. `measured` is the newest measured
-    timeline, and `measured_config` the configuration of the step that it measured. `records` are
-    all records of `metrics.jsonl`, oldest first; `steps`, `validations` and `tasks` each have the
-    records of one kind.
+    `config` is the configuration with which the last recorded step was trained. `measured` is the
+    newest measured timeline, and `measured_config` the configuration of the step that it measured.
+    `records` are all records of `metrics.jsonl`, oldest first; `steps`, `validations` and `tasks`
+    each have the records of one kind.
     """
 
     path: Path
@@ -53,7 +53,7 @@ def read(path: Path) -> RecordedRun:
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: config.toml is damaged: {error}") from None
-    # a damaged record of a step is left out
+    # this leaves out damaged records of steps
     records = [
         record
         for record in _records(text.splitlines())
@@ -99,8 +99,8 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the record has a step and its losses are numbers. A validation must also have
-    a perplexity or an accuracy."""
+    """Return True if the record has a step and its losses are numbers. The record of a validation
+    must also have a perplexity or an accuracy."""
     if not isinstance(record.get("step"), int):
         return False
     losses = [record.get(key, 0.0) for key in ("loss", *VALIDATION)]

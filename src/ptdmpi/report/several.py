@@ -19,7 +19,7 @@ POINTS = 200  # number of points in each curve
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
     """Return a table as text, with a column for each run and a row for each entry that the summary
-    of at least one run has. `numbers` has the summaries."""
+    of at least one run has. `numbers` has the summary of each run."""
     columns = []
     for summary in numbers:
         compared = {key: value for key, value in summary.items() if key not in OWN}
@@ -31,9 +31,10 @@ def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str
 
 
 def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs, with a list of one value for each run.
+    """Return the settings whose values differ between runs: name of the setting -> list of its
+    values, one for each run.
 
-    The value is None for a run that has no such key. The keys run.name and run.dir are left out.
+    If a run does not have a setting, its value is None. The keys run.name and run.dir are left out.
     """
     flat = [dict(_flat("", run.config)) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
@@ -60,14 +61,15 @@ def settings_table(runs: Sequence[RecordedRun], settings: Mapping[str, Sequence[
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the names of the runs, or their directories if two have the same name."""
+    """Return a label for each run: the names of the runs, or, if two runs have the same name, their
+    directories."""
     names = [str(run.config["run"]["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def picture(runs: Sequence[RecordedRun], path: Path) -> None:
-    """Plot the loss of each run over trained tokens, averaged to at most POINTS points, with
-    validation losses as dots."""
+    """Plot the loss of each run over the number of trained tokens. Each curve is averaged to at
+    most POINTS points; validation losses are dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

@@ -16,12 +16,12 @@ from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # number of newest steps that are used for rates
-# Values above these limits mean that a record is damaged.
+RECENT = 50  # number of newest steps whose medians are shown as rates
+# A record with a value above these limits is damaged.
 MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
-# The record of a step is shown only if it has numbers for these keys.
+# The status shows the record of a step only if the record has numbers for these keys.
 STEP_NUMBERS = (
     "loss",
     "grad_norm",
@@ -51,8 +51,9 @@ WARNINGS = (
 class Tail:
     """A reader of a growing file. It returns only complete lines that it has not returned before.
 
-    A new start of the run removes records, so the file may be replaced or truncated. It is then
-    read from its beginning again, and `begun_anew` is True after that call of `lines`.
+    When a run is started again, it removes records, so the file may have been replaced or
+    truncated. Then the reader begins again at the start of the file, and `begun_anew` is True after
+    that call of `lines`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +83,7 @@ class Tail:
 
 
 class Watched:
-    """A run whose status is read repeatedly.
+    """A run whose status is read again and again.
 
     Raises InputError if `path` is not a run directory.
     """
@@ -153,7 +154,7 @@ class Watched:
         return status
 
     def _take(self, line: str) -> None:
-        """Store the record in a line; ignore lines that are not records."""
+        """Store the record that `line` contains; ignore a line that is not a record."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -167,8 +168,8 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # a run looks for slow ranks about every 20 steps, and writes a record only if it finds
-            # some
+            # a run looks for slow ranks about every 20 steps, but writes "slow_ranks" only if it
+            # finds some; so forget slow ranks after RECENT steps without this entry
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]
@@ -199,8 +200,8 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Return the seconds since the run last wrote a file: the time of this host's clock minus
-        the time that the file system recorded."""
+        """Return the seconds since the run last wrote a file. They are the difference between this
+        host's clock and the time that the file system recorded."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -276,8 +277,8 @@ def _are_scores(tasks: Any) -> bool:
 
 
 def binned(values: list[float], most: int) -> list[float]:
-    """Return at most `most` values, in order. If there are more values, neighbouring values are
-    averaged."""
+    """Return the values in order, reduced to at most `most` values. If there are more values,
+    neighbouring values are averaged."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]

@@ -21,14 +21,14 @@ PARTS = {
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """The costs of ops for a simulation, measured in a timeline: the mean seconds of each kind of
-    op on each stage. Messages take no time."""
+    """The times of ops for a simulation: the mean seconds of each kind of op on each stage in a
+    measured timeline. Messages take no time."""
 
     mean_s: dict[tuple[str, int], float]
 
     @classmethod
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
-        """Return the costs that were measured in `timeline`."""
+        """Return the mean times of the ops in `timeline`."""
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
             if span.computes:
@@ -41,14 +41,16 @@ class MeasuredCosts:
         return self.mean_s[op.kind, op.stage]
 
     def travel_s(self, op: Op) -> float:
-        """Return 0, because the output of an op is available to its reader immediately."""
+        """Return 0: in this simulation, the output of an op is available to its reader
+        immediately."""
         return 0.0
 
 
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
-    """Simulate the run's schedule with the mean op times of `measured`, and without messages.
+    """Return the timeline of the run's schedule, simulated with the mean op times of `measured` and
+    without messages.
 
-    So the schedule is the only cause of the bubble in the result.
+    So the schedule is the only cause of the bubble in the returned timeline.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]
@@ -59,7 +61,8 @@ def planned(run: RecordedRun, measured: Timeline) -> Timeline:
 
 
 def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -> list[Timeline]:
-    """Return the predicted step, if there is one, the planned step and the measured step."""
+    """Return three timelines: the predicted step (if there is one), the planned step and the
+    measured step."""
     steps = [planned(run, measured), compute_window(measured)]
     if foreseen is not None:
         steps.insert(0, compute_window(foreseen))

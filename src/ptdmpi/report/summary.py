@@ -1,4 +1,5 @@
-"""The summary of a run: the numbers that the report's table and --json show."""
+"""The summary of a run: the numbers that `ptdmpi report` shows in its table and in its --json
+output."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +20,10 @@ NO_LAYOUT = (None, None)
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of the report, in the order of the table. Raise InputError if no step is
-    recorded.
+    """Return the numbers of the report (name -> value), in the order of the table. Raise InputError
+    if no step is recorded.
 
-    `RECORD_KEYS` defines the rows for each key of the records.
+    `RECORD_KEYS` defines, for each key of the records, the rows that are computed from it.
     """
     if not run.steps:
         raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
@@ -78,7 +79,7 @@ def _of_files(run: RecordedRun) -> dict[str, Any]:
 def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
     """Return, for each training dataset, the number of samples that the run has used."""
     last = run.steps[-1]
-    if "samples_drawn" not in last:  # an older version recorded none
+    if "samples_drawn" not in last:  # an older version of ptdmpi did not record them
         return []
     counts = last["samples_drawn"]
     total = sum(counts)
@@ -90,8 +91,8 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _validation_losses(run: RecordedRun) -> dict[str, float]:
-    """Return dataset path -> loss of the newest validation; empty if the validation has a single
-    dataset."""
+    """Return dataset path -> loss in the newest validation; an empty table if the run validates on
+    a single dataset."""
     losses: dict[str, float] = {}
     if run.validations:
         losses = run.validations[-1].get("validation_losses", losses)
@@ -106,7 +107,7 @@ def _tasks(run: RecordedRun) -> dict[str, Any]:
 
 
 # Entries of the summary that are computed from several keys of the records: name of the entry ->
-# function that returns its value, which is empty if nothing is recorded.
+# function that computes the value. The value is empty if nothing is recorded.
 _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
     "steps": lambda run: run.steps[-1]["step"],
     "drawn": _drawn,
@@ -130,7 +131,7 @@ def rows_of(numbers: dict[str, Any]) -> Rows:
 
 
 def as_text(value: Any, unit: Unit) -> str:
-    """Return one value as text, with its unit."""
+    """Return one value of the summary as text, with its unit."""
     if value is None:
         return "unknown"
     match unit:

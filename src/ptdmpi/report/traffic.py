@@ -1,5 +1,5 @@
-"""The messages that rank 0 sends in a step: the counts of the run, and the results of closed
-forms."""
+"""The messages that rank 0 sends in a step: their numbers and bytes as the run counted them, and as
+closed forms predict them."""
 
 import contextlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ptdmpi.report import trained
 def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return a table of the messages that rank 0 sent: group of ranks -> kind of message -> entry.
 
-    An entry has the `messages` and `bytes` in the step's record, `closed_form_bytes`, and
+    An entry has `messages` and `bytes` (from the record of the step), `closed_form_bytes`, and
     `closed_form_is_exact`. `closed_form_bytes` and `closed_form_is_exact` are None if this version
     cannot read the run's configuration, or if the step had another layout. For a record of an older
     version, which did not count messages, the table is empty.
@@ -51,17 +51,17 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step, computed by closed forms. `is_exact` is True if the closed form of the
-    data axis is exact; the closed forms of other axes always are."""
+    """The traffic of a step, computed by closed forms. `is_exact` is True if the closed form for
+    the data axis is exact; the closed forms for other axes are always exact."""
 
     traffic: Traffic
     is_exact: bool
 
 
 def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
-    """Return the closed form for the record of a step. Return None if the step had another layout,
-    or if rank 0 sends nothing according to the closed form. Raise InputError if this version cannot
-    read the configuration."""
+    """Return the traffic that closed forms predict for the recorded step. Return None if the step
+    had another layout, or if rank 0 sends nothing according to the closed form. Raise InputError if
+    this version cannot read the configuration."""
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
         return None

@@ -88,8 +88,8 @@ def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the rows of the report's table about attempts. The list is empty if the run had only
-    one attempt and no setting was changed."""
+    """Return the rows of the report's table that describe the attempts of a run. The list is empty
+    if the run had only one attempt and no setting was changed."""
     if len(entries) == 1 and not entries[0]["changed"]:
         return []
     table = []

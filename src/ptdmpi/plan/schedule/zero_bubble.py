@@ -1,11 +1,11 @@
 """Zero-bubble orders, which split each backward and compute weight gradients while a rank would be
 idle.
 
-No other rank waits for weight gradients (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv
-2405.15362). I is the part of a backward that computes the gradient of the stage's input, and W is
-the part that computes the gradients of its weights. The properties of the orders are from these
-papers. In this trainer the end of the step is synchronous: the gradients of all ranks are summed
-before any rank updates its weights.
+A rank may delay its weight gradients, because no other rank waits for them (Qi et al. 2023, arXiv
+2401.10241; Qi et al. 2024, arXiv 2405.15362). I is the part of a backward that computes the
+gradient of the stage's input, and W is the part that computes the gradients of its weights. The
+properties of the orders are from these papers. In this trainer the end of the step is synchronous:
+the gradients of all ranks are summed before any rank updates its weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,14 @@ from ptdmpi.plan.schedule.ops import FORWARD, INPUT, WEIGHT, Op
 
 
 def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """Yield the ops of ZB-H1, 1F1B with delayed W (Qi et al. 2023, section 2.3, Figure 3, top).
+    """Yield the ops of the schedule ZB-H1: 1F1B, in which each weight-gradient op W is delayed (Qi
+    et al. 2023, section 2.3, Figure 3, top).
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B, and
-    runs each W r microbatches later than its I. So every rank holds at most p microbatches, in
-    flight or waiting for their W. In 1F1B, rank 0 holds the same number. If W takes no longer than
-    I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F is the time of a forward.
+    runs each W r microbatches later than its I. So a rank stores the tensors of at most p
+    microbatches whose W is not done yet. In 1F1B, rank 0 also stores tensors of p microbatches. If
+    W takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W
+    are the times of a forward, of an op I and of an op W.
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)
@@ -38,7 +40,7 @@ def on_a_v(stage: int, pipeline: int, virtual: int) -> int:
     """Return the rank of `stage` in a V-shaped placement on p = `pipeline` ranks. The first p
     stages are on ranks 0 to p - 1, and the next p stages on ranks p - 1 to 0.
 
-    Rank r holds the stages r and 2 p - 1 - r, so rank 0 holds both ends of the model (Qi et al.
+    Rank r has the stages r and 2 p - 1 - r, so rank 0 has the first and the last stage (Qi et al.
     2024, section 3, "V-shape").
     """
     place = stage % (2 * pipeline)
@@ -46,21 +48,21 @@ def on_a_v(stage: int, pipeline: int, virtual: int) -> int:
 
 
 def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """Yield the ops of ZB-V (Qi et al. 2023, section 6), with two chunks per rank in the V-shaped
-    placement `on_a_v`.
+    """Yield the ops of the schedule ZB-V (Qi et al. 2023, section 6), with two chunks per rank in
+    the V-shaped placement `on_a_v`.
 
-    With p ranks, each rank holds at most 2 p forwards of a chunk, in flight or waiting for their W:
-    as much memory as rank 0 needs in 1F1B. If a forward (F), I and W take the same time, and there
-    are at least p microbatches, a rank is idle for little more than (p - 1) F. This is the time in
-    which the first microbatch reaches the last rank.
+    With p ranks, each rank stores the tensors of at most 2 p forwards of a chunk whose W is not
+    done yet. That is as much memory as rank 0 needs in 1F1B. If a forward (F), I and W take the
+    same time, and there are at least p microbatches, a rank is idle for little more than (p - 1) F.
+    This is the time in which the first microbatch reaches the last rank.
     """
     yield from _on_the_v(pipeline, microbatches)[rank]
 
 
 @lru_cache(maxsize=64)
 def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """Return the orders of `zb_v` for all ranks. They follow from the rule in `_Rank.choose` if all
-    ops take the same time."""
+    """Return the orders of `zb_v` for all ranks. The orders follow from the rule in `_Rank.choose`
+    if all ops take the same time."""
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):
@@ -79,19 +81,20 @@ class _Rank:
         self.last, self.most, self.microbatches = 2 * pipeline - 1, 2 * pipeline, microbatches
         self.order: list[Op] = []
         self.held = 0
-        # the number of ops F, I and W that are not in the order yet, in both stages together
+        # the number of ops (F, I and W of both stages) that are not in the order yet
         self.left = 6 * microbatches
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
     def choose(self, ended: set[Op]) -> Op | None:
         """Return the op to start once the ops in `ended` are done; None if none can start.
 
-        I has the highest priority, because other ranks wait for I, and because the W that frees
-        memory needs I. Forwards come next; among them, forwards of the second chunk come first,
-        because this chunk is nearer to the loss. W runs only if no other op can start.
+        The op I (gradient of the input) has the highest priority, because other ranks wait for it,
+        and because W (gradients of the weights), which frees memory, can run only after I. Forwards
+        have the second priority. Forwards of the second chunk come before forwards of the first
+        chunk, because the second chunk is nearer to the loss. W runs only if no other op can start.
         """
-        # memory for one forward is reserved for the second chunk; without it no microbatch could
-        # reach its I
+        # memory for one forward is reserved for the second chunk: without this memory, no
+        # microbatch could reach the loss, and no backward could begin
         wanted = [(INPUT, self.down), (INPUT, self.up)]
         if self.held < self.most:
             wanted.append((FORWARD, self.up))

@@ -1,5 +1,5 @@
-"""Advice on layouts: changes that make a layout faster, and the layout that the rules of Narayanan
-et al. 2021 choose."""
+"""Advice on layouts: the changes that make a layout faster, and the layout that follows from the
+rules of Narayanan et al. 2021."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout that differs from `layout` in one decision: one setting, or the move
-    of some ranks from one axis to another."""
+    """Yield every legal layout that differs from `layout` by one change: another value of one
+    setting, or some ranks moved from one axis to another."""
     tried = list(_moved_ranks(layout, pricer))
     for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
         tried.append(replace(layout, micro_size=micro_size))
@@ -73,8 +73,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield each layout in which half of the ranks of one axis are moved to another axis. The
-    context axis grows only to sizes that a search would try."""
+    """Yield each layout in which half of the ranks of one axis are moved to another axis. The size
+    of the context axis becomes only a size that `contexts` in `space.py` returns."""
     sizes = ["tensor", "pipeline", "data"]
     most = contexts(Space(layout.ranks), pricer.model.config)[-1]
     if max(most, layout.context) > 1:
@@ -97,7 +97,8 @@ def difference(layout: Layout, changed: Layout) -> str:
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    if len(kinds) == 2 and "gpipe" in kinds:  # the number of chunks decides between the other kinds
+    # the number of chunks determines which of the other schedules is used
+    if len(kinds) == 2 and "gpipe" in kinds:
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)
     if (changed.recompute, changed.recompute_layers) != before:
@@ -117,12 +118,13 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return the largest number of changes that lead to one of the best layouts (1 or 2), and the
-    prices of these layouts, at most `MOST_ADVICE`.
+    """Return the largest number of changes from the layout of `price` to one of the best layouts (1
+    or 2), and the prices of these layouts, at most `MOST_ADVICE`.
 
     If the layout of `price` fits into memory, the best layouts are the fastest ones after a single
-    change. If it does not fit, they are the fastest layouts that fit after one or two changes. If
-    no such layout fits, they are the layouts after the single changes that save the most memory.
+    change. If this layout does not fit, the best layouts are the fastest layouts that fit after one
+    or two changes. If no layout with one or two changes fits, the best layouts are the layouts
+    after a single change that save the most memory.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:

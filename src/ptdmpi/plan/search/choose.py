@@ -41,7 +41,8 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    if together and isinstance(left.get("batch"), dict):  # legal sizes are multiples of it
+    # the microbatch size must be a multiple of it
+    if together and isinstance(left.get("batch"), dict):
         left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):
@@ -70,9 +71,9 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
-    """Return the keys of the layout that this run already has. Return None if the run has no
-    checkpoint, or if it was started with another model, another batch or another number of
-    ranks."""
+    """Return the configuration keys of the layout with which this run was started. Return None if
+    the run has no checkpoint, or if it was started with another model, another batch or another
+    number of ranks."""
     path = Path(config.run.dir)
     if config.checkpoint.resume == "never" or not any(path.glob("checkpoints/step-*")):
         return None
@@ -90,8 +91,9 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """Return the sizes of the data axis on `ranks` ranks that a file of edges, and a split of
-    datasets by rank, allow; None if every size is legal. Raises InputError if no size is legal."""
+    """Return the legal sizes of the data axis on `ranks` ranks, if a file of edges (a communication
+    graph) or a split of datasets by rank restricts this size; None if every size is legal. Raises
+    InputError if no size is legal."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":
         return None
@@ -145,12 +147,14 @@ def settled(
     *,
     as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
-    """Return the configuration tree with a layout, and a description of the choice. If the run has
-    a checkpoint, the layout is the layout of the checkpoint; otherwise it is the best layout.
+    """Return the configuration tree with the keys of a layout, and a text that describes the choice
+    of this layout. If the run has a checkpoint, its layout is kept; otherwise the search chooses
+    the best layout.
 
-    Return None if `run.cluster` names no machine; the caller must then measure this machine first.
-    `vocabulary` opens the data of a configuration and returns the size of its vocabulary.
-    `as_planned` has the meaning of the argument of `choose`. Raises InputError if no layout fits.
+    Return None if `run.cluster` is not set; the caller must then measure this machine first.
+    `vocabulary` is a function that opens the data of a configuration and returns the size of its
+    vocabulary. `as_planned` has the same meaning as in `choose`. Raises InputError if no layout
+    fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
@@ -167,7 +171,8 @@ def settled(
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the tree with the keys of `chosen` set."""
+    """Return the configuration tree `tree`, in which the keys of `chosen` have the values of
+    `chosen`."""
     return {**tree, **{name: {**tree.get(name, {}), **keys} for name, keys in chosen.items()}}
 
 

@@ -1,23 +1,25 @@
-"""The search for the fastest legal layouts. It is exhaustive, and its bounds never exclude the best
-layout.
+"""The search for the fastest legal layouts. The search is exhaustive: the lower bounds by which it
+skips layouts never exclude the best layout.
 
 For each set of sizes (of the axes, of the microbatch, and of the chunks per rank), the fastest
 settings that fit are kept: recomputation, sequence parallelism, schedule, scattering of messages,
 sharding and offload.
 
-There are two lower bounds of the step time of a layout: the bound of the mean rank
-(`Pricer.rough_bound_s`), and the greatest bound of all ranks (`Pricer.bound_s`). The first is
-cheaper to compute than the second and not greater, and the second is cheaper to compute than the
-simulated step time. Layouts are visited by ascending first bound (with their fastest sharding), and
-simulated by ascending second bound. The search ends when all other layouts have bounds that
+Each layout has two lower bounds of its step time. The first (`Pricer.rough_bound_s`) is computed
+for the mean of the ranks; the second (`Pricer.bound_s`) is the greatest of the bounds of all ranks.
+The first bound is never greater than the second, and cheaper to compute. The second bound is
+cheaper to compute than the simulated step time. The search visits the layouts in ascending order of
+the first bound (with their fastest sharding), and simulates the visited layouts in ascending order
+of the second bound. The search ends when all other layouts have bounds that
 are at least the step time of the slowest kept layout: the first bound of each layout not yet
-visited, and the second bound of each layout not yet simulated. Then no other layout can be among
-the best. The result is therefore the same as if every layout were simulated. A learned or
+visited, and the second bound of each layout not yet simulated. At this point no other layout can be
+among the best. The result is therefore the same as if every layout were simulated. A learned or
 approximate search could not improve it.
 
-A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-time of the fastest layout is then known. So the second pass simulates only layouts that are simpler
-than the fastest ones, and whose bounds are at most a little above that time.
+A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. In
+this second pass the step time of the fastest layout is known. So the second pass simulates only
+layouts that are simpler than the fastest layouts, and whose bounds are at most slightly greater
+than that step time.
 """
 
 import bisect
@@ -54,14 +56,15 @@ HEADROOM = 8  # percent of a device's memory that a plan keeps free
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
 # because the error of the prediction is larger.
 TIE = 0.02
-MOST_LAYOUTS = 1_000_000  # visiting so many layouts takes a minute and half a gigabyte
+# a search over so many layouts takes a minute and half a gigabyte of memory
+MOST_LAYOUTS = 1_000_000
 
 
 class Best:
     """The prices of the `count` fastest layouts so far, the fastest first.
 
-    `same` maps a layout to a key; among layouts with equal keys only the fastest is kept. A layout
-    whose step takes `ceiling_s` seconds or more is never kept.
+    `same` is a function from a layout to a key: among layouts with equal keys, only the fastest
+    layout is kept. A layout whose step takes `ceiling_s` seconds or more is never kept.
     """
 
     def __init__(
@@ -74,13 +77,13 @@ class Best:
 
     @property
     def limit_s(self) -> float:
-        """Return the step time in seconds below which a layout is kept."""
+        """Return the step time in seconds below which the price of a further layout is kept."""
         if len(self.prices) < self.count:
             return self.ceiling_s
         return self.prices[-1].step_time_s
 
     def offer(self, price: Price) -> None:
-        """Keep the price of a layout if the layout is among the fastest."""
+        """Store the price of a layout if the layout is among the `count` fastest layouts so far."""
         if price.step_time_s >= self.ceiling_s:
             return
         like = self.same(price.layout)
@@ -103,7 +106,8 @@ class Best:
 
 
 class _TimedSharding(NamedTuple):
-    """A sharding, and a lower bound of the seconds that its messages take in a step."""
+    """A sharding (ZeRO stage, shard groups, offload), and a lower bound of the seconds that its
+    messages take in a step."""
 
     data_s: float
     sharding: Sharding
@@ -135,8 +139,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
     best settings.
 
     Layouts whose step takes less than 1 + `tie` times the fastest step are treated as equally fast.
-    The simplest of them comes first, even if it is not among the `count` fastest layouts. Raises
-    InputError if no layout is legal, or if no layout fits.
+    The simplest of these layouts comes first, even if it is not among the `count` fastest layouts.
+    Raises InputError if no layout is legal, or if no layout fits.
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
@@ -220,10 +224,11 @@ def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layou
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the legal variants that fit. If the first variant does not fit, no other variant fits.
+    """Yield the legal variants that fit. If the first variant does not fit into memory, no other
+    variant fits.
 
-    If a layout recomputes nothing and does not fit, it is yielded with the smallest number of
-    recomputed layers with which it fits. In a pipeline this is done only with `space.uneven`,
+    If a layout without recomputation does not fit, yield this layout with the smallest number of
+    recomputed layers with which it fits. In a pipeline, do this only if `space.uneven` is True,
     because all other stages would wait for the stages that recompute.
     """
     for number, variant in enumerate(variants(space, layout)):
@@ -237,8 +242,8 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def _collect(pricer: Pricer, space: Space) -> _Collected:
-    """Return all legal layouts, with their rough bounds. Raises InputError if there are more than
-    `MOST_LAYOUTS` candidates."""
+    """Return all legal layouts, with the first (rough) bounds of their step times. Raises
+    InputError if there are more than `MOST_LAYOUTS` candidates."""
     collected = _Collected()
     reported = 0
     known: dict[tuple[int, int, str, Dealing, int, str], list[tuple[float, float, Sharding]]] = {}
@@ -343,7 +348,8 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
 
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
-    """Yield a text for each layout that fits on more ranks. Layouts on fewer ranks come first."""
+    """Yield a text for each layout on more ranks than `space.ranks` that fits into memory. Layouts
+    on fewer ranks come first."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):
@@ -361,7 +367,7 @@ def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     below: list[int] = []
     above: list[int] = []
     for rows in {row * d for row in model_rows for d in divisors(pricer.batch)}:
-        # the legal pipeline sizes with which the number of ranks is nearest to the wanted number,
+        # the legal pipeline sizes for which the total number of ranks is nearest to `space.ranks`,
         # below and above
         fewer = (space.ranks - 1) // rows
         more = space.ranks // rows + 1

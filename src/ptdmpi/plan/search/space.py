@@ -1,5 +1,5 @@
-"""The space of a search: all legal layouts, and the settings that a search tries for each of
-them."""
+"""The space of a layout search: all legal layouts, and the settings that the search tries for each
+of them."""
 
 import itertools
 import math
@@ -35,15 +35,16 @@ from ptdmpi.plan.layer.legality import is_legal
 # the bubble, and each of them adds messages.
 MOST_CHUNKS = 64
 MOST_STAGES = 256
-# The smallest number of positions of a sequence on a context rank. A search does not cut sequences
-# into shorter parts. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et al. 2024, arXiv
-# 2407.21783, table 4.)
+# The smallest number of positions of a sequence on a context rank. The search does not divide
+# sequences into shorter parts than this. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et
+# al. 2024, arXiv 2407.21783, table 4.)
 LEAST_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search. If a setting is None, the search chooses it."""
+    """The settings that a layout search may choose, and the settings that are fixed. If a setting
+    is None, the search chooses its value."""
 
     ranks: int
     schedule: str | None = None
@@ -52,13 +53,13 @@ class Space:
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
-    uneven: bool = False  # also try fewer first_layers and, in pipelines, partial recomputation
+    uneven: bool = False  # if True, also try fewer first_layers and, in
     zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
-    data: tuple[int, ...] | None = None  # legal sizes of the data axis; None: all
+    data: tuple[int, ...] | None = None  # legal sizes of the data axis; None: all sizes
     sequences: int = 1  # a microbatch has a multiple of this number of sequences
     cuts_sequences: bool = True  # if True, also try to cut long sequences
     context_method: str | None = None  # for layouts that cut sequences
@@ -73,8 +74,8 @@ class Space:
 
 
 def contradiction(space: Space) -> str:
-    """Return the reason why no layout can have all settings of the space; return "" if some layout
-    can."""
+    """Return the reason why no layout can have all fixed settings of `space`, because they
+    contradict each other; return "" if there is no contradiction."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -82,7 +83,7 @@ def contradiction(space: Space) -> str:
     plain = Layout(
         tensor=1,
         pipeline=1,
-        data=space.ranks,  # a multiple of the size of every legal shard group
+        data=space.ranks,  # every legal shard group has a size that divides this number
         virtual=CHUNKS.get(schedule, 1),
         schedule=schedule,
         recompute=space.recompute or "full",
@@ -93,7 +94,8 @@ def contradiction(space: Space) -> str:
     mistakes = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         mistakes = [[*lines, groups_need_zero("node")] for lines in mistakes]
-    fewest = min(mistakes, key=len)  # one stage of ZeRO without a contradiction is enough
+    # a space is possible if at least one stage of ZeRO has no contradiction
+    fewest = min(mistakes, key=len)
     return "; ".join(fewest)
 
 
@@ -108,12 +110,12 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple[int, int | None]]:
-    """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. The
-    first pair does not distribute experts over ranks; all pairs give each rank equally many
-    experts."""
+    """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. With
+    the first pair, experts are not distributed over ranks. With every pair, each rank has equally
+    many experts."""
     if not space.deals_experts or not model.experts:
         return [(1, None)]
-    # adapters are refused if experts are not divided
+    # adapters are refused if the tensor axis does not divide the experts (expert_tensor = 1)
     ways = (None, 1) if layout.tensor > 1 and not model.adapt.adapts else (None,)
     return [
         (size, way)
@@ -125,7 +127,7 @@ def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple
 
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
     """Return the context-parallel methods that the search tries on a context axis of `context`
-    ranks. One rank needs no method, so the result then has only the default method."""
+    ranks. If `context` is 1, no method is needed, and the result has only the default method."""
     if context == 1:
         return CONTEXT_METHODS[:1]
     if space.context_method is not None:
@@ -149,7 +151,7 @@ class Sharding(NamedTuple):
     offload: str = "none"
 
     def of(self, layout: Layout) -> Layout:
-        """Return the layout with this sharding."""
+        """Return `layout` with this sharding."""
         if self == (layout.zero, layout.shard_group, layout.offload):
             return layout
         zero, shard_group, offload = self
@@ -158,9 +160,9 @@ class Sharding(NamedTuple):
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
     """Return the shardings that the search tries for a layout. A shard group has all ranks with the
-    same part of the model, or all such ranks on one node. State is stored on the device, or in a
-    memory whose speed the cluster file states. If only one rank has each part of the model, nothing
-    can be sharded, and only the lowest stage of ZeRO is tried."""
+    same part of the model, or all such ranks on one node. The optimizer's state is stored on the
+    device, or in another memory whose speed the cluster file states. If no two ranks have the same
+    part of the model, nothing can be sharded, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -187,7 +189,8 @@ def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | No
 
 
 def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
-    """Return the sizes of shard groups that the space allows, whether or not they are legal."""
+    """Return the sizes of shard groups that `space` allows, including sizes that are not legal for
+    the layout."""
     if isinstance(space.shard_group, int):
         return {space.shard_group}
     sizes = {"all": layout.copies, "node": of_a_node(pricer, layout)}
@@ -197,9 +200,9 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
-    """Return the sharding of a layout as options of the command line. Only the options that differ
-    from the options of `before` are included. If `before` is None, it is a layout without
-    sharding."""
+    """Return the sharding of a layout as command-line options. Only the options that differ from
+    the options of `before` are included. If `before` is None, the options are compared with a
+    layout without sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:
@@ -226,8 +229,8 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
         rows = itertools.product(contexts(space, config), divisors(space.ranks // tensor))
         for context, pipeline in rows:
             data, rest = divmod(space.ranks // tensor, context * pipeline)
-            # this is checked before layouts are made, since it excludes most of the space of a
-            # large batch
+            # check these sizes before a layout is made: this excludes most of the space if the
+            # batch is large
             if rest or pipeline > config.layers or not data or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -262,13 +265,13 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
     """Yield the layouts that `group` (a layout of `groups`) represents, one for each number of
-    chunks per rank that the search tries. Their schedule is the schedule of the space, or else the
-    default schedule. Without a pipeline there is only one chunk."""
+    chunks per rank that the search tries. The layouts have the schedule `space.schedule`, or, if it
+    is None, the default schedule. Without a pipeline there is only one chunk."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
         microbatches = group.microbatches(batch)
-        ordered = MOST_FORWARDS // (p * microbatches)  # the limit of `legality`
+        ordered = MOST_FORWARDS // (p * microbatches)  # the same limit as in `plan.layer.legality`
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
@@ -280,9 +283,10 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
 
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, and its variants with GPipe and with messages that are not scattered. No
-    variant needs less memory than the layout itself: GPipe keeps all microbatches, and each stage
-    has the whole tensor with or without scattering."""
+    """Yield the layout, its variant with the schedule GPipe, and its variants in which messages
+    between stages are not scattered over the tensor ranks. No variant needs less memory than the
+    layout itself: GPipe keeps the activations of all microbatches, and without scattering each
+    stage still receives the whole tensor."""
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
@@ -296,9 +300,9 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, whose stages are balanced. With `space.uneven` also yield the layout with
-    one and with two layers fewer on the first stage, because this stage has the embedding and the
-    most microbatches in flight."""
+    """Yield the layout, whose stages have equal numbers of layers as far as possible. If
+    `space.uneven` is True, also yield the layout with one layer fewer and with two layers fewer on
+    the first stage, because this stage has the embedding and the most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
         own = len(pricer.memory.stages.split(layout)[0])
@@ -310,7 +314,7 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
     """Find by bisection the smallest number of layers that must be recomputed fully, so that a
     layout that recomputes nothing fits. Yield the layout that recomputes this number of layers,
     beginning with the model's first layer. Yield nothing if the layout fits only with all layers
-    recomputed, or does not fit even then."""
+    recomputed, or does not fit even with all layers recomputed."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

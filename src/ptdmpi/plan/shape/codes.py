@@ -1,8 +1,10 @@
-"""The lengths of the codes of compressed gradients, as closed forms. The planner computes times
-from these lengths, and the encoders produce codes of exactly these lengths.
+"""The lengths of the codes of compressed gradients, as closed forms. The planner computes the times
+of messages from these lengths, and the encoders of gradients produce codes of exactly these
+lengths.
 
-Numbers are compressed in units. A unit is a run of consecutive elements of a parameter. The last
-unit of a parameter, or a unit in a bias, may be shorter, and its scale is then for fewer elements.
+Each compressor divides the numbers of a parameter into units. A unit is a run of consecutive
+elements of a parameter. The last unit of a parameter, or a unit of a bias, may be shorter; then the
+scale of this unit belongs to fewer elements.
 """
 
 import math
@@ -12,17 +14,17 @@ from ptdmpi.config.methods import rounds_of
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The lengths of the longest units. With these lengths an index in a sparse code has 12 bits, and a
-# float32 scale in a quantised code adds 1/16 bit per element. (QSGD's variance grows with the
-# length; Alistarh et al. 2017, section 3.3, also use 512.) For int8 and int4, `block` is the
-# length.
+# The maximum numbers of elements of a unit, for sparse codes and for quantised codes. With these
+# lengths an index in a sparse code has 12 bits, and a float32 scale in a quantised code adds 1/16
+# bit per element. (QSGD's variance grows with the length; Alistarh et al. 2017, section 3.3, also
+# use 512.) For int8 and int4, `block` is the length.
 SPARSE, QUANTISED = 4096, 512
 # Number of elements that are encoded at once, unless a tile has more elements.
 MOST_ELEMENTS = 2**20
 # The largest number of floating-point numbers and of 64-bit integers in memory for each element
 # while it is encoded or decoded. MORE_NUMBERS has the additional floating-point numbers that some
-# kinds of error feedback need. Servers divide the tiles among them, but the memory of each is
-# counted as if it had all tiles. The values are measured, and a test checks them
+# kinds of error feedback need. Each server handles only some of the tiles, but its memory is
+# counted as if it handled all tiles. The values are measured, and a test checks them
 # (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
@@ -39,7 +41,8 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 
 def _tile(part: Part, cut: int) -> int:
     """Return the number of elements of the largest tile of `part`. `cut` is gcd(heads, ffn_hidden),
-    the number of slices into which its lines are cut if possible."""
+    the number of equal slices into which the lines (rows or columns) of the part are divided if
+    possible."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -60,8 +63,9 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return the number of consecutive lines that are never cut apart: `lines` / `shares` if
-    `shares` divides `lines`, else 1. For example, a padded vocabulary may be cut after any line."""
+    """Return the number of consecutive lines (rows or columns) that always stay in one tile:
+    `lines` / `shares` if `shares` divides `lines`, else 1. For example, the table of a padded
+    vocabulary may be cut after any of its lines."""
     if lines % shares:
         return 1
     return lines // shares
@@ -85,10 +89,10 @@ def scratch_bytes(
 def bits_per_element(
     section: DataParallelConfig, number_bits: int, tile: tuple[float, float]
 ) -> float:
-    """Return the bits of a code per element of a large matrix whose numbers have `number_bits`
-    bits.
+    """Return the bits per element of the code of a large matrix, whose uncompressed numbers have
+    `number_bits` bits.
 
-    The result is for one round of encoding, as the mean over steps. `tile` is (lines, length) of
+    The result is the mean over steps, for one encoding of the matrix. `tile` is (lines, length) of
     the tiles that PowerSGD factors.
     """
     match section.compressor:

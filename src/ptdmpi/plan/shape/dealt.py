@@ -1,10 +1,11 @@
-"""The assignment of matrices to the ranks of a shard group. Muon makes each matrix orthogonal on
-one rank, and the other ranks send their slices of the matrix to this rank.
+"""The assignment of matrices to the ranks of a shard group. The optimizer Muon makes the update of
+each matrix orthogonal on one rank; the other ranks send their slices of the matrix to this rank.
 
 Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon must update
-as a whole. One of the ranks that hold a slice of such a matrix is the owner of the matrix and makes
-it orthogonal. The other ranks send their slices to the owner, and receive their slices of the
-update. So the ranks of a group divide the work, and a matrix that only one rank holds is not sent.
+as a whole. One of the ranks that have a slice of such a matrix is the owner of the matrix: it makes
+the matrix orthogonal. The other ranks send their slices to the owner, and receive their slices of
+the update. So the ranks of a group share the work. A matrix that is completely on one rank is not
+sent.
 """
 
 import itertools
@@ -31,7 +32,8 @@ from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class Slice(NamedTuple):
-    """The elements [begin, end) of a parameter, row by row, that rank `shard` of a group holds."""
+    """The range [begin, end) of the elements of a parameter (in row-major order) that rank `shard`
+    of a group stores."""
 
     shard: int
     begin: int
@@ -39,9 +41,9 @@ class Slice(NamedTuple):
 
 
 def slices(own: range, unit: range, shards: int) -> list[Slice]:
-    """Return the slices of a parameter that the shards hold. The parameter has the elements `own`
-    of the flat order, and these are part of `unit`, which is divided evenly among `shards` shards.
-    Shards that hold no element of the parameter are left out."""
+    """Return the slices of a parameter that the shards store. The parameter has the elements `own`
+    of the flat order. They are a part of the elements `unit`, which are divided evenly among
+    `shards` shards. Shards that store no element of the parameter are left out."""
     share = len(unit) // shards
     low = (own.start - unit.start) // share
     high = (own.stop - 1 - unit.start) // share
@@ -54,8 +56,8 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
     """Yield the owner of each matrix. `matrices` has the slices of each matrix, and the cost of
     making it orthogonal.
 
-    The owner is the rank with the least work so far, among the ranks that hold a slice of the
-    matrix. Among ranks with equal work, it is the rank with the largest slice.
+    The owner is the rank with the least work so far among the ranks that have a slice of the
+    matrix. If several ranks have equally little work, the owner is the rank with the largest slice.
     """
     busy = Counter[int]()
     for held, cost in matrices:
@@ -67,13 +69,14 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
 
 @dataclass
 class Dealt:
-    """A rank's work on the matrices of its stages.
+    """The work of a rank on the matrices of its stages, when Muon updates them.
 
-    `elements` is the number of elements of these matrices that the rank holds. `makes` maps
-    (matrix, number of its elements that the rank holds) to the number of such matrices that the
-    rank makes orthogonal. `gives` maps an owner to the number of elements that the rank sends to
-    it. `takes` maps a sender to the number of elements that the rank receives from it. `most` is
-    the largest number of elements of one matrix that the rank sends.
+    `elements` is the number of elements of these matrices that the rank stores. `makes` maps
+    (matrix, number of its elements that the rank stores) to the number of such matrices that the
+    rank makes orthogonal. `gives` maps another rank, the owner of matrices, to the number of
+    elements that this rank sends to the owner. `takes` maps another rank to the number of elements
+    that this rank receives from it. `most` is the largest number of elements of one matrix that the
+    rank sends.
     """
 
     elements: int = 0
@@ -101,8 +104,8 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
     """Return the work of each rank of a shard group, on a pipeline rank that has the part `part` of
     a model.
 
-    `sharing` has the stage of ZeRO, which determines the units that are cut, and the number of
-    ranks of the group.
+    `sharing` has the number of ranks of the group, and the stage of ZeRO, which determines the
+    units that are divided among these ranks.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, part, sharing))
@@ -126,8 +129,8 @@ def _cut(
 ) -> Iterator[tuple[Whole, list[Slice]]]:
     """Yield each matrix with its slices, in the flat order.
 
-    In each unit, tables and matrices come before vectors. Under ZeRO 2 and 3 a unit is a layer;
-    under ZeRO 1 all parameters except a tied table are one unit.
+    In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
+    and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit.
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
@@ -151,8 +154,9 @@ def _cut(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return (elements of the embedding's tables, elements of all parameters of embedding and head)
-    that `part` has in a flat buffer, without a tied table. The tables come before the layers."""
+    """Return two numbers of elements in the flat buffer of `part`, without a tied table: (elements
+    of the embedding's tables, elements of all parameters of embedding and head). The tables come
+    before the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0

@@ -16,11 +16,11 @@ def _layer(model: ModelConfig, kind: LayerKind | None = None) -> tuple[Operator,
 
 
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
-    """Return the FLOPs per token of the forward pass of layer `number`. If `number` is None, it is
-    the last layer.
+    """Return the FLOPs per token of the forward pass of layer `number`. If `number` is None, the
+    result is for the last layer.
 
-    They are the FLOPs of the layer's linears, and of attention over all positions of the sequence
-    (or over its window). For a GPT with hidden size h and sequence length s they are 24 h^2 + 4 s h
+    The result counts the layer's linears, and attention over all positions of the sequence (or over
+    its window). For a GPT with hidden size h and sequence length s, the result is 24 h^2 + 4 s h
     (Narayanan et al. 2021, appendix). The result is also right for gated MLPs and grouped queries,
     whose linears have other sizes.
     """
@@ -43,11 +43,11 @@ def core_forward_flops(model: ModelConfig) -> float:
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
-    They are 2 V h, with vocabulary size V and hidden size h. For a masked model, BERT's transform
-    is added, and the sum is multiplied by the fraction of positions that the head predicts (the
-    default fraction). The head of a task computes one position of each sequence: the FLOPs of its
-    linears, divided by the sequence length. The classifier for the order of two segments is not
-    counted.
+    The result is 2 V h, with vocabulary size V and hidden size h. For a masked language model, the
+    FLOPs of BERT's transform are added, and the sum is multiplied by the default fraction of
+    positions that the head predicts. The head for a task (such as classification) computes only one
+    position of each sequence: the result is the FLOPs of its linears, divided by the sequence
+    length. BERT's classifier for the order of two segments is not counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)
@@ -61,11 +61,11 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     """Return the model FLOPs of forward and backward over `tokens` tokens, without recomputation.
 
-    For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh), with B sequences of length s, l layers,
-    hidden size h and vocabulary size V (Korthikanti et al. 2022, arXiv 2205.05198, appendix A). The
-    backward pass has twice the FLOPs of the forward pass. For frozen weights the backward has the
-    same FLOPs as the forward, because only the gradient of the input is computed. Layers before the
-    first trained layer have no backward.
+    For a GPT, the result is 72 B l s h^2 (1 + s/6h + V/12lh), with B sequences of length s, l
+    layers, hidden size h and vocabulary size V (Korthikanti et al. 2022, arXiv 2205.05198, appendix
+    A). The backward pass has twice the FLOPs of the forward pass. For frozen weights, the backward
+    pass has the same FLOPs as the forward pass, because only the gradient of the input is computed.
+    Layers before the first trained layer have no backward pass.
     """
     output = head_forward_flops(model, vocab_size)
     ahead = others = frozen = 0.0
@@ -85,8 +85,8 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 def hardware_flops(
     model: ModelConfig, vocab_size: int, tokens: int, recompute: str, *, layers: int
 ) -> float:
-    """Return the model FLOPs plus the FLOPs that the first `layers` layers recompute in their
-    backward.
+    """Return the model FLOPs, plus the FLOPs that the first `layers` layers spend on recomputation
+    before their backward passes.
 
     Under "full" these layers recompute their forward pass, under "selective" only the two matrix
     products of attention. If all layers are recomputed fully, the result for a GPT is 96 B l s h^2

@@ -1,9 +1,9 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-They are the two matrices of each low-rank adapter, and the weights of the layers' linears. The
-weight of a linear with several outputs (such as queries, keys and values) counts as one matrix for
-each output. This module counts their elements, the working memory of their update, and the matrix
-products of their update.
+Muon updates the two matrices of each low-rank adapter, and the weights of the layers' linears, in
+this way. The weight of a linear with several outputs (such as queries, keys and values) counts as
+one matrix for each output. This module counts their elements, the working memory of their update,
+and the matrix products of their update.
 """
 
 import math
@@ -17,13 +17,13 @@ from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.layer.parts import Linear, LowRankPair
 from ptdmpi.plan.shape.parameters import layer
 
-STEPS = 5  # steps of the iteration that makes a matrix orthogonal
+STEPS = 5  # number of steps of the iteration that makes a matrix orthogonal
 
 
 class Whole(NamedTuple):
-    """A parameter whose matrices are updated as wholes. `shapes` has (rows, columns) of each of its
-    matrices. `local` is the number of elements of its slice on a tensor rank. If `divided` is
-    False, the slice is the whole parameter."""
+    """A parameter whose matrices Muon updates as whole matrices. `shapes` has (rows, columns) of
+    each of its matrices. `local` is the number of elements of the parameter that one tensor rank
+    has. If `divided` is False, every tensor rank has the whole parameter."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -43,7 +43,7 @@ def wholes(
 ) -> list[Whole]:
     """Return the trained matrices of a layer, in order. If `kind` is None, the result is for the
     last layer. If `dealing` distributes experts over ranks, the result has the experts of the first
-    rank."""
+    rank only."""
     matrices = list[Whole]()
     for part in layer(model, kind, dealing).values():
         if isinstance(part, Linear) and part.trains:
@@ -72,24 +72,24 @@ def iteration_bytes(compute_bytes: int) -> int:
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
-    """Return the total bytes of the slices of a parameter that are gathered over the tensor axis; 0
-    if no gather is needed."""
+    """Return the total bytes of a parameter whose slices are gathered from all tensor ranks; 0 if
+    no gather is needed."""
     gathers = tensor > 1 and whole.divided
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
 
 def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widens: bool) -> int:
-    """Return the largest working memory, in bytes, of Muon's update of a parameter on the rank that
-    owns it.
+    """Return the maximum working memory, in bytes, of Muon's update of a parameter on the rank that
+    owns the parameter.
 
-    The owner holds `own` elements of its tensor slice of the parameter. The peak is at one of three
-    times. First, these elements are converted to the type in which Muon iterates; if other ranks
-    hold the rest of the slice, there is also a buffer for the slice. Second, the slices of all
-    tensor ranks are gathered and put together. Third, the whole parameter is in memory, either with
-    the iterate, the next iterate and the products of its rows, or with the update and this rank's
-    slice of the update, converted to float32. If `widens` is True, matrices in fp16 and bf16 are
-    multiplied in float32, so both operands and the result of a product are in memory in addition to
-    the iterate.
+    The owner stores `own` elements of its tensor slice of the parameter. The memory has its maximum
+    at one of three points of the update. First, the stored elements are converted to the type in
+    which Muon iterates; if other ranks have the rest of the slice, there is also a buffer for the
+    slice. Second, the slices of all tensor ranks are gathered and joined to the whole parameter.
+    Third, the whole parameter is in memory. With it are in memory either the iterate, the next
+    iterate and the products of its rows, or the update and this rank's slice of the update,
+    converted to float32. If `widens` is True, matrices in fp16 and bf16 are multiplied in float32;
+    then both operands and the result of a product are also in memory.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements
@@ -108,8 +108,8 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
 
 
 def given_bytes(own: int, compute_bytes: int) -> int:
-    """Return the bytes that are needed to convert `own` elements of the momentum to the type in
-    which Muon iterates."""
+    """Return the bytes of working memory that are needed to convert `own` elements of the momentum
+    to the type in which Muon iterates."""
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     return own * (wide + element * (element < wide))
 

@@ -1,4 +1,4 @@
-"""Numbers of parameters of the parts of a model: sums over the description of the model
+"""The numbers of parameters of each part of a model, as sums over the description of the model
 (`plan.layer.describe`)."""
 
 import math
@@ -19,9 +19,9 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
-    `runs` are the runs of equal layers that it has, in order. `first` is True if it has the
-    embedding, and `last` is True if it has the head. `dealing` says how the experts of its layers
-    are distributed over ranks.
+    `runs` lists the layers of this part in order: each entry is a kind of layer, and the number of
+    consecutive layers of this kind. `first` is True if the part has the embedding, and `last` is
+    True if the part has the head. `dealing` says how experts are distributed over ranks.
     """
 
     runs: Runs
@@ -32,12 +32,12 @@ class ModelPart(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Return the number of its layers."""
+        """Return the number of layers of this part."""
         return count_of(self.runs)
 
     @property
     def idle(self) -> int:
-        """Return the number of its layers that have no backward."""
+        """Return the number of layers of this part that have no backward."""
         return sum(run.layers for run in self.runs if run.kind.idle)
 
     @classmethod
@@ -47,7 +47,7 @@ class ModelPart(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["ModelPart"]) -> "ModelPart":
-        """Return the part of a pipeline rank that has the stages `parts`."""
+        """Return one part of the model for a pipeline rank that has several stages, `parts`."""
         return parts[0]._replace(
             runs=merged(run for part in parts for run in part.runs),
             first=any(part.first for part in parts),
@@ -139,7 +139,8 @@ def kind_elements(
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
-    """Return the mean of `kind_elements` over the layers that have a backward, rounded down."""
+    """Return the mean of `kind_elements` (the trained parameters of a layer) over all layers that
+    have a backward, rounded down."""
     return _mean_elements(model, lambda kind: kind_elements(model, kind, tensor, dealing))
 
 
@@ -162,7 +163,8 @@ def _mean_elements(model: ModelConfig, counted: Callable[[LayerKind], int]) -> i
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of parameters of the vocabulary's table on one tensor rank."""
+    """Return the number of parameters of the embedding table of the vocabulary on one tensor
+    rank."""
     return elements([embedding(model, vocab_size)[WORD_TABLE]], tensor)
 
 
@@ -181,12 +183,12 @@ def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
     """Return the number of elements of each unit on a tensor rank. A unit is a set of parameters
-    that are gathered or summed in one message if state is sharded. The result has one list of units
-    for each place in the stage (embedding, a layer, the head).
+    that are gathered or summed in one message if state is sharded. The result has a list of units
+    for the embedding, for each layer and for the head, if the stage has them.
 
-    A tied table is a separate unit at both places. If `trains` is True, the units contain the
-    trained parameters. Otherwise they contain the frozen parameters, which are gathered separately
-    (`frozen_places`).
+    A table that embedding and head share is a separate unit in the lists of both. If `trains` is
+    True, the units contain the trained parameters. If `trains` is False, the units contain the
+    frozen parameters, which are gathered separately (`frozen_places`).
     """
 
     def counted(parts: Iterable[Part]) -> int:
@@ -209,7 +211,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
     """Return three numbers of elements for a rank that has the part `held` of a model: all
     parameters, the trained parameters, and the trained parameters of a tied table that the rank
     uses twice, because it has both the embedding and the head. The first two numbers count this
-    table once. The second use of the table has a separate gradient.
+    table once. The third number is needed because the second use of the table has a separate
+    gradient.
     """
     table = embedding(model, vocab_size)
     held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]
@@ -282,7 +285,7 @@ def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list
     """Return the result of `places` for the frozen weights that are not quantized. ZeRO 3 gathers
     these weights.
 
-    Layers without a backward have as many frozen weights as other layers.
+    Layers without a backward have the same number of frozen weights as other layers.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

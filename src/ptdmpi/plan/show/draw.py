@@ -1,9 +1,9 @@
-"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned timeline and a measured one
-are drawn in the same way.
+"""Pictures of a timeline, for a terminal, as PNG or as SVG. Planned and measured timelines are
+drawn in the same way.
 
-The table of op kinds has a mark and a colour for each kind of op, with a shade for each chunk of a
-rank. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is
-grey, and waiting for an input is hatched.
+The table `OP_KINDS` has a letter and a colour for each kind of op. The colour has a different shade
+for each chunk of a rank. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure
+4. Idle time is grey, and waiting for an input is hatched.
 """
 
 import math
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # number of shades of each colour, for the chunks of a rank
-_DARK_SHADES = 2  # number of the darkest shades, on which letters are white
-_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: colour in a (terminal, picture)
+_DARK_SHADES = 2  # number of the darkest shades, on which letters are white, not black
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # colours of letters: (in a terminal, in a picture)
 # True: a number is written horizontally into its bar; False: vertically
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
 }
-# No date is written, because it would make two pictures of the same timeline differ.
+# Do not write the date: with dates, two pictures of the same timeline would be different files.
 _METADATA = {"svg": {"Date": None}}
-_LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18  # longer entries get fewer columns
+# a legend with entries longer than 18 characters has fewer columns
+_LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18
 _COLORS = {
     "send": "#e0a458",
     "gather": "#c77dbb",
@@ -45,16 +46,17 @@ _LEAST_LETTER = 4.0  # size in points; smaller letters cannot be read
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
-_SIDES_INCHES = (0.75, 0.15)  # left and right of the lanes
+_SIDES_INCHES = (0.75, 0.15)  # margins to the left and to the right of the bars
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class _Chunks:
-    """The chunk of each op on its rank (0 for the first), derived from the stages whose ops the
-    rank runs."""
+    """The index of each op's chunk on its rank (0 for the first chunk), derived from the stages
+    whose ops the rank runs."""
 
     def __init__(self, timeline: Timeline) -> None:
-        # a timeline may be read from a file, without its schedule
+        # stages are derived from the spans, because a timeline that was read from a file has no
+        # schedule
         stages: dict[int, set[int]] = {}
         for span in timeline.spans:
             if span.computes:
@@ -77,10 +79,10 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows the number of its microbatch. The rest of the op's width is filled with the mark
-    of its kind, or with blanks on its colour. If ops are too narrow for the number, only its last
-    digit is shown, or no digit. One more line then gives the width at which all numbers would be
-    shown.
+    Each op shows the number of its microbatch. The rest of the op's width is filled with the letter
+    of its kind, or, in colour, with blanks. If an op is too narrow for its number, only the last
+    digit of the number, or no digit, is shown. In this case, an additional line says at which width
+    all numbers would be shown.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -114,8 +116,8 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 
 def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
-    """Return `width` cells of a terminal that show `text` and then blanks, on a shade of a
-    colour."""
+    """Return a text for `width` columns of a terminal: `text` and then blanks, on a background of
+    the given shade of a colour."""
     cells = list(text.ljust(width)[:width])
     if cells:
         letters, _ = _letters_on(shade)
@@ -125,7 +127,8 @@ def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
 
 
 def _letters_on(shade: int) -> tuple[int, str]:
-    """Return the colour of letters on a shade, in a terminal and in a picture."""
+    """Return the colour of letters on a background of this shade, for a terminal and for a
+    picture."""
     if shade < _DARK_SHADES:
         return _WHITE
     return _BLACK
@@ -139,8 +142,8 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
     """Return the largest scale, in columns per second, at which the timeline fits into `columns`.
-    If all ops start and end at multiples of the time of the shortest op, this time gets a whole
-    number of columns."""
+    If all ops start and end at multiples of the time of the shortest op, the shortest op gets a
+    whole number of columns."""
     if timeline.makespan_s <= 0:
         return 0.0
     computes = [span for span in timeline.spans if span.computes]
@@ -159,7 +162,7 @@ def _columns_per_s(timeline: Timeline, columns: int) -> float:
 
 
 def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
-    """Return (first column of a span, first column after the span)."""
+    """Return the first column of a span, and the first column after the span."""
     first, end = (
         round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
     )
@@ -177,8 +180,8 @@ def _labels(
     first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color, an op of any kind but the first needs a column for its mark; numbers of
-        # several digits need a gap.
+        # Without color, an op needs a column for the letter of its kind, except for the first kind.
+        # Numbers of several digits also need a gap.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
@@ -201,10 +204,12 @@ def _labels(
 
 
 def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the timelines below each other, with a lane for each rank, into a PNG or SVG file.
+    """Draw the timelines below each other into a PNG or SVG file, each with a row of bars for each
+    rank.
 
-    Timelines with the same unit share the time axis. Raises InputError for another suffix, or for a
-    path that cannot be written. After an error, an older file at this path is unchanged.
+    Timelines with the same unit share the time axis. Raises InputError if the suffix is neither
+    .png nor .svg, or if the path cannot be written. After an error, an older file at this path is
+    unchanged.
     """
     check_picture(path)
     import matplotlib
@@ -240,8 +245,8 @@ def check_picture(path: str | Path) -> None:
 
 
 def save(drawing: "Figure", path: str | Path) -> None:
-    """Write a picture completely or not at all. Raises InputError for a suffix other than .png and
-    .svg, and if the file cannot be written."""
+    """Write a picture to a file; after an error, no incomplete file remains. Raises InputError for
+    a suffix other than .png and .svg, and if the file cannot be written."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     metadata = _METADATA.get(kind)
@@ -249,7 +254,8 @@ def save(drawing: "Figure", path: str | Path) -> None:
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
-    """Return the entries of the legend of colours. Chunks with the same shade share an entry."""
+    """Return the entries of the legend of colours. Chunks that have the same shade have one entry
+    together."""
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}
@@ -303,7 +309,7 @@ def _draw_all(
 
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
-    """Draw one timeline: bars, microbatch numbers, axis."""
+    """Draw one timeline with its bars, its microbatch numbers and its time axis."""
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     unit_s, unit = _readable_unit(timeline, extent_s)
     lane = {rank: place for place, rank in enumerate(ranks)}
@@ -341,19 +347,22 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
 def _draw_bars(
     axes: "Axes", kind: str, shade: int, bars: Sequence[tuple[float, float, float]]
 ) -> None:
-    """Draw rectangles (left, bottom, width) of one kind and shade, as one collection."""
+    """Draw all bars of one kind and shade as one collection; each bar is given as (left, bottom,
+    width)."""
     from matplotlib.collections import PathCollection, PolyCollection
     from matplotlib.path import Path as Outline
     from numpy import array
 
     across, up = array([0, 1, 1, 0]), array([0, 0, 0.86, 0.86])
     corners = [array([x + width * across, y + up]).T for x, y, width in bars]
-    if kind == "receive":  # hatching ten thousand separate bars would take a minute
+    # one path for all bars: hatching ten thousand separate bars would take a minute
+    if kind == "receive":
         outline = Outline.make_compound_path_from_polys(array(corners))
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
         return
-    # A white rim separates neighbouring bars. Thousands of narrow bars would consist only of rims.
+    # A white rim separates neighbouring bars, if there are few bars. Thousands of narrow bars would
+    # consist only of rims.
     rim = min(0.7, 60 / len(bars))
     axes.add_collection(PolyCollection(corners, fc=_tint(kind, shade), ec="white", linewidths=rim))
 
@@ -406,15 +415,16 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """Return (the unit of the time axis, in units of the timeline; the name of this unit)."""
+    """Return two values for the time axis: the length of its unit in units of the timeline, and the
+    name of its unit."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
 
 
 def fill(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to write a file completely or not at all. Raises InputError if the file cannot
-    be written."""
+    """Call `write` to write a file; after an error, no incomplete file remains. Raises InputError
+    if the file cannot be written."""
     try:
         with replacing(path) as beside:
             write(beside)

@@ -1,5 +1,5 @@
-"""A picture of the memory of ranks during a step: one line for each pipeline rank, and a line for
-the memory that a rank has."""
+"""A picture of the memory of ranks during a step: a curve for each pipeline rank, and a line for
+the memory that a rank has available."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,17 +14,18 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # largest number of ranks that are all drawn
+MOST_DRAWN = 8  # up to this number of ranks, all ranks are drawn
 SOME_DRAWN = 5
-COLUMNS = 400  # number of moments in a drawn line
+COLUMNS = 400  # approximate number of moments in a drawn curve
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
     """Return the memory of each pipeline rank during a step: (moments in seconds, bytes in use from
     each moment on).
 
-    Weights, gradients and optimizer state are in memory during the whole step. Ops add kept tensors
-    and working memory, and free them.
+    Weights, gradients and optimizer state are in memory during the whole step. Each op adds its
+    working memory while it runs; it adds the tensors that it keeps, and frees tensors that earlier
+    ops kept.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.times.stage_times(layout)
@@ -44,8 +45,8 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """Yield the bytes that a rank holds during and after each of its ops, without the bytes that
-    are in use during the whole step."""
+    """Yield the bytes of memory that a rank uses during and after each of its ops, without the
+    bytes that are in use during the whole step."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
     return held(
@@ -56,7 +57,8 @@ def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span])
 
 
 def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
-    """Write the picture (.png or .svg). Raises InputError if it cannot be written."""
+    """Write the picture of a layout's memory to `path` (.png or .svg). Raises InputError if it
+    cannot be written."""
     check_picture(path)
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -91,9 +93,9 @@ def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
 
 
 def drawn_ranks(peaks: list[float]) -> list[int]:
-    """Return the ranks that are drawn. All ranks are drawn if there are at most MOST_DRAWN.
-    Otherwise SOME_DRAWN ranks from the first to the last, and the rank with the highest peak, are
-    drawn."""
+    """Return the pipeline ranks whose memory is drawn. All ranks are drawn if there are at most
+    MOST_DRAWN. If there are more, SOME_DRAWN evenly spaced ranks and the rank with the highest peak
+    are drawn."""
     last = len(peaks) - 1
     if last < MOST_DRAWN:
         return list(range(last + 1))
@@ -104,15 +106,15 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, smallest memory, largest memory), with about `COLUMNS` moments. The two
-    amounts are the minimum and the maximum from a moment to the next moment, so that a picture can
-    show many short peaks."""
+    """Return (moments, smallest memory, largest memory), reduced to about `COLUMNS` moments. The
+    memory amounts are the minimum and the maximum between a moment and the next moment, so that a
+    picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS
     starts, low, high, now = [moments[0]], [amounts[0]], [amounts[0]], amounts[0]
     for moment, amount in zip(moments, amounts, strict=True):
-        if moment >= starts[-1] + 2 * width:  # nothing changed for a long time
+        if moment >= starts[-1] + 2 * width:  # memory did not change for at least one column
             starts.append(starts[-1] + width)
             low.append(now)
             high.append(now)

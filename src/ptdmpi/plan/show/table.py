@@ -1,4 +1,5 @@
-"""The prices of layouts as numbers for programs, and as text for people."""
+"""The prices of layouts (predicted time and memory), as JSON for programs and as text for
+people."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,9 @@ LEGEND = (
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
-    """Return the entry of a layout in the JSON of `ptdmpi plan`. If `tokens`, the number of tokens
-    of the whole training, is given, the entry has the days and the rank-hours of the training."""
+    """Return the entry of a layout in the JSON that `ptdmpi plan --json` prints. If `tokens`, the
+    number of tokens of the whole training, is given, the entry has the days and the rank-hours of
+    the training."""
     layout = price.layout
     entry: dict[str, Any] = {
         "layout": str(layout),
@@ -77,9 +79,9 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 
 def parts_s(price: Price) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. The seconds of the context axis are included
-    only if the layout cuts sequences, and the seconds of sending tokens to experts only if the
-    layout distributes experts."""
+    """Return kind of work -> seconds that it takes in a step. The seconds of the context axis are
+    included only if the layout cuts sequences, and the seconds of sending tokens to experts only if
+    the layout distributes experts."""
     parts = asdict(price.parts)
     for axis in ("context", "expert"):
         if getattr(price.layout, axis) == 1:
@@ -102,7 +104,7 @@ def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def settings(entry: dict[str, Any]) -> str:
-    """Return the settings of a layout in a few words, without its sizes."""
+    """Return the settings of a layout in a few words, without the sizes of its axes."""
     words = [entry["schedule"], f"recompute {entry['recompute']}"]
     if entry["recompute_layers"] is not None:
         words[-1] += f" of {counted(entry['recompute_layers'], 'layer')}"
@@ -138,7 +140,8 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return seconds as text, in s, ms or us. The unit is chosen by the total time `of`."""
+    """Return seconds as text, in s, ms or us. The unit is chosen so that the total time `of` is
+    readable in it."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
@@ -146,7 +149,8 @@ def duration(seconds: float, of: float) -> str:
 
 
 def tflops(number: float) -> str:
-    """Return a number of TFLOP/s as text, to a tenth, or with two digits if it is below 1."""
+    """Return a number of TFLOP/s as text: with one decimal place, or, below 1, with two significant
+    digits."""
     if number < 1:
         return f"{number:.2g}"
     return f"{number:.1f}"
@@ -173,8 +177,8 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the table. They explain c, e and et only if the sizes of a
-    layout include them."""
+    """Return the lines that explain the table. The lines explain the columns c, e and et only if
+    the sizes of a layout include them."""
     words = {"c": "c context, ", "e": "e expert, ", "et": "et expert_tensor, "}
     for letter in words:
         if not any(f"{letter}=" in entry["layout"] for entry in entries):
@@ -183,7 +187,7 @@ def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _details(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield lines with the parts of the step and of the memory of one layout."""
+    """Yield lines with the parts of the step time and of the memory of one layout."""
     step_s = entry["step_time_s"]
     total = entry["peak_memory_bytes"]
     yield f"{entry['layout']}, {settings(entry)}"
@@ -207,8 +211,8 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str, str]]:
-    """Yield (group of ranks, text) for each group. The text has the messages of one rank in a step,
-    by kind of message."""
+    """Yield (name of the group, text) for each group of ranks in which a rank sends messages. The
+    text lists, by kind of message, the messages that one rank sends in a step."""
     for group, kinds in sent.items():
         parts = (
             f"{size(numbers['bytes'])} in {counted(numbers['messages'], KIND_WORDS[kind])}"
@@ -273,7 +277,8 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _train(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the first layout as lines of a configuration. If it does not fit, yield nothing."""
+    """Yield the first layout as lines of a configuration file. Yield nothing if this layout does
+    not fit into memory."""
     if not result["layouts"][0]["fits"]:
         return
     yield ""
@@ -294,7 +299,7 @@ def report(result: dict[str, Any]) -> str:
     """Return the text that `ptdmpi plan` prints."""
     ranks = counted(result["ranks"], "rank")
     size = f"{short(result['parameters'])} parameters"
-    if result["active_parameters"] < result["parameters"]:  # a mixture of experts
+    if result["active_parameters"] < result["parameters"]:  # a model that is a mixture of experts
         size += f" ({short(result['active_parameters'])} for each token)"
     text = [
         f"{result['model']}: {size}, {ranks} of "

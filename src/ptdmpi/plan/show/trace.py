@@ -1,4 +1,4 @@
-"""A timeline in the format that Perfetto and chrome://tracing read."""
+"""Timelines as files in the format that Perfetto and chrome://tracing read."""
 
 import json
 from pathlib import Path

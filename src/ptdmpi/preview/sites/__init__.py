@@ -1,1 +1,2 @@
-"""Jobs of a batch system: the site, the script, and the command that submits it."""
+"""Jobs for a batch system: the settings of a site, the job script, and the command that submits the
+script."""

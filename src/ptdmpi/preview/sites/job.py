@@ -1,4 +1,5 @@
-"""A training as a job: its site, its nodes, and the settings that the job adds."""
+"""A training run as a job of a batch system: its site, its nodes, and the settings that the job
+adds to the configuration."""
 
 import json
 import re
@@ -17,18 +18,19 @@ from ptdmpi.preview.ranks import needed_ranks
 from ptdmpi.preview.sites.site import Site
 from ptdmpi.train.checks import checked_data, with_form
 
-# Schedulers that send no usable warning before the time limit. With them, the run itself stops
-# before the limit.
+# Schedulers that do not warn a job in a usable way before its time limit. With these schedulers,
+# the run stops by itself before the time limit (`run.max_minutes`).
 UNWARNED = ("pbs", "lsf", "flux")
-# Defaults of keys in a configuration that differ from the defaults of `Layout`.
+# Keys whose default in a configuration differs from the default of the same key in `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
-LONGEST_NAME = 63  # characters of the name of a job in Kubernetes
-MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
+LONGEST_NAME = 63  # maximum number of characters in the name of a job in Kubernetes
+MARGIN_MINUTES = 10  # minutes that are reserved for the last step and its checkpoint
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A configuration, the settings that are added to it, and the nodes on which it runs."""
+    """A job: a configuration, the settings that are added to the configuration, and the nodes on
+    which the job runs."""
 
     config: Path
     settings: tuple[str, ...]
@@ -43,7 +45,7 @@ class TrainingJob:
 
     @property
     def name(self) -> str:
-        """Return the name of the job. It has only letters, digits and hyphens, which every
+        """Return the name of the job. The name has only letters, digits and hyphens, which every
         scheduler accepts."""
         words = re.sub(r"[^a-z0-9]+", "-", self.config.stem.lower()).strip("-")
         return f"ptdmpi-{words}"[:LONGEST_NAME].rstrip("-")
@@ -86,7 +88,8 @@ def job_of(
 
 
 def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:
-    """Return (nodes, ranks per node) of a layout that accepts a single number of ranks."""
+    """Return (number of nodes, ranks per node) for a configuration whose layout accepts only one
+    number of ranks."""
     ranks, fixed = needed_ranks(tree)
     if not fixed:
         raise InputError(

@@ -1,4 +1,5 @@
-"""The script of a job: a template of jobs/ with the values of the site and the job."""
+"""The script of a job, which is a template from the folder jobs/ with the values of the site and of
+the job filled in."""
 
 import json
 import re
@@ -9,8 +10,8 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
-# For each scheduler, the beginning of a line of the script with an option. One more # before the
-# line makes it a comment.
+# For each scheduler, the beginning of a script line that sets an option. A line with one more #
+# before it is a comment.
 DIRECTIVES = {
     "slurm": "#SBATCH ",
     "pbs": "#PBS ",
@@ -18,11 +19,11 @@ DIRECTIVES = {
     "flux": "# flux: ",
     "kubernetes": "apiVersion: ",
 }
-START = '. "${PTDMPI_HOME'  # the last line of a template: it starts the training
+START = '. "${PTDMPI_HOME'  # the beginning of a template's last line, which starts the training
 
 
 class Template:
-    """The lines of a template of jobs/, in which values are replaced."""
+    """The lines of a template from the folder jobs/; the methods insert values."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
@@ -44,8 +45,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable of the shell in the line that assigns it, or in a new line before the
-        training starts."""
+        """Set a shell variable in the line that assigns it, or in a new line before the training
+        starts."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:
@@ -59,8 +60,8 @@ class Template:
         self.lines.insert(start, line)
 
     def fill(self, tag: str, value: str) -> None:
-        """Replace the value in each line of YAML that has the comment `tag`. An empty value removes
-        the line."""
+        """Replace the value in each YAML line that ends with the comment `tag`. If `value` is
+        empty, remove these lines."""
         marked = re.compile(rf"^(\s*[^:#]+: ).*  # {tag}$")
         filled = (marked.sub(lambda match: f"{match[1]}{value}", line) for line in self.lines)
         kept = zip(self.lines, filled, strict=True)
@@ -98,7 +99,8 @@ def script_of(job: TrainingJob, file: Path) -> str:
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "CORES_PER_RANK": str(cores)}
     if site.scheduler == "flux":
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "NODES": str(job.nodes)}
-    if site.scheduler != "slurm":  # Slurm requeues its own copy of the script
+    # Slurm needs no path, because it requeues its own copy of the script
+    if site.scheduler != "slurm":
         variables["SCRIPT"] = str(file)
     variables["PTDMPI_HOME"] = str(folder.parent)
     for name, value in variables.items():
@@ -181,4 +183,4 @@ def _fill(template: Template, job: TrainingJob) -> None:
 
 def _quoted(word: str) -> str:
     """Return a word as a double-quoted text of YAML."""
-    return json.dumps(word, ensure_ascii=False)  # JSON is a part of YAML
+    return json.dumps(word, ensure_ascii=False)  # JSON text is also valid YAML

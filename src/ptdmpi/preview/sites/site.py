@@ -35,14 +35,15 @@ def _is_line(text: str) -> str:
 
 
 def _is_commands(text: str) -> str:
-    """Return the text, which may have several lines, if it has no other control character;
-    otherwise raise ValueError."""
+    """Return the text, which may have several lines, if it has no control characters except line
+    ends and tabs; otherwise raise ValueError."""
     if not all(line.expandtabs().isprintable() for line in text.split("\n")):
         raise ValueError("legal: lines without control characters")
     return text
 
 
-# Texts that are written into a script: after a directive, as one line, or as lines of the shell.
+# Types of texts that are written into a script: after a directive, as one line, or as lines of the
+# shell.
 ScriptName = Annotated[str, AfterValidator(_is_name)]
 ScriptLine = Annotated[str, AfterValidator(_is_line)]
 ScriptCommands = Annotated[str, AfterValidator(_is_commands)]
@@ -58,8 +59,9 @@ class NodeShape(FrozenTable):
 
 
 class Site(FrozenTable):
-    """The content of a site file (`jobs/site.toml` explains the keys). If a key is an empty string,
-    the template or the scheduler chooses its value. `name` is the name of the file."""
+    """The content of a site file (`jobs/site.toml` explains the keys). If the value of a key is an
+    empty string, the template or the scheduler chooses the value. `name` is the name of the
+    file."""
 
     name: str
     scheduler: SchedulerName
@@ -81,7 +83,7 @@ class Site(FrozenTable):
 
     @property
     def template_name(self) -> str:
-        """Return the name of the template in jobs/."""
+        """Return the name of this site's script template in jobs/."""
         if self.template:
             return self.template
         if self.scheduler == "kubernetes":
@@ -98,8 +100,8 @@ def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def site_of(text: str) -> Site:
-    """Return the site `text`: the name of a remembered site, or the path of a `.toml` file. The
-    site in a file is then remembered under the name of the file.
+    """Return the site that `text` names: `text` is the name of a remembered site, or the path of a
+    `.toml` file. If it is a path, the site is then remembered under the name of the file.
 
     Raise InputError for an unknown name, and for a file that is not valid.
     """

@@ -1,5 +1,5 @@
-"""A sink in a thread of its own, for a tool that sends records to a server: a slow server does not
-delay the training.
+"""A sink that runs in a separate thread, for a tool that sends records to a server: a slow server
+does not delay the training.
 """
 
 import queue
@@ -9,13 +9,14 @@ from typing import Any
 
 from ptdmpi.sinks.contract import Sink
 
-MOST_WAITING = 10_000  # number of records that may wait for the server
-CLOSE_S = 10.0  # time limit of the server for the last records of a run
+MOST_WAITING = 10_000  # maximum number of records that wait for the server
+CLOSE_S = 10.0  # seconds in which the server must accept the last records of a run
 
 
 class Background:
-    """A sink that passes records to another sink in a thread. Only this thread calls the other
-    sink, and it also makes the other sink, by `make`.
+    """A sink that passes its records, in a separate thread, to another sink. Only this thread uses
+    the other sink: it creates the other sink by calling `make`, and it calls the methods of the
+    other sink.
 
     If the other sink raises an exception, the next call of this sink raises the same exception. The
     thread is a daemon thread, so a server that hangs does not keep the process alive.
@@ -57,5 +58,5 @@ class Background:
             while (values := self._waiting.get()) is not None:
                 sink.record(values)
             sink.close()
-        except Exception as error:  # reported to the main thread
+        except Exception as error:  # the main thread reports the error
             self._error = error

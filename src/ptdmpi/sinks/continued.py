@@ -1,16 +1,17 @@
-"""The id of a run in another tool, stored in the run directory, so that a resumed run continues the
-other tool's run."""
+"""The id that another tool gave to a run. It is stored in the run directory, so that a resumed run
+continues the same run in the other tool."""
 
 import json
 from pathlib import Path
 
 from ptdmpi.base.disk import read_file, write_whole
 
-STATE = "run.json"  # the file that has the id
+STATE = "run.json"  # name of the file that contains the id
 
 
 def known_id(folder: Path) -> str | None:
-    """Return the id that is stored in `folder`, or None if the file is missing or damaged."""
+    """Return the id that is stored in `folder`, or None if the file with the id is missing or
+    damaged."""
     try:
         identity = json.loads(read_file(folder / STATE))["id"]
     except (OSError, ValueError, KeyError, TypeError):

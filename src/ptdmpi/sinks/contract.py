@@ -1,5 +1,5 @@
 """The interface that a sink must implement, and the description of a run's state that a sink gets
-at the start.
+when the run starts.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 class Past:
     """The state of a run when it is started or resumed.
 
-    `path` is the run directory, whose file `metrics.jsonl` has the records up to step `step`. The
-    run resumes after step `step`. `dropped` is True if this start has removed records of later
-    steps.
+    `path` is the run directory. Its file `metrics.jsonl` has the records of all steps up to `step`.
+    The run resumes after step `step`. `dropped` is True if records of steps after `step` were
+    removed from `metrics.jsonl` when the run resumed.
     """
 
     path: Path
@@ -26,8 +26,8 @@ class Sink(Protocol):
     exception, the run continues without the sink."""
 
     def record(self, values: dict[str, Any]) -> None:
-        """Write one record of `metrics.jsonl` to the tool. The method is called in the order in
-        which records are written."""
+        """Pass one record of `metrics.jsonl` to the tool. The run calls this method for each
+        record, in the order in which records are written."""
 
     def close(self) -> None:
         """Write all records to files, and close the sink."""

@@ -1,4 +1,4 @@
-"""Delivery of one message: by an HTTP request, or by mail."""
+"""Delivery of one message about a run: by an HTTP request, or by mail."""
 
 import json
 import smtplib
@@ -15,8 +15,8 @@ DEFAULT_SERVER = "smtp://localhost"
 
 
 def post(address: str, content: Mapping[str, Any]) -> None:
-    """Send `content` as JSON to a web address. Raise an exception if the server does not accept
-    it."""
+    """Send `content` as JSON to a web address. Raise an exception if the server does not accept the
+    message."""
     body = json.dumps(content).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -24,9 +24,10 @@ def post(address: str, content: Mapping[str, Any]) -> None:
 
 
 def mail(address: str, server: str, subject: str, content: Mapping[str, Any]) -> None:
-    """Send a mail to `address`. `server` is the mail server, as smtp://USER:PASSWORD@HOST:PORT or
-    smtps://...; if it is empty, the server is this host. A password is sent only encrypted. Raise
-    an exception if the server does not accept the mail.
+    """Send a mail to `address`. `server` is the address of the mail server, in the form
+    smtp://USER:PASSWORD@HOST:PORT or smtps://...; if it is empty, the mail server of this host is
+    used. A password is sent only over an encrypted connection. Raise an exception if the server
+    does not accept the mail.
     """
     place = urlsplit(server or DEFAULT_SERVER)
     user, password = unquote(place.username or ""), unquote(place.password or "")

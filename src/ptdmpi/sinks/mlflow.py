@@ -2,8 +2,9 @@
 in `runs/NAME/mlflow/`.
 
 Only MLflow's client is used (the package mlflow-skinny). If a run of ptdmpi resumes at its last
-recorded step, it continues the same MLflow run. If it resumes at an earlier step, it begins another
-MLflow run and writes the remaining records again, because MLflow cannot remove single steps.
+recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it begins
+another MLflow run and writes the remaining records again, because MLflow cannot remove single
+steps.
 """
 
 import os
@@ -28,7 +29,7 @@ class MlFlow:
     """A sink that writes to a run of MLflow."""
 
     def __init__(self, config: Config, past: Past) -> None:
-        # the client would send data about its use to its authors
+        # otherwise the MLflow client sends usage data to its authors
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         folder = past.path / FOLDER
         folder.mkdir(exist_ok=True)
@@ -92,6 +93,6 @@ def _parameters(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _legal(name: str) -> str:
-    """Return `name` with the characters and the parts that MLflow accepts in names of metrics."""
+    """Return `name`, changed so that MLflow accepts it as the name of a metric."""
     parts = re.sub(r"[^\w./ -]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

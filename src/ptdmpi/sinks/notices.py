@@ -1,9 +1,9 @@
 """Messages about the events of a run (it begins, stops, fails, ends, ...) to the receivers that
 `log.notify` names: web addresses of chat channels, and mail addresses.
 
-A message never delays the training and never ends it: each receiver has a thread of its own, and
-each delivery has a time limit. Web addresses and passwords are secrets, so they are read only from
-environment variables, and no log line contains them.
+A message never delays or ends the training: each receiver has a separate thread, and each delivery
+has a time limit. Web addresses and passwords are secrets, so they are read only from environment
+variables, and no log line contains them.
 """
 
 import atexit
@@ -20,13 +20,14 @@ from ptdmpi.config import InputError, LogConfig, RunConfig
 
 BY_VARIABLE, BY_MAIL = "env:", "mailto:"
 SERVER = "PTDMPI_SMTP"  # the environment variable that names the mail server
-CLOSE_S = 5.0  # at the end of a process, seconds in which waiting messages may still be delivered
+CLOSE_S = 5.0  # seconds in which waiting messages may still be delivered at the end of a process
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A message about one event of a run. `step` is the last recorded step of `steps`, and `loss`
-    is its loss (None if no step is recorded). `why` is the reason, or more about the event.
+    """A message about one event of a run. `step` is the last recorded step (of `steps` steps), and
+    `loss` is the loss of this step (None if no step is recorded). `why` gives the reason for the
+    event, or a further description.
     """
 
     run: str
@@ -45,12 +46,13 @@ class Notice:
         return f"{self.run}: {self.event} at step {self.step} of {self.steps}{loss}{why}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the message as JSON: `text`, which chat tools show, and all fields."""
+        """Return the message as a JSON object with all fields, and with the field `text`, which
+        chat tools show."""
         return {"text": self.text, **asdict(self)}
 
 
 class Notices:
-    """The receivers of messages about one run. `say` prints and logs a line."""
+    """The receivers of messages about one run. `say` is a function that prints and logs a line."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class Notices:
             receiver.send(message)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Wait at most `limit_s` seconds until all messages are delivered. Later messages are not
-        sent."""
+        """Wait at most `limit_s` seconds until all messages are delivered. Messages that are passed
+        to `send` later are not delivered."""
         atexit.unregister(self.close)
         end_s = time.monotonic() + limit_s
         receivers, self._receivers = self._receivers, []
@@ -98,9 +100,9 @@ class Notices:
 
 
 class _Receiver(threading.Thread):
-    """The thread that delivers the messages to one receiver, in their order. The first failure is
-    reported by one warning. It is a daemon thread, so a server that hangs does not keep the process
-    alive."""
+    """The thread that delivers messages to one receiver, in the order in which they were sent. Only
+    the first failure is reported, by a warning. It is a daemon thread, so a server that hangs does
+    not keep the process alive."""
 
     def __init__(
         self, name: str, deliver: Callable[[Notice], None], say: Callable[[str], None]
@@ -130,8 +132,8 @@ class _Receiver(threading.Thread):
 
 
 def require_receivers(log: LogConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise InputError if an environment variable that `log.notify` names has no web address. The
-    error does not contain the value of the variable."""
+    """Raise InputError if an environment variable that `log.notify` names does not contain a web
+    address. The error message does not contain the value of the variable."""
     for name in log.notify:
         variable = name.removeprefix(BY_VARIABLE)
         if variable == name:
@@ -164,8 +166,8 @@ def _delivery(name: str, environ: Mapping[str, str]) -> Callable[[Notice], None]
 
 
 def _reason(error: Exception) -> str:
-    """Return why a delivery failed. The text of an error is not used if it could contain the web
-    address or the password."""
+    """Return the reason why a delivery failed. The reason does not quote the text of an error that
+    could contain the web address or the password."""
     code = getattr(error, "code", None) or getattr(error, "smtp_code", None)
     if code is not None:
         return f"the server answers with code {code}"

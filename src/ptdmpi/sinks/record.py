@@ -1,4 +1,5 @@
-"""Conversion of the records of `metrics.jsonl` to named numbers, in the same way for every sink."""
+"""Conversion of the records of `metrics.jsonl` to numbers with names; every sink uses this
+conversion."""
 
 import json
 import statistics
@@ -32,8 +33,8 @@ OF_FILE = ("items", "samples", "truncated")
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return every number of a record, except its step, by a name such as "train/loss".
 
-    A list or table becomes one number for each of its elements ("data/epochs/0"). Texts are not
-    included, and neither are numbers that are the same in each record.
+    Each element of a list or a table becomes a number with its own name ("data/epochs/0"). Texts,
+    and numbers that are the same in every record, are left out.
     """
     numbers: dict[str, float] = {}
     for key, value in record.items():
@@ -47,8 +48,8 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers in `value` by name. For an element of a list or a table, the name is
-    extended by its index or key."""
+    """Return the numbers in `value` by name. The name of an element of a list or a table is
+    extended by the index or the key of the element."""
     items = {name: value}
     if isinstance(value, dict):
         items = {f"{name}/{key}": item for key, item in value.items()}
@@ -60,7 +61,8 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None.
 
-    Return None if all values are None, such as the MFU of a device whose peak is unknown.
+    Return None if all values are None. For example, the MFU is None if the peak rate of the device
+    is unknown.
     """
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

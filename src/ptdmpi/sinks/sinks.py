@@ -17,20 +17,21 @@ from ptdmpi.sinks.notices import require_receivers
 
 def require(log: LogConfig) -> None:
     """Raise InputError if the package of an enabled sink is not installed, or if the address of a
-    receiver of messages is missing. The error names the extra to install, or the variable to
-    set."""
+    receiver of messages is missing. The error names the extra of ptdmpi to install, or the
+    environment variable to set."""
     if log.tensorboard:
         _require_package("tensorboardX", "tensorboard", "true")
     if log.wandb:
         _require_package("wandb", "wandb", f'"{log.wandb}"')
     if log.mlflow:
         _require_package("mlflow", "mlflow", "true")
-    if not is_supervised():  # otherwise `ptdmpi run` sends the messages
+    if not is_supervised():  # `ptdmpi run` sends the messages itself
         require_receivers(log)
 
 
 def _require_package(package: str, key: str, text: str) -> None:
-    """Raise InputError if `package`, which log.`key` = `text` needs, is not installed."""
+    """Raise InputError if `package` is not installed. The setting log.`key` = `text` needs this
+    package."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"log.{key} = {text} needs {package}: pip install 'ptdmpi[{key}]', or leave it out"
@@ -38,7 +39,7 @@ def _require_package(package: str, key: str, text: str) -> None:
 
 
 class Sinks:
-    """The open sinks of a run, which only rank 0 has. A sink that raises an exception gets no more
+    """The open sinks of a run; only rank 0 has sinks. A sink that raises an exception gets no more
     records, and `say` prints a line about the failure."""
 
     def __init__(self, config: Config, past: Past, say: Callable[[str], None]) -> None:
@@ -61,7 +62,7 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all sinks. This method is also called at the end of the process."""
+        """Close all sinks. Python also calls this method at the end of the process."""
         atexit.unregister(self.close)
         while self._open:
             name, sink = self._open.popitem()
@@ -71,14 +72,14 @@ class Sinks:
                 self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        # the address of a server may contain a password
+        # do not print the error, because the address of a server may contain a password
         text = re.sub(r"//[^/@\s]*@", "//", str(error).partition("\n")[0])
         self._say(f"warning: log.{name} is given up: {type(error).__name__}: {text}")
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each enabled sink. The classes are imported only in this
-    function, because they need optional packages."""
+    """Return the name and the class of each enabled sink. This function imports the classes only
+    when it is called, because they need optional packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

@@ -27,16 +27,16 @@ class TensorBoard:
     """A sink that writes one event file for each start of a run.
 
     The file of a later start begins with TensorBoard's own event for a restart at a step;
-    TensorBoard then ignores events of this and later steps in earlier files. The first start with
-    this sink also writes the existing records of the run.
+    TensorBoard then ignores events of this and later steps in earlier files. The first start of a
+    run that uses this sink also writes the records that the run already has.
     """
 
     def __init__(self, config: Config, past: Past) -> None:
         folder = past.path / FOLDER
         folder.mkdir(exist_ok=True)
         before = any(folder.glob("*.tfevents.*"))
-        # process id and time make the file name unique, even for two starts within a second, or on
-        # two hosts with the same name
+        # the process id and the time make the file name unique, even if a run starts twice within a
+        # second, or on two hosts with the same name
         self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns()}")
         self._flushed_s = time.monotonic()
         if before:

@@ -1,10 +1,10 @@
 """The sink for Weights & Biases (wandb): files in `runs/NAME/wandb/`, which are sent to the server
 only with `log.wandb = "online"`.
 
-A run of wandb has an id, and the steps of its records only increase. If a run of ptdmpi resumes at
-its last recorded step, it continues the wandb run with the same id, so the curves continue. If it
-resumes at an earlier step, it uses a new id in the same group and writes the remaining records
-again, because wandb cannot remove recorded steps.
+A run of wandb has an id, and the step numbers of its records must increase. If a run of ptdmpi
+resumes at its last recorded step, it continues the wandb run with the same id, so the curves
+continue. If the run resumes at an earlier step, it uses a new id in the same group and writes the
+remaining records again, because wandb cannot remove recorded steps.
 """
 
 import secrets
@@ -47,8 +47,8 @@ class WeightsAndBiases:
 
     def record(self, values: dict[str, Any]) -> None:
         """Log one record at its step."""
-        # the record of an asynchronous save comes late, and has the step that was saved; wandb's
-        # steps must not decrease
+        # The record of an asynchronous save is written late, but has the number of the step that
+        # was saved. wandb's steps must not decrease.
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 

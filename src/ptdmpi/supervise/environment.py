@@ -31,7 +31,8 @@ def jobs_folder() -> Path:
 
 
 def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environ` with the settings of `mpi-env.sh`; variables that are already set stay."""
+    """Return `environ`, extended by the settings of `mpi-env.sh`; variables that are already set
+    keep their values."""
     environment = dict(environ)
     if sys.prefix != sys.base_prefix:
         environment.setdefault("VIRTUAL_ENV", sys.prefix)
@@ -43,7 +44,7 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         str(jobs_folder() / SCRIPT),
     ]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True)
-    # a file that BASH_ENV names may print something before
+    # read only the end of the output, because a file that BASH_ENV names may print text before it
     _, _, last = printed.stdout.rstrip("\n").rpartition("\n")
     try:
         variables: dict[str, str] = json.loads(last)
@@ -54,5 +55,6 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def folder_of_copies() -> str:
-    """Return a folder in the memory of a node that no other job uses."""
+    """Return the path of a folder in the memory of a node (a file system in memory) that no other
+    job uses."""
     return str(MEMORY / f"ptdmpi-{os.getuid()}-{uuid.uuid4().hex}")

@@ -1,5 +1,5 @@
-"""The decision after a start of the ranks has ended: whether the run is over, or its ranks are
-started again.
+"""The decision after the ranks of a run have ended: the run is over, or its ranks are started
+again.
 """
 
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from ptdmpi.base.words import counted
 from ptdmpi.supervise.start import Ended
 
-STOPPED = 75  # exit code of a run that saved and stopped on request (see watch/requests.py)
+STOPPED = 75  # exit code of a run that stopped on request after a save (see watch/requests.py)
 BAD_INPUT = 2
 CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)
 class Starts:
-    """The facts that the supervisor stores about earlier starts.
+    """The facts that the supervisor stores about earlier starts of the ranks.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of starts from the
-    last start that recorded a new step up to now, including this last start. `failed_at` is the
-    step after which the last start ended because of an exception or a hang of the program; None if
-    the start ended for another reason.
+    `furthest` is the last step that any start has recorded. `idle` is the number of starts since
+    the last start that recorded a new step; this start is included. `failed_at` is the step after
+    which the last start ended because of an exception or a hang of the program; None if the start
+    ended for another reason.
     """
 
     furthest: int = 0
@@ -36,8 +36,8 @@ class Starts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision after a start: `code` is the exit code of the run, or None if its ranks are
-    started again. `why` is the reason as text.
+    """The decision after the ranks have ended: `code` is the exit code of the run, or None if its
+    ranks are started again. `why` is the reason as text.
     """
 
     code: int | None
@@ -45,19 +45,20 @@ class Judgement:
 
 
 def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: int) -> Judgement:
-    """Decide whether the ranks are started again, after a start that ended after `step` before the
+    """Decide whether the ranks are started again. Their last start ended after `step`, before the
     run was complete.
 
-    `asked` is True if a stop was requested. `restarts` is the largest number of consecutive
-    restarts without a new step; after one more, the run ends.
+    `asked` is True if a stop was requested. `restarts` is the maximum number of consecutive
+    restarts that train no new step. If a further restart would be needed, the run ends.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)
-    # mpirun can end with exit code 0 after it has lost a node
+    # code 0 counts as a failure here, because mpirun can end with exit code 0 after it has lost a
+    # node
     code = ended.code or 1
     if asked:
-        # a signal kills a rank that has not installed its handlers yet; the run has trained nothing
-        # then
+        # a signal kills a rank that has not yet installed its signal handlers; in this case the run
+        # has trained nothing
         return Judgement(STOPPED if code in (128 + 10, 128 + 15) else code)
     now = before.after(ended, step)
     if ended.failed and before.failed_at == step:

@@ -1,5 +1,5 @@
-"""The output of a launcher and its ranks. Lines of the ranks are printed at once; lines of the
-launcher are stored and printed at the end if necessary.
+"""The output of a launcher and its ranks. Lines of the ranks are printed at once. Lines of the
+launcher itself are stored, and printed at the end if no rank has reported why the job ended.
 """
 
 import re
@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-# A launcher prints a line of dashes before and after its notices; a line of dashes that a rank
-# prints belongs to a table.
+# A launcher prints a line of dashes before and after each of its notices. A line of dashes that a
+# rank prints belongs to a table.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"
@@ -22,11 +22,12 @@ TRACEBACK = re.compile(r"\[rank \d+ on [^]]*\] Traceback|stall: ")
 
 
 class LauncherOutput:
-    """The output of one start of the ranks; threads print it line by line.
+    """The output of the ranks and their launcher in one start. Threads print the output line by
+    line.
 
-    `said` is True if a rank has reported why it ends. `failed` is True if the reported reason was
-    an exception or a hang of the program. `on_unread` is called when no process reads the output of
-    this process any more.
+    `said` is True if a rank has printed the reason why it ends. `failed` is True if the reported
+    reason was an exception or a hang of the program. `on_unread` is called when no process reads
+    the output of this process any more.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], IO[str]]], on_unread: Callable[[], None]) -> None:

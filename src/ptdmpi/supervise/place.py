@@ -1,8 +1,8 @@
 """The nodes on which a job may start ranks, and the command line that starts ranks on these nodes.
 
 In an allocation of a scheduler, the scheduler determines the nodes. In Slurm, `srun` starts the
-ranks; in PBS, mpirun starts them on the nodes of the node file. Without a scheduler the nodes are
-the hosts that the user names, or this machine.
+ranks; in PBS, mpirun starts them on the nodes of the node file. Without a scheduler, the job uses
+the hosts that the user names, or only this machine.
 """
 
 import math
@@ -27,7 +27,8 @@ from ptdmpi.supervise.environment import PASSED_ON
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
-# More ranks are a typing mistake: no machine has 2^24 cores, and no host has 4,096.
+# A larger number of ranks must be a typing mistake: no machine has 2^24 cores, and no host has
+# 4,096 cores.
 MOST_RANKS = 1 << 24
 MOST_ON_HOST = 4096
 
@@ -43,13 +44,13 @@ class LaunchHost:
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The nodes of a job, in the order in which they are filled with ranks, and the launcher. If
-    there are no nodes, the ranks start on this machine.
+    """The nodes of a job, and the launcher. Ranks are placed on the nodes in the order of `nodes`.
+    If `nodes` is empty, the ranks start on this machine.
 
     `launcher` is "mpirun" (with Open MPI's options), "mpiexec" (with the options of MPICH and PALS)
     or "srun". `program` is the name or path of the launcher's program, if it differs from
-    `launcher`. `options` are added to every command line. `ranks` is the number of ranks that the
-    scheduler gives, or 0.
+    `launcher`. `options` are added to every command line of the launcher. `ranks` is the number of
+    ranks for which the scheduler has reserved the nodes; 0 if it is not known.
     """
 
     launcher: str
@@ -59,9 +60,11 @@ class LaunchPlace:
     program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return a copy of this place for `ranks` ranks, in which each node has a number of ranks.
+        """Return a copy of this place for `ranks` ranks, in which the number of ranks of each node
+        is set.
 
-        Raise InputError if the nodes have room for fewer ranks, or if no machine has so many.
+        Raise InputError if the nodes have room for fewer than `ranks` ranks, or if `ranks` is
+        larger than any machine allows.
         """
         if ranks > MOST_RANKS:
             raise InputError(f"-n {ranks}: no machine takes so many; legal: 1 to {MOST_RANKS}")
@@ -87,8 +90,8 @@ class LaunchPlace:
         return sum(node.ranks for node in nodes)
 
     def command(self, ranks: int, nodes: Sequence[LaunchHost]) -> list[str]:
-        """Return the command line that starts `ranks` ranks. It uses as many of `nodes` as needed,
-        from the first one on."""
+        """Return the command line that starts `ranks` ranks. The command uses only the first of the
+        `nodes`, as many as are needed."""
         used: list[LaunchHost] = []
         for node in nodes:
             if self.room(used) < ranks:
@@ -117,8 +120,8 @@ class LaunchPlace:
         return [launcher, "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
-        """Return the nodes on which a program can be started now. All nodes are tested at the same
-        time."""
+        """Return the nodes of the job on which a program can be started now. All nodes are tested
+        at the same time."""
         alive = self._on_each(environment, "true", times=PROBES)
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
@@ -128,8 +131,9 @@ class LaunchPlace:
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
-        """Start a program on all nodes at the same time. On a node where the program fails, try it
-        up to `times` times. Return for each node True if the program succeeded.
+        """Start a program on all nodes at the same time. If the program fails on a node, start it
+        there again, at most `times` times in all. Return a bool for each node: True if the program
+        succeeded there.
         """
 
         def works(node: LaunchHost) -> bool:
@@ -188,8 +192,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
 
 
 def _found(hosts: str, environment: Mapping[str, str]) -> str:
-    """Return the name of an installed launcher. In an allocation of Slurm this is srun, unless the
-    user names `hosts`; otherwise it is mpirun or mpiexec."""
+    """Return the name of an installed launcher. In a Slurm allocation, return srun, unless the user
+    names `hosts`. In all other cases return mpirun or mpiexec."""
     path = environment.get("PATH")
     if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
         return "srun"
@@ -223,10 +227,10 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 
 
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
-    """Return the nodes of a Slurm allocation, with the options of `srun`. The exit code of one rank
-    must not end the job step at once, because ranks do not stop at the same moment. Therefore srun
-    ends the remaining ranks 60 s after the first rank has ended. `asked` are the options that the
-    user has given; they are not added again.
+    """Return a place with the nodes of a Slurm allocation, and with the options that `srun` needs.
+    The job step must not end as soon as one rank exits with an error, because ranks do not stop at
+    the same moment. Therefore srun ends the remaining ranks 60 s after the first rank has ended.
+    `asked` has the options that the user has given; these options are not added again.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
@@ -235,13 +239,14 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
         text=True,
     ).stdout.split()
     ranks = int(environment.get("SLURM_NTASKS", "0"))
-    # a job step that has lost a node may occupy the cores of its other nodes for a while, so job
-    # steps may overlap
+    # job steps may overlap, because a job step that has lost a node may occupy the cores of its
+    # other nodes for a while
     options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
     if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        options.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 srun ignores sbatch's value
+        # since Slurm 22.05, srun does not take this value from sbatch
+        options.append(f"--cpus-per-task={cores}")
     share = math.ceil(ranks / max(1, len(names)))
     return LaunchPlace(
         "srun", tuple(LaunchHost(name, share) for name in names), tuple(options), ranks

@@ -9,13 +9,13 @@ from pathlib import Path
 from ptdmpi.base.disk import open_file, read_file
 
 TAIL_BYTES = 1 << 16
-SAVE = "SAVE"  # the file that asks the ranks to save
+SAVE = "SAVE"  # name of the file by which the ranks are asked to save
 
 
 @dataclass(frozen=True)
 class RecordedStep:
     """The last recorded step of a run, the number of ranks that trained this step, and its loss. If
-    no step is recorded, both numbers are 0 and the loss is None.
+    no step is recorded, the step and the number of ranks are 0, and the loss is None.
     """
 
     step: int = 0
@@ -25,13 +25,14 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of the run in the directory `path`. The run is complete after `steps` steps."""
+    """The progress of the run in the directory `path`. `steps` is the number of steps of the
+    complete run."""
 
     path: Path
     steps: int
 
     def newest(self) -> RecordedStep:
-        """Return the last recorded step."""
+        """Return the last step that the run has recorded."""
         with contextlib.suppress(OSError):
             for line in reversed(_last_lines(self.path / "metrics.jsonl")):
                 with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -49,8 +50,9 @@ class RunProgress:
         return None
 
     def why(self, since_s: float) -> str:
-        """Return the reason for its end that a start has recorded at the time `since_s` or later.
-        Return "" if there is none, because the ranks were killed."""
+        """Return the reason why the run ended, if the ranks have recorded it at the time `since_s`
+        (seconds since 1970) or later. Return "" if the ranks have recorded no reason, because they
+        were killed."""
         for name, reason in (("stacks/table.txt", _heading), ("history.jsonl", _recorded_reason)):
             path = self.path / name
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
@@ -69,12 +71,14 @@ class RunProgress:
         return None
 
     def ask_to_save(self) -> None:
-        """Ask the ranks to save a checkpoint, if the disk has room for the request."""
+        """Ask the ranks to save a checkpoint, by a file in the run directory; do nothing if the
+        disk is full."""
         with contextlib.suppress(OSError):
             (self.path / SAVE).touch()
 
     def withdraw(self) -> None:
-        """Remove a request that no rank has seen, so that the next start does not obey it."""
+        """Remove a request to save that no rank has seen, so that the next start of the ranks does
+        not obey it."""
         with contextlib.suppress(OSError):
             (self.path / SAVE).unlink()
 
@@ -92,14 +96,15 @@ def _heading(table: list[bytes]) -> str:
 
 
 def _recorded_reason(history: list[bytes]) -> str:
-    """Return the reason in the last line of a history file. Raises KeyError if the line is about
-    the beginning of a start."""
+    """Return the reason in the last line of a history file. Raises KeyError if this line records
+    the beginning of an attempt, not its end."""
     why = str(json.loads(history[-1])["why"])
     return why.removeprefix("failed: ").removeprefix("stopped: ")
 
 
 def _last_lines(path: Path) -> list[bytes]:
-    """Return the last lines of a file. Raises OSError if the file cannot be read."""
+    """Return the lines in the last TAIL_BYTES bytes of a file; the beginning of the first of these
+    lines may be missing. Raises OSError if the file cannot be read."""
     with open_file(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))

@@ -1,4 +1,5 @@
-"""One start of the ranks: the launcher's process, its signals, and how it ended."""
+"""One start of the ranks: the process of the launcher, the signals that it gets, and the way in
+which it ended."""
 
 import contextlib
 import os
@@ -20,9 +21,9 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one start of the ranks. `code` is the launcher's exit code, or 128 + N if signal N
-    ended the launcher. `failed` is True if a rank has reported an exception or a hang of the
-    program.
+    """The way in which one start of the ranks ended. `code` is the launcher's exit code, or 128 + N
+    if signal N ended the launcher. `failed` is True if a rank has reported an exception or a hang
+    of the program.
     """
 
     code: int
@@ -31,7 +32,7 @@ class Ended:
 
 class LauncherStart:
     """A launcher with its ranks, in a separate session of the operating system, so that Ctrl-C does
-    not reach the launcher. Open MPI's launcher would end its ranks a quarter of a second after
+    not reach the launcher. Open MPI's launcher would kill its ranks a quarter of a second after
     Ctrl-C."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -51,8 +52,8 @@ class LauncherStart:
         self.output = LauncherOutput(pipes, self.ask_to_stop)
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to stop after this step and to save. The launcher gets SIGUSR1 and passes
-        it to the ranks."""
+        """Ask the ranks to save and stop after the current step. The launcher gets the signal
+        SIGUSR1, which it passes to the ranks."""
         self._send(signal.SIGUSR1)
 
     def end(self) -> None:
@@ -65,7 +66,7 @@ class LauncherStart:
 
     def finish(self, quiet: bool) -> Ended:
         """Wait until the launcher and all processes of its session on this machine have ended.
-        Return how the launcher ended.
+        Return a description of how the launcher ended.
 
         The launcher's notices are printed if no rank has reported why the job ended. The notices
         are not printed if `quiet` is True, or if the exit code says that the run is complete, has
@@ -98,8 +99,8 @@ class LauncherStart:
 
 
 def _session(leader: int) -> list[int]:
-    """Return the process ids of the living processes of a session on this machine. `leader` is the
-    process id of the session's first process."""
+    """Return the process ids of the running processes of an operating-system session on this
+    machine. `leader` is the process id of the session's first process."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,8 +1,9 @@
-"""The supervisor of a job: it starts the ranks, and starts them again after some of them were lost.
+"""The supervisor of a job. It starts the ranks, and if some of them are lost, it starts the ranks
+again.
 
 The supervisor is one process, which runs the launcher and has no training state. After a restart
 the run continues from a checkpoint, or from copies of the state in the memory of the nodes. These
-copies remain when the ranks end.
+copies in memory remain when the ranks end.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
-AGAIN_S = 5.0  # a second request to stop has an effect only after this time
+AGAIN_S = 5.0  # a second request to stop has an effect only after this number of seconds
 # exit code -> the event in the last message; every other code is a failure
 EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -34,12 +35,12 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """The job to run on `ranks` ranks. `tree` is the content of the configuration file `config`, in
-    which `settings` have replaced values.
+    """The job to run on `ranks` ranks. `tree` is the content of the configuration file `config`,
+    with the values of `settings`.
 
-    If `searched` is True, the first start searches the layout. `restarts` is the allowed number of
-    consecutive restarts without a new step. `grow_s` is the number of seconds between two checks
-    whether lost nodes are available again.
+    If `searched` is True, the ranks search the best layout at their first start. `restarts` is the
+    allowed number of consecutive restarts without a new step. `grow_s` is the number of seconds
+    between two checks whether lost nodes are available again.
     """
 
     config: str
@@ -54,8 +55,8 @@ class SupervisedJob:
 
 @dataclass(frozen=True)
 class SavedBefore:
-    """The newest checkpoint, as `RunProgress.newest_checkpoint` returns it, before a save was asked
-    for."""
+    """The newest checkpoint (a result of `RunProgress.newest_checkpoint`) at the time at which the
+    ranks are asked to save."""
 
     checkpoint: tuple[str, int] | None
 
@@ -71,11 +72,12 @@ class Supervisor:
         *,
         tell: Callable[[str, int, float | None, str], None],
     ) -> None:
-        """Prepare the supervision of `job`. `tell` sends a message about an event of the run: the
-        name of the event, the last step, its loss and the reason."""
+        """Prepare the supervision of `job`. `tell` is a function that sends a message about an
+        event of the run. Its arguments are the name of the event, the last step, the loss of this
+        step, and the reason."""
         self.job = job
         self._send = tell
-        self._why = ""  # the reason for which the supervisor itself ends the run
+        self._why = ""  # the reason if the supervisor itself ends the run
         self.place = place
         self.environment = {**environment, COPIES: folder_of_copies()}
         self.progress = RunProgress(Path(job.run.dir), job.run.steps)
@@ -88,13 +90,16 @@ class Supervisor:
         self._requests = 0
         self._asked_s = 0.0
         self._growing = False
-        # the newest checkpoint before the save that precedes a growth; None without such a save
+        # To start more ranks, the supervisor first asks for a save. This is the newest checkpoint
+        # before that save; None if no such save was asked for.
         self._saving_since: SavedBefore | None = None
         self._looked_s = 0.0
-        self._first_after = 0  # the last step that was recorded before this start
+        # the last step that was recorded before the ranks were started this time
+        self._first_after = 0
 
     def run(self) -> int:
-        """Start the ranks until the run has ended; return the exit code."""
+        """Start the ranks, again and again until the run has ended; return the exit code of the
+        run."""
         for number in REQUESTS:
             signal.signal(number, self._request)
         self._tell("begins", counted(self.ranks, "rank"))
@@ -115,8 +120,8 @@ class Supervisor:
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
-            # to stop, in order to grow, the ranks had to save; if that failed, the save before it
-            # is there
+            # The ranks were asked to stop so that more ranks can be started. If their save at the
+            # stop failed, the checkpoint of the save before the stop exists.
             if not self._growing or ended.code not in (STOPPED, BAD_INPUT):
                 verdict = self._judge(ended)
                 if verdict is not None:
@@ -136,7 +141,7 @@ class Supervisor:
     # -- one start -------------------------------------------------------------------------------
 
     def _attempt(self, nodes: Sequence[LaunchHost]) -> Ended:
-        """Start the ranks and wait until they have ended."""
+        """Start the ranks once, and wait until they have ended."""
         train = [*_program(), "train", *self._words(), *self._overrides()]
         command = [*self.place.command(self.ranks, nodes), *train]
         try:
@@ -161,8 +166,8 @@ class Supervisor:
 
     def _words(self) -> list[str]:
         """Return the arguments of `ptdmpi train` that name the configuration and its settings. If
-        the first start has searched the layout, later starts read the layout from the run
-        directory, so that the search and its measurements are not repeated.
+        the ranks have searched the layout at their first start, later starts read the layout from
+        the run directory, so that the search and its measurements are not repeated.
         """
         resolved = self.progress.path / "config.toml"
         settings = [word for setting in self.job.settings for word in ("--set", setting)]
@@ -174,8 +179,9 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the settings in which this start differs from the first start. A later start
-        resumes the run, may use a layout for fewer ranks, and does not measure kernels again.
+        """Return the additional settings with which the ranks are started this time, compared with
+        the first start. A later start resumes the run, may use a layout for fewer ranks, and does
+        not measure kernels again.
         """
         settings = []
         if self.starts:
@@ -196,7 +202,8 @@ class Supervisor:
         return done is not None and (ended.code == 0 or done >= self.job.run.steps)
 
     def _judge(self, ended: Ended) -> int | None:
-        """Return the exit code if this was the last start; otherwise return None."""
+        """Return the exit code of the run if the ranks are not started again; otherwise return
+        None."""
         step = self.progress.newest().step
         asked = self._requests > 0
         before = self.record
@@ -207,15 +214,17 @@ class Supervisor:
             self._say(verdict.why)
         return verdict.code
 
-    # -- fewer ranks after a loss, and all ranks again ---------------------------------------------
+    # -- fewer ranks after a loss, and more ranks later
+    # ---------------------------------------------
 
     def _fitting(self, room: int) -> int:
-        """Return the largest number of ranks on which the run can continue: at most `room`, and at
-        most the number of ranks of the job. Return 0 if no number is possible.
+        """Return the largest number of ranks on which the run can continue. This number is at most
+        `room`, and at most the number of ranks of the job. Return 0 if the run cannot continue on
+        any number of ranks.
 
-        Only the data axis shrinks, so the optimizer's update stays the same. If the data-parallel
-        method lets replicas differ, the number of ranks cannot shrink, because the method depends
-        on the number of replicas.
+        With fewer ranks only the data axis becomes smaller, so the optimizer's update stays the
+        same. If the data-parallel method lets replicas differ, the number of ranks cannot shrink,
+        because the method depends on the number of replicas.
         """
         if room >= self.job.ranks:
             return self.job.ranks
@@ -227,8 +236,8 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """After a loss of ranks or nodes, ask the ranks to save when more ranks fit again; if they
-        have saved, ask them to stop."""
+        """If ranks or nodes were lost before, and more ranks fit again, ask the ranks to save.
+        After this save, ask the ranks to stop, so that more ranks can be started."""
         if self._growing or self._requests:
             return
         before = self._saving_since
@@ -260,13 +269,14 @@ class Supervisor:
         return self._that_train(self.ranks)
 
     def _that_train(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks train; the other ranks are spare."""
+        """Return how many of `ranks` ranks train. The other ranks are spare ranks."""
         return ranks - self.job.run.spare_ranks
 
     # -- requests to stop, and printed lines -------------------------------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Pass a request to stop to the ranks. The third request ends the ranks at once."""
+        """Handle a signal: pass the request to stop on to the ranks. After the third request, end
+        the ranks at once."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return

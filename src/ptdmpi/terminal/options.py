@@ -43,7 +43,7 @@ def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., N
 
 class Number(click.types.FloatParamType):
     """The type of an option whose value is a finite number above 0. If `least` is given, the value
-    is a whole number from `least` to `most`.
+    must be an integer from `least` to `most`.
 
     If `most` is 0, there is no upper limit. Raises a one-line InputError for any other value.
     """
@@ -77,8 +77,8 @@ class Number(click.types.FloatParamType):
 
 
 class NumberList(click.ParamType[list[int]]):
-    """The type of an option whose value is a list of positive whole numbers, separated by commas.
-    The numbers are sorted, and duplicates are removed.
+    """The type of an option whose value is a list of positive integers, separated by commas. The
+    numbers are sorted, and duplicates are removed.
     """
 
     name = "sizes"

@@ -1,9 +1,9 @@
 """Common code for all commands of the programs `ptdmpi` and `ptdmpi-data`: shared options, exit
 codes, and one-line error messages.
 
-A program is a `CommandGroup` of `Command`s; the function `run` executes its command line. Under
-mpirun or srun only rank 0 prints help and usage errors. A command that needs no MPI runs only on
-rank 0.
+Each program is a `CommandGroup` with `Command`s; the function `run` executes a command line of the
+program. Under mpirun or srun only rank 0 prints help and usage errors. A command that needs no MPI
+runs only on rank 0.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., No
     all ranks. `text_of` returns the text."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-        """Print the text and exit, if the option is given."""
+        """Print the text and exit, if the option is on the command line."""
         if given and not context.resilient_parsing:
             if launched_rank() == 0:
                 click.echo(text_of(context))
@@ -68,7 +68,8 @@ def _shared_options() -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command with the shared options, such as --help. Its help text ends with its exit codes."""
+    """A command that has the options which all commands share, such as --help. The help text of a
+    command ends with the list of its exit codes."""
 
     def __init__(self, name: str | None, *, exit_codes: str = EXIT_CODES, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": exit_codes, **options})
@@ -76,7 +77,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of commands with the shared options.
+    """A group of commands that has the options which all commands share.
 
     Commands whose names are in `in_parallel` run on all ranks of a job. All other commands run only
     on rank 0.
@@ -84,7 +85,7 @@ class CommandGroup(click.Group):
 
     command_class = Command
     group_class = type
-    in_parallel: frozenset[str] | None = None  # None: the parent group decides
+    in_parallel: frozenset[str] | None = None  # None: the parent group determines the value
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": EXIT_CODES, **options})
@@ -145,7 +146,8 @@ def run(
 
 def require_own_package() -> None:
     """Raise InputError if another folder with the name `ptdmpi`, for example in the current
-    directory, hides the package. In that case the files of the package would not be found.
+    directory, hides the package. If such a folder hides the package, Python would not find the
+    files of the package.
     """
     folder = Path(__file__).parents[1]
     package = sys.modules["ptdmpi"].__file__
@@ -161,7 +163,7 @@ def _flat(text: str) -> str:
 
 
 def _end_all(text: str) -> NoReturn:
-    """Exit because of an error that every rank has raised. Only rank 0 prints the error.
+    """Exit because of an error that all ranks have raised. Only rank 0 prints the error.
 
     All other ranks exit with code 0. After the first non-zero exit code mpirun kills all ranks, so
     a non-zero code of another rank could kill rank 0 before it has printed the error.

@@ -1,5 +1,5 @@
-"""One start of a run (an attempt): the state from which the attempt begins, its first log lines,
-and its entries in the history file."""
+"""One attempt of a run, which is one start of the training: the state from which the attempt
+begins, its first log lines, and its entries in the history file."""
 
 import contextlib
 import os
@@ -36,15 +36,15 @@ from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 def _measured(config: Config) -> Entries:
     """Return the fastest kernels according to the file `run.kernels`, or else the cluster file
-    `run.cluster`. Return {} if the file has no such measurements. `run.kernels = "default"` means
-    PyTorch's kernels, whatever was measured."""
+    `run.cluster`. Return {} if the file has no such measurements. If `run.kernels` is "default",
+    return PyTorch's own kernels, without regard to measurements."""
     wish = config.run.kernels
     if wish == "default":
         return BY_PYTORCH
     path = wish if wish.endswith(".toml") else config.run.cluster
     if not path:
         return {}
-    # the import is here, because a run without a cluster file does not need this module
+    # imported only here, because a run without a cluster file does not need this module
     from ptdmpi.plan.machine.cluster import load_cluster, load_kernels
 
     if path == wish:
@@ -53,15 +53,16 @@ def _measured(config: Config) -> Entries:
 
 
 class Attempt:
-    """One start of a run, made by all ranks together. Rank 0 writes the history file.
+    """One attempt of a run, which is one start of the training on all ranks. Rank 0 writes the
+    history file.
 
-    `first` is the number of steps that were trained before this start. If `idle` is True, nothing
-    is left to train, and nothing is written. `over` is the reason why the run has ended before its
-    last step; otherwise it is empty. `how` describes the state from which the run begins. `why`
-    describes why the run ended, and is empty until then; `event` is then the name of this end in
-    messages. `live` is True if the state came from the
-    memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` has the
-    checkpoints that could not be read, with reasons. `choice` has the kernels with which the run
+    `first` is the number of steps that were trained before this attempt. If `idle` is True, nothing
+    is left to train, and this attempt writes nothing. `over` is the reason why the run has ended
+    before its last step; otherwise it is empty. `how` describes the state from which this attempt
+    begins. `why` is the reason why the attempt ended; it is empty before the end. `event` is the
+    name of this end in messages. `live` is True if the state came from the
+    memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` lists the
+    checkpoints that could not be read, and the reasons. `choice` has the kernels with which the run
     computes; None means that no kernels are chosen yet.
     """
 
@@ -134,8 +135,9 @@ class Attempt:
                 engine.compute_by(self.choice)
 
     def _measures_kernels(self, engine: Engine) -> bool:
-        """Return True if this start of the run measures kernels: only a run that has no kernels
-        yet, on a CPU, and if kernels may differ from machine to machine."""
+        """Return True if this attempt measures which kernels are fastest. Kernels are measured only
+        on a CPU, if the run has no kernels yet, and if the configuration allows different kernels
+        on different machines."""
         run = self.config.run
         return (
             run.kernels == "auto"
@@ -146,9 +148,9 @@ class Attempt:
         )
 
     def take_owed(self, owed: bool) -> None:
-        """Set `pending` to True if `owed` is True and the run is not marked as done. `owed` is True
-        if a stop has interrupted the validation, or the evaluation of tasks, after the last step.
-        Every rank calls this method."""
+        """Set `pending` to True if `owed` is True and the run directory has no file `done`. `owed`
+        is True if a stop has interrupted the validation, or the evaluation of tasks, after the last
+        step. Every rank calls this method."""
         if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
             self.pending = True
 
@@ -158,12 +160,12 @@ class Attempt:
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:
-        """Load the state that `checkpoint.resume` and `checkpoint.initial` name. Return the number
-        of steps for which the state was trained.
+        """Load the training state that the keys `checkpoint.resume` and `checkpoint.initial` name.
+        Return the number of steps for which this state was trained.
 
-        `fresh` has the names of the parameters of the task head that the base model `adapt.base`
-        lacks. These parameters keep their random initial values, unless a checkpoint has them.
-        Raises InputError, on every rank, if the state cannot be loaded.
+        `fresh` lists the parameters of the task head that the base model `adapt.base` does not
+        have. The parameters in `fresh` keep their random initial values, unless a checkpoint
+        contains them. Raises InputError, on every rank, if the state cannot be loaded.
         """
         if self.copies is not None:
             copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
@@ -184,8 +186,8 @@ class Attempt:
         return 0
 
     def _resumed(self, resume: str, step: int) -> str:
-        """Return a text that describes how the run resumes after `step`. Raises InputError if a
-        checkpoint was named and no step is left."""
+        """Return a text that describes how the run resumes after `step`. Raises InputError if the
+        configuration names a checkpoint and no step is left to train."""
         checkpoints = self.checkpoints
         steps = self.config.run.steps
         if step >= steps and checkpoints.branches:
@@ -205,8 +207,8 @@ class Attempt:
         history.
 
         `concluded` is the number of steps that are recorded, and `show` prints a line. Returns None
-        on other ranks, and if nothing is left to train. Raises InputError if the directory cannot
-        be written.
+        on other ranks, and on all ranks if nothing is left to train. Raises InputError if the
+        directory cannot be written.
         """
         if self.idle or self.world.rank:
             return None
@@ -236,9 +238,10 @@ class Attempt:
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
-        """Return a context. At its end, record in the history why the work inside the block ended,
-        and after how many steps. Also send a message, unless this is left to the heartbeat: it
-        ends the job if a rank fails, and knows all ranks that failed."""
+        """Return a context. When the block ends, the context records in the history why the block
+        ended, and after how many steps. The context also sends a message about the end. If a rank
+        of several fails, the heartbeat sends this message instead, because the heartbeat ends the
+        job and knows all ranks that failed."""
         why = event = "done"
         try:
             yield
@@ -334,8 +337,8 @@ class Attempt:
         )
 
     def _nothing_left(self) -> str:
-        """Return the log line for a run that has no steps left. It names the keys that can be
-        changed to train further.
+        """Return the log line for a run that has no steps left. The line names the configuration
+        keys that can be changed to train further.
         """
         reason = f"run.steps = {self.config.run.steps}"
         legal = f"run.steps above {self.first}"

@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # importing this module starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# If an allocation fails although the memory should suffice, the error message assumes that the rank
-# could use this fraction of the memory that the model needs.
+# An allocation may fail although the prediction says that the memory is large enough. Then the
+# error message assumes that only this fraction of the needed memory is available.
 FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: the bytes that the rank may use, and the bytes that training
-    needs.
+    """The memory of one rank of a run: the bytes that are available to the rank, and the bytes that
+    training needs.
 
     `capacity_bytes` is the memory that this rank may use on its device. `step` is the predicted
     memory of a step.
@@ -69,15 +69,16 @@ class Memory:
         self._require(self._fits(self.step))
 
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
-        """Return the chosen kernels, limited to kernels whose memory fits. All ranks call this
-        method.
+        """Return the kernels `choice`, without kernels whose working memory does not fit into the
+        memory. All ranks call this method.
 
         If the memory is too small to keep the attention probabilities for the backward pass, the
         backward pass computes them again, and `say` reports this. Raises InputError, on every rank,
         if the kernels convert 16-bit types to float32 and there is no memory for the float32
         copies.
         """
-        if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
+        # the choice of kernels on a device (GPU) needs no further memory
+        if isinstance(choice, DeviceChoice):
             return choice
         self._wide = self._wide or choice.half == "widened"
         keeping = self._step(self._wide)
@@ -110,7 +111,7 @@ class Memory:
         return replace(step, host_capacity_bytes=self._least_host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
-        """Return True if every node and every GPU has the memory that its ranks need. All ranks
+        """Return True if every node and every GPU has as much memory as its ranks need. All ranks
         call this method."""
         world = self._world
         pipeline_rank = grid_of(self._config).coordinates(world.rank)["pipeline"]
@@ -133,7 +134,7 @@ class Memory:
         )
 
     def _require(self, fits: bool) -> None:
-        """Raise InputError on every rank unless `fits`."""
+        """Raise InputError on every rank if `fits` is False."""
         self._world.on_root(lambda: self._refuse(fits))
 
     def _refuse(self, fits: bool) -> None:
@@ -143,8 +144,8 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Return a context that adds a note to an out-of-memory error. The note shows how the
-        memory is used, and which changes of the configuration would make the model fit.
+        """Return a context that adds a note to an out-of-memory error. The note lists what the
+        memory is used for, and which changes of the configuration would make the model fit.
         """
         try:
             yield
@@ -164,8 +165,8 @@ class Memory:
 
 
 class _Use(NamedTuple):
-    """The bytes that a rank needs in one memory (of a device or a host), and the bytes that it may
-    use there.
+    """The bytes that a rank needs in the memory of a device or a host, and the bytes that are
+    available to the rank there.
     """
 
     needed_bytes: float
@@ -173,8 +174,8 @@ class _Use(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """The memory that a rank needs on its own device, and the memory of its host for offloaded
-    state and copies of the state."""
+    """The needed and the available memory of a rank: on its own device, and on its host (for
+    offloaded state and copies of the state)."""
 
     own: _Use
     host: _Use
@@ -209,8 +210,9 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that ranks started on this node will have.
 
-    This is the larger of two numbers: the GPUs that this process sees, and Slurm's number of GPUs
-    on the node. Slurm may show each task only one GPU.
+    The result is the larger of two numbers: the number of GPUs that this process sees, and the
+    number of GPUs on the node according to Slurm. The second number is needed because Slurm may
+    show each task only one GPU.
     """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -221,7 +223,8 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
     """Return the maximum number of ranks that will share a GPU if `local_ranks` ranks start on this
     node. If `device` is a CPU, return the number of ranks that will share the host.
 
-    Ranks take the GPUs in turn, so the largest number of ranks on a GPU is the quotient rounded up.
+    The ranks are distributed evenly over the GPUs, so the maximum is the quotient of ranks and
+    GPUs, rounded up.
     """
     if device.type == "cpu":
         return local_ranks
@@ -232,9 +235,9 @@ def rank_memory_bytes(device: torch.device, sharing: int) -> int:
     """Return how many bytes of a GPU's or a host's memory one rank may still use, if `sharing`
     ranks share this memory.
 
-    The memory in use is subtracted from the total. On a GPU that reports its free memory, the
-    memory of contexts, communicators and other processes is in use. On a host, the resident memory
-    of this process is in use.
+    The result is the total memory minus the memory in use, divided among these ranks. On a GPU that
+    reports its free memory, contexts, communicators and other processes count as memory in use. On
+    a host, the resident memory of this process counts as memory in use.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
@@ -268,14 +271,15 @@ def process_bytes() -> tuple[int, int]:
 def forget_peak() -> None:
     """Reset this process's peak of resident memory to its present value.
 
-    First, free memory that the C library glibc keeps is returned to the system. Other C libraries
+    Before this, return free memory that the C library glibc keeps to the system. Other C libraries
     have no call for this.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # some Linux kernels forbid this; then the peak stays
+    # some Linux kernels forbid this; in that case the recorded peak stays unchanged
+    with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
 
 
@@ -298,7 +302,7 @@ def _limits() -> Iterator[str]:
             continue
         base = CGROUPS
         name = "memory.max"
-        if controllers:  # version 1 of control groups
+        if controllers:  # the files of version 1 of control groups
             base = CGROUPS / "memory"
             name = "memory.limit_in_bytes"
         place = base / path.lstrip("/")

@@ -1,5 +1,5 @@
-"""Checks of a run before memory is allocated. One rank makes all checks, and one error reports all
-mistakes.
+"""Checks of a run before memory is allocated. One rank does all checks, and a single error reports
+all mistakes.
 """
 
 import os
@@ -39,9 +39,9 @@ from ptdmpi.train.tasks.files import task_files
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
     """Return the configuration of a run on `ranks` ranks, of which `node_ranks` are on each node.
 
-    `tree` has the sections of the configuration, as parsed from TOML. The data, the cluster file,
-    the tasks and the run directory are checked, too. No file is written. Raises InputError with one
-    line for each mistake.
+    `tree` has the sections of the configuration, as parsed from TOML. The function also checks the
+    data, the cluster file, the tasks and the run directory. No file is written. Raises InputError
+    with one line for each mistake.
     """
     tree = with_form(tree)
     try:
@@ -95,7 +95,7 @@ def checked_data(config: Config) -> int:
     if mistakes:
         raise InputError("\n".join(mistakes))
     if config.data_parallel.method == "decentralized":
-        topology_of(config)  # raises if the layout has no such topology
+        topology_of(config)  # raises InputError if the topology does not fit the layout
     source = source_of(config)
     course = Course(config, begun(config, source.train))
     if config.data.verify == "start" and config.task.kind == "none":
@@ -113,7 +113,8 @@ def checked_data(config: Config) -> int:
 
 
 def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """Call the checks. Return the lines of all InputErrors that they raise, without repetitions."""
+    """Call the checks. Return the lines of all InputErrors that the checks raise, without
+    repetitions."""
     lines: list[str] = []
     for check in checks:
         try:
@@ -124,8 +125,8 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield the checks that need only one or two sections of the configuration. These checks are
-    possible even if other sections are wrong.
+    """Yield functions that check only one or two sections of the configuration. These functions can
+    be called even if other sections are wrong.
     """
     run = sections.run
     if run is not None:
@@ -163,7 +164,8 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
 
 
 def _verify(path: str) -> None:
-    """Read all shards of a dataset. Raises InputError with the problems, one line each."""
+    """Read all shards of a dataset. Raises InputError with one line for each problem that is
+    found."""
     problems = [line for shard in find_shards(path) for line in verify(shard)]
     if problems:
         raise InputError("\n".join(problems))

@@ -42,7 +42,9 @@ from ptdmpi.plan.layout.grid import CONTEXT
 from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
-if TYPE_CHECKING:  # importing this starts MPI, and data is also opened without MPI
+# imported only for types, because importing this module starts MPI, and data is also opened without
+# MPI
+if TYPE_CHECKING:
     from ptdmpi.comm.world import Axes
 
 # The number of validation microbatches that are on the device at the same time; this limits the
@@ -64,7 +66,7 @@ class SampleSource(Protocol):
         """
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
-        """Yield this data rank's microbatches of validation dataset `number`.
+        """Yield the microbatches of validation dataset `number` that this data rank reads.
 
         Every data rank has the same number of microbatches.
         """
@@ -74,14 +76,14 @@ class SampleSource(Protocol):
         to the user."""
 
     def remarks(self) -> Iterator[str]:
-        """Yield log lines about the samples, which a run logs at its start."""
+        """Yield lines about the samples for the log; a run logs them at its start."""
 
 
 class ShardSource:
-    """Samples that are windows of the tokens in shards."""
+    """A source whose samples are windows of the tokens in shards."""
 
     def __init__(self, config: Config) -> None:
-        """Open the datasets. Raises InputError if they do not fit together."""
+        """Open the datasets. Raises InputError if the datasets do not fit together."""
         self.config = config
         self._train, self._valid = open_datasets(config)
         self.train: Sequence[Samples] = self._train
@@ -138,7 +140,7 @@ class ShardSource:
             forms.append(partial(with_references, labels))
 
         def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
-            """Apply all conversions of windows to samples, one after the other."""
+            """Apply all conversions from windows of tokens to samples, one after the other."""
             for form in forms:
                 microbatch = form(microbatch)
             return microbatch
@@ -146,7 +148,7 @@ class ShardSource:
         return apply_all
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
-        """Yield this data rank's microbatches of a validation dataset."""
+        """Yield the microbatches of a validation dataset that this data rank reads."""
         dataset = self._valid[number]
         batches = ValidationBatches(
             dataset,
@@ -165,13 +167,14 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line about the reference model of each dataset of pairs."""
+        """Yield, for each dataset of pairs of answers, a line about the reference model of this
+        dataset."""
         for dataset, references in self._references.items():
             yield f"{dataset.directory}: log-probabilities of {references.model}"
 
     def bigram_loss(self) -> float:
         """Return the validation loss of a bigram model of the training shards, in nats per token.
-        This call also makes the bigram model."""
+        This method also computes the bigram model."""
         bigram = Bigram(self._train)
         pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]
         tokens = len(pairs) * self.config.model.seq_length
@@ -194,10 +197,12 @@ class ShardSource:
 
 
 class TaskSource:
-    """The samples in the files of a task. The texts are tokenized when the files are read."""
+    """A source whose samples are the lines in the files of a task. The texts are tokenized when the
+    files are read."""
 
     def __init__(self, config: Config) -> None:
-        """Read the files. Raises InputError if a file cannot be used, or no tokenizer is known."""
+        """Read the files. Raises InputError if a file of the task cannot be used, or if no
+        tokenizer is known."""
         self.config = config
         frame = task_framing(config)
         self.form = frame.form
@@ -214,8 +219,8 @@ class TaskSource:
 
     @property
     def _micro(self) -> int:
-        """Return the number of samples in a microbatch. The configured microbatch size is a number
-        of sequences, and a sample may consist of several sequences."""
+        """Return the number of samples in a microbatch. The configuration gives the microbatch size
+        as a number of sequences, and a sample may consist of several sequences."""
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
@@ -231,7 +236,7 @@ class TaskSource:
         )
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
-        """Yield this data rank's microbatches of a validation file."""
+        """Yield the microbatches of a validation file that this data rank reads."""
         return in_order(
             self._valid[number],
             self.form,
@@ -258,7 +263,8 @@ class TaskSource:
 
 
 def source_of(config: Config) -> SampleSource:
-    """Open the data of a run. Raises InputError if the datasets do not fit together."""
+    """Open the data of a run, and return its source of samples. Raises InputError if the datasets
+    do not fit together."""
     if config.task.kind != "none":
         return TaskSource(config)
     if config.model.classifies:
@@ -269,7 +275,7 @@ def source_of(config: Config) -> SampleSource:
 
 
 class Feed:
-    """The data of a run, as it is read by one data rank.
+    """The data that one data rank of a run reads.
 
     `course` has the order of the samples, and the numbers of samples and tokens after each step.
     """
@@ -295,20 +301,21 @@ class Feed:
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
-        """Return microbatches as tensors on the device, of shape [sequence length, microbatch
-        size]. The tensors are valid until the next call.
+        """Return microbatches as tensors of shape [sequence length, microbatch size] on the device.
+        The tensors are valid until the next call of this method.
 
-        Every rank of the context axis reads complete samples; this method selects the positions of
-        this rank.
+        Every rank of the context axis reads complete samples, and this method returns only the
+        positions that this rank computes.
         """
         here = ContextAxis(self.axes[CONTEXT]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
-        """Yield (number of a validation dataset, group of this data rank's microbatches of it).
+        """Yield (number of a validation dataset, list of microbatches that this data rank reads of
+        this dataset).
 
-        Every rank yields the same number of groups. Corresponding groups have the same number of
-        microbatches.
+        Every rank yields the same number of such lists. The i-th lists of all ranks have the same
+        number of microbatches.
         """
         for number in range(len(self.valid)):
             group: list[MicrobatchRows] = []
@@ -354,7 +361,7 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        # two different tokenizers may have the same recorded hash
+        # compare the vocabulary, too: two different tokenizers may have the same recorded hash
         for name in ("vocab_size", "eod_id"):
             if getattr(dataset, name) != getattr(train[0], name):
                 raise InputError(
@@ -364,13 +371,14 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
         _require_rows(config, path, dataset)
         dataset.samples(config.model.text_length)  # raises InputError if there is no sample
     if config.model.masked:
-        masked_samples(config, train[0])  # InputError if the tokenizer does not separate words
+        # raises InputError if the tokenizer does not separate words
+        masked_samples(config, train[0])
     return train, valid
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if `dataset` has packed conversations, or pairs of answers, that do not fit
-    the settings of the run: the objective, the sequence length, or the boundaries of documents.
+    """Raise InputError if `dataset` has packed conversations or pairs of answers, and these do not
+    fit the settings of the run: the objective, the sequence length, or the boundaries of documents.
     """
     rows = dataset.row_length
     compares = config.preference.compares
@@ -427,7 +435,8 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (dataset 0, position) for each sample number. Numbers from `count` on get the position
+    """Return (0, position) for each sample number: the number of the dataset, which is always 0,
+    and the position of the sample in this dataset. Sample numbers from `count` on get the position
     of the last sample.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

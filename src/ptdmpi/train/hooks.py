@@ -1,4 +1,5 @@
-"""Hooks: objects that a user's program adds to a run. The run calls their methods."""
+"""Hooks: objects that a user's program adds to a run, and whose methods the run calls. The run
+calls the methods at certain points, for example after each step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,27 +12,27 @@ class Hook:
     """The base class of hooks. A run calls the methods of a hook, and a subclass overrides the
     methods that it needs.
 
-    Every rank has its own hook object, and all ranks call their hooks at the same points of the
-    run, so a hook may communicate. The result of `state` is stored in each checkpoint. When the run
-    resumes, the stored state is passed to `restore`.
+    Every rank has its own hook object. All ranks call the methods of their hooks at the same points
+    of the run, so a hook may communicate between ranks. Each checkpoint stores the result of the
+    method `state`. When the run resumes, the stored state is passed to `restore`.
     """
 
     # the name under which checkpoints store the hook's state; "" means the name of the class
     name = ""
 
     def step_ended(self, step: Completed) -> None:
-        """React to the end of a step. If a validation or a save follows the step, the run calls
-        this method before them."""
+        """React to the end of a training step. If a validation or a save follows the step, the run
+        calls this method before them."""
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
         """React to a validation; `values` are the values of the validation's record."""
 
     def saved(self, step: int, path: Path) -> None:
-        """React to a checkpoint that is complete on the disk."""
+        """React to a checkpoint, after it is completely written to the disk."""
 
     def stopped(self, step: int, why: str) -> None:
-        """React to the end of training in this start of the run; `why` is "done", or the reason why
-        the run stopped early.
+        """React to the end of training in this attempt of the run; `why` is "done", or the reason
+        why the run stopped early.
         """
 
     def state(self) -> Any:
@@ -45,7 +46,7 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run, called in the order in which they were given."""
+    """The hooks of a run. Their methods are called in the order in which the hooks were given."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         """Store the hooks. Raises ValueError if two hooks have the same name, because a checkpoint
@@ -76,12 +77,12 @@ class Hooks:
             hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the hooks that have one, by name."""
+        """Return name of a hook -> its state, for the hooks that have a state."""
         states = {name: hook.state() for name, hook in self._hooks.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give each hook its stored state, if there is one."""
+        """Pass to each hook its state from the checkpoint, if the checkpoint has one."""
         for name, hook in self._hooks.items():
             if name in states:
                 hook.restore(states[name])

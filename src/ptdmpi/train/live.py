@@ -1,4 +1,4 @@
-"""The training state in the memory of the surviving ranks after other ranks are lost, and its
+"""The training state that survives a loss of ranks in the memory of the other ranks, and its
 transfer to the ranks that continue.
 """
 
@@ -20,13 +20,14 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# The largest number of elements in one message, because MPI calls count bytes in 32-bit integers.
+# The maximum number of elements in one message: MPI calls count bytes in 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A step that was trained on all ranks: its number (from 1 on), its result and its duration."""
+    """A training step that all ranks have completed: its number (from 1 on), its result and its
+    duration."""
 
     step: int
     result: StepResult
@@ -38,12 +39,13 @@ class Handover:
     """The state from which a training loop starts: the live state of the surviving ranks, or the
     checkpoint that `resume` names.
 
-    `load` copies the live state into the engine and returns the number of steps that the state was
-    trained for. If `load` is None, a checkpoint is read. `unfinished` is the last step of the live
-    state, if a rank was lost before that step was recorded, validated and saved. `answer` describes
-    the data of the steps before and after this state. `lost` is True if ranks were lost.
-    `unwritten` has the lines, by file name, that wait for a disk that has failed; None if there is
-    no live state.
+    `load` is a function that copies the live state into the engine, and returns the number of steps
+    for which this state was trained. If `load` is None, the training loop reads a checkpoint
+    instead. `unfinished` is the last step of the live state, if a rank was lost before all ranks
+    had recorded, validated and saved that step. `answer` describes the training data before and
+    after the step of this state. `lost` is True if ranks were lost. `unwritten` maps the name of a
+    file to lines that could not be written because the disk has failed; None if there is no live
+    state.
     """
 
     resume: str
@@ -58,11 +60,11 @@ class Handover:
 class Account:
     """The report of a rank to the other surviving ranks.
 
-    `place` has the coordinates that the rank had in the last process grid. `step` is the number of
-    steps that the rank's state was trained for; None means that the rank has no state. `saved` has
-    the step and the path of the newest checkpoint. `asked` is the signal that asked the run to
-    stop. `answer` describes the data on which the state was trained. `unwritten` has, by file name,
-    the lines that rank 0 could not write.
+    `place` has the coordinates of the rank in the process grid before the loss. `step` is the
+    number of steps for which the rank's state was trained; None means that the rank has no state.
+    `saved` has the step and the path of the newest checkpoint. `asked` is the signal that asked the
+    run to stop. `answer` describes the training data of the state. `unwritten` maps the name of a
+    file to the lines that rank 0 could not write.
     """
 
     place: Coordinates | None = None
@@ -96,8 +98,8 @@ Replica = tuple[int, ...]  # a replica of the model: coordinates on all other ax
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the training state of `engine`. The result does not refer to the engine, so that the
-    engine's other memory can be freed.
+    """Return the training state of `engine`. The returned object does not refer to the engine, so
+    that the engine's other memory can be freed.
     """
     return Holding(account, engine.state.flats)
 
@@ -106,11 +108,11 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
     """Return the step after which the survivors continue; None if the survivors do not have the
     complete state after any step.
 
-    The state after a step is complete if every part of the model is on some surviving rank. The
-    result is the newest step with a complete state. If replicas differ (`apart`), the result is the
-    step after which the largest number of replicas is complete, or the newest of several such
-    steps. Ranks do not update at the same moment, so their steps may differ by one. States of
-    different steps are never mixed.
+    The state after a step is complete if every part of the model is on some surviving rank. Usually
+    the function returns the newest step with a complete state. If `apart` is True (replicas
+    differ), it returns the step after which the largest number of replicas is complete; of several
+    such steps, it returns the newest. Ranks do not update at the same moment, so their steps may
+    differ by one. States of different steps are never mixed.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -136,16 +138,16 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return the coordinates in the old process grid of each rank that has its state after `step`:
-    rank -> coordinates.
+    """Return rank -> coordinates in the old process grid, for each rank that has its state after
+    `step`.
     """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
-    """Return, for each rank of the new grid, the rank that sends it the state after `step`. A rank
-    that already has the state that it needs is its own source.
+    """Return, for each rank of the new grid, the rank that sends it the state after `step`. If a
+    rank already has the state that it needs, the rank itself is its source.
 
     Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
     the targets are divided among these ranks.
@@ -163,11 +165,12 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
 def routes_apart(
     accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
 ) -> list[Route]:
-    """Return the same as `routes`, for replicas that differ.
+    """Return the routes of the state after `step`, like `routes`, if replicas differ.
 
     Each new replica gets the complete state of one old replica, because parts of different replicas
-    do not fit together. Every complete old replica is used once before any old replica is used
-    twice. A new replica prefers the old replica of which its ranks already have the most parts.
+    do not fit together. The state of every complete old replica is used once before the state of
+    any old replica is used twice. A new replica preferably gets the state of the old replica of
+    which its ranks already have the most parts.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]
@@ -188,8 +191,8 @@ def routes_apart(
 def _matched(
     new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
 ) -> dict[Replica, Replica]:
-    """Return, for each new replica, the old replica whose state it gets. Pairs (new, old) are
-    chosen in descending order of the number of parts that need not be sent (`held`).
+    """Return, for each new replica, the old replica whose state it gets. Pairs (new replica, old
+    replica) are chosen in descending order of `held`, the number of parts that need not be sent.
     """
     chosen: dict[Replica, Replica] = {}
     pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
@@ -205,8 +208,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
     """Begin to send this rank's state to the ranks that need it; return the handles of the
     messages.
 
-    MPI carries the messages even if the run trains with another transport, because the old
-    communicators were revoked and the transport of the new world is not connected yet.
+    The messages are sent by MPI, even if the run trains with another transport: the old
+    communicators were revoked, and the transport of the new world is not connected yet.
     """
     wire = MpiCommunicator(world.control)
     return [
@@ -221,7 +224,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
 def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
     """Receive the engine's state from rank `source`, or copy it if `source` is this rank."""
     targets = engine.state.flats
-    # all ranks send and receive the tensors in the same order: first the weights, then each moment
+    # all ranks send and receive the tensors in the same order: first the weights, then the
+    # optimizer's moments one after the other
     if source == world.rank and holding.tensors:
         for target, tensor in zip(targets, holding.tensors, strict=False):
             target.copy_(tensor)

@@ -1,5 +1,5 @@
-"""The training loop: it trains the steps, and after each step it writes the record, validates,
-saves a checkpoint or stops, if these are due.
+"""The training loop. It trains the steps. After each step it writes the record of the step, and it
+validates, saves a checkpoint or stops if these are due.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
     This class determines only the order of events: a step, the record of the step, a validation, a
-    checkpoint, and a stop. The module `parts` makes the other objects of the run, and these objects
+    checkpoint, and possibly a stop. The module `parts` creates the other objects of the run, which
     make all other decisions. `Saving` decides when to save, `Validation` decides when to validate,
     and `Journal` decides what a record contains.
     """
@@ -67,11 +67,11 @@ class Loop:
 
     @property
     def first(self) -> int:
-        """Return the number of steps that were done before this loop began."""
+        """Return the number of training steps that were done before this loop began."""
         return self.attempt.first
 
     def run(self) -> None:
-        """Train to the end. Raises the same errors as `steps`."""
+        """Train to the end of the run. Raises the same errors as `steps`."""
         for _ in self.steps():
             pass
 
@@ -134,8 +134,8 @@ class Loop:
         self.lookout.close()  # close the lookout last, because it unlocks the run directory
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
-        """Train on the microbatches of step `step` (from 0). Return the completed step and its
-        microbatches."""
+        """Train on the microbatches of step `step` (from 0). Return the completed step and the
+        microbatches on which it was trained."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
@@ -147,17 +147,17 @@ class Loop:
         watches = [stopwatch for stopwatch in (watch, result.watch) if stopwatch is not None]
         self.journal.recent.add(elapsed_s, watches, result.inside_s)
         self.lookout.computed(result.compute_s, elapsed_s)
-        # The result is returned without its stopwatch, which refers to this rank's device: after a
-        # loss of ranks the result is sent to other ranks.
+        # Return the result without its stopwatch: the stopwatch refers to this rank's device, and
+        # after a loss of ranks the result is sent to other ranks.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
-        """Record a step. Then validate and save a checkpoint, if these are due or requested. Return
-        the requests of the ranks (stop or save) after this work.
+        """Record a step. After the record, validate and save a checkpoint, if these are due or
+        requested. Return the requests of the ranks (stop or save) after this work.
         """
         step = done.step
-        # vote before the record is written: the record contains the greatest peak memory of all
-        # ranks, which the vote computes
+        # vote before the record is written: the vote computes the greatest peak memory of all
+        # ranks, which the record contains
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -174,24 +174,24 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """Stop after the last concluded step if the ranks have requested a stop and the run is not
-        complete.
+        """End the run after the last concluded step if the ranks have requested a stop and the run
+        is not complete.
         """
         if self._goes_on(self.concluded) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)
 
     def _goes_on(self, step: int) -> bool:
-        """Return True if the run is not complete after `step`: steps are left, or a stop
-        interrupted the validation or the tasks after the last step.
+        """Return True if the run is not complete after `step`. This is the case if steps are left,
+        or if a stop interrupted the validation or the evaluation of tasks after the last step.
         """
         return step < self.config.run.steps or self.validation.missed(step)
 
     def _make_up(self, step: int) -> None:
-        """Do the validation and the tasks after `step`, which were interrupted by a stop in an
-        earlier start.
+        """Do the validation and the evaluation of tasks after `step`, which a stop interrupted in
+        an earlier attempt of the run.
 
-        If the validation loss is one of the best, the step is saved again, because its checkpoint
-        does not contain the validation loss.
+        If the validation loss is one of the best, save the step again, because the checkpoint of
+        this step does not contain the validation loss.
         """
         asked = self.validation.after_step(step)
         self.saving.checkpoints.validated = self.validation.standing.last

@@ -1,11 +1,11 @@
 """Losses and gradients that are not finite: the search for their origin, and the limit on skipped
 steps.
 
-Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
-norm is not finite, nothing is updated. By then, the sums over ranks have spread the value that is
-not finite to all ranks. To find the origin of the value, the step is computed a second time, and
-every output is tested. Dropout masks depend only on the samples, so the second computation gives
-the same values as the first one.
+Every step tests only the loss and the global gradient norm, which are computed anyway. If the loss
+or the norm is not finite, the step updates neither weights nor optimizer state. By the time of this
+test, the sums over ranks have spread the value that is not finite to all ranks. To find the origin
+of the value, the step is computed a second time, and every output is tested. Dropout masks depend
+only on the samples, so the second computation gives the same values as the first one.
 """
 
 import contextlib
@@ -41,12 +41,13 @@ class ValueKind(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A value that is not finite. Findings are ordered from cause to effect.
+    """The description of a value that is not finite. Objects of this class are ordered from cause
+    to effect.
 
     `microbatch` is the number of the microbatch within the global batch; -1 for weights. `depth` is
-    the position in the order of computation: the pipeline stage, then the position in the stage.
-    `samples` are the numbers of the samples in the microbatch. `what` is a text that describes the
-    value.
+    the position of the value in the order of computation: the pipeline stage, then the position in
+    the stage. `samples` are the numbers of the samples in the microbatch. `what` is a text that
+    describes the value.
     """
 
     kind: ValueKind
@@ -70,8 +71,8 @@ class Skips:
         max_skips: int,
         say: Callable[[str], None],
     ) -> None:
-        """Start the count at 0. `names(rank)` returns the name of a rank for messages, and `say`
-        prints a line.
+        """Start the count of skipped steps at 0. `names(rank)` returns the name of a rank for
+        messages, and `say` prints a line.
         """
         self.engine = engine
         self.names = names
@@ -114,25 +115,26 @@ class Skips:
         samples that may have caused it."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
-            if self.engine.config.run.compile:  # fused operations round differently
+            # the fused operations of compiled layers round differently
+            if self.engine.config.run.compile:
                 where = "not finite as compiled, finite when computed again by uncompiled layers"
         else:
             where = f"{finding.what} on {self.names(finding.rank)} is not finite"
             if finding.samples:
                 where += f", microbatch {finding.microbatch} of the batch"
                 return where, ", ".join(map(str, finding.samples))
-        # only rank 0 prints this text, and the first microbatch of rank 0 has the first samples of
-        # the step
+        # only rank 0 prints this text, and the first microbatch of rank 0 begins with the first
+        # sample of the step
         first = int(batches[0].samples[0])
         return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
 
 
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
-    """Compute step `step` again. Return the first value, in the order of `Finding`, that is not
-    finite.
+    """Compute step `step` again. Return the first value that is not finite, in the order of
+    `Finding`.
 
-    Every rank calls this function and gets the same result. The result is None if all values are
-    finite in the second computation. Afterwards the gradients are zero; the weights and the
+    Every rank calls this function and gets the same result. Return None if all values are finite in
+    the second computation. After this function the gradients are zero. The weights and the
     optimizer's state are unchanged.
     """
     findings = list(_weights(engine))
@@ -151,7 +153,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding
                 if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)
-        # this accumulates gradients, but neither reduces them nor updates the weights
+        # `accumulate` computes gradients, but neither reduces them nor updates the weights
         engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
     findings += watcher.findings
@@ -163,7 +165,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
     """Yield this rank's weights that are not finite."""
     buffer = engine.buffer
     rank = engine.axes.world.rank
-    # with ZeRO stage 3 a rank has only its own parts of the weights
+    # with ZeRO stage 3 a rank has only its own shards of the weights
     holds_whole = not buffer.portion.shards_weights
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
@@ -171,8 +173,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # if only values in another rank's shard are not finite (`own` is True), the other
-                # rank is the cause, and this rank's finding comes later in the order
+                # If only values in another rank's shard are not finite (`own` is True), the other
+                # rank is the cause. So this rank's finding comes later in the order.
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,
@@ -199,8 +201,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
 
 
 class _Watcher(OpHook):
-    """An observer of this rank's computation. It stores the first output, loss and gradient that
-    are not finite, each with its op.
+    """An observer of this rank's computation. The observer stores the first output, the first loss
+    and the first gradient that are not finite, each with its op.
     """
 
     def __init__(self, engine: Engine, batches: Sequence[Microbatch]) -> None:
@@ -208,8 +210,9 @@ class _Watcher(OpHook):
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # the number of the last output within this op
-        self._broken: set[int] = set()  # ids of weights whose gradient in this op is not finite
+        self._calls = -1  # number of the last output within the present op
+        # ids of the weights whose gradients are not finite in the present op
+        self._broken: set[int] = set()
 
     def begin(self, op: Op) -> None:
         """Store `op`, and count its outputs from 0 on. An output is identified by its op and its
@@ -230,7 +233,7 @@ class _Watcher(OpHook):
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             """Test an output of the forward pass."""
             op = self._op
-            # outside a forward op, the output is only recomputed for the backward pass
+            # Outside a forward op, this output is only recomputed for the backward pass.
             if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1

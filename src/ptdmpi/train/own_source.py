@@ -11,7 +11,8 @@ from ptdmpi.lineage.trained_on import Samples
 
 
 class OwnSource:
-    """The samples of the user's dataset classes, which `data.train` and `data.valid` name."""
+    """A source of samples from the user's dataset classes, which `data.train` and `data.valid`
+    name."""
 
     def __init__(self, config: Config) -> None:
         """Make the datasets. Raises InputError if a dataset cannot be used, or if the datasets do
@@ -44,7 +45,7 @@ class OwnSource:
         )
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
-        """Yield this data rank's microbatches of a validation dataset."""
+        """Yield the microbatches of a validation dataset that this data rank reads."""
         return in_order(
             self._valid[number],
             self.config.log.most_validated,

@@ -1,4 +1,4 @@
-"""The objects of one rank's training run, which are made in the order of their dependencies."""
+"""The creation of the objects of one rank's training run, in the order of their dependencies."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -38,9 +38,9 @@ from ptdmpi.watch.requests import Asked, StopRequest
 class Parts:
     """The objects that one rank's training run consists of.
 
-    `start` is the state from which the run begins. `concluded` is the last step whose record,
-    validation and saves are done. `vote` is a function that returns the requests of all ranks to
-    stop or save; every rank calls `vote`, and the result is the same on all ranks.
+    `start` is the state from which this attempt of the run begins. `concluded` is the last step
+    whose record, validation and saves are done. `vote` is a function that returns the requests of
+    all ranks to stop or save; every rank calls `vote`, and the result is the same on all ranks.
     """
 
     config: Config
@@ -69,8 +69,8 @@ def assemble(
     handover: Handover | None,
     hooks: Hooks,
 ) -> Parts:
-    """Make the objects of a run, load its state, and open its run directory. Every rank calls this
-    function.
+    """Create the objects of a run, load its training state, and open its run directory. Every rank
+    calls this function.
 
     After the loss of ranks `handover` has the state of the survivors. If `handover` is None,
     `checkpoint.resume` determines the state. Raises InputError if the run cannot begin.
@@ -86,7 +86,7 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        # close the lookout now, because its threads would not end otherwise
+        # close the lookout after an error, because its threads would not end otherwise
         lookout.close()
         raise
     if journal.directory is not None and lookout.judge is not None:
@@ -104,7 +104,7 @@ def _with_state(
     handover: Handover | None,
     hooks: Hooks,
 ) -> Parts:
-    """Make the objects for data, model and checkpoints, and load the state of the run."""
+    """Create the objects for data, model and checkpoints, and load the run's training state."""
     config = journal.config
     axes = lookout.axes
     say = journal.say
@@ -130,7 +130,7 @@ def _with_state(
     tasks = Tasks(engine, feed.course, world, journal)
     validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
     attempt.take_owed(validation.owed(attempt.first))
-    if not attempt.idle and not attempt.live:  # live state goes on, and waits for space
+    if not attempt.idle and not attempt.live:  # with live state, the run waits for disk space
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)
@@ -175,9 +175,10 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the object that copies the state into the nodes' memory. Return None if the
-    configuration asks for no copies, or if `environ` does not name a folder for them. `ptdmpi run`
-    sets this folder; only `ptdmpi run` would start the ranks again and use the copies."""
+    """Return the object that copies the training state into the memory of the nodes. Return None if
+    the configuration asks for no copies, or if `environ` does not name a folder for them. `ptdmpi
+    run` sets this variable. Without `ptdmpi run`, nothing would start the ranks again and use the
+    copies."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):
@@ -194,7 +195,7 @@ def _saving(
     hooks: Hooks,
     copies: MemoryCopies | None,
 ) -> Saving:
-    """Return the object that decides when the run is saved, and that verifies the state before
+    """Return the object that decides when a checkpoint is saved, and that verifies the state before
     every save.
     """
     return Saving(
@@ -209,8 +210,8 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log, and set `journal.rates`, which computes tokens and FLOPs
-    per second.
+    """Write the first lines of the log, and set `journal.rates`, the object that computes tokens
+    and FLOPs per second.
     """
     journal = parts.journal
     vocab_size = parts.feed.vocab_size

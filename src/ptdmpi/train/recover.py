@@ -1,12 +1,12 @@
 """A training run that survives the loss of ranks.
 
-A run is a sequence of attempts. In each attempt, some living ranks get positions in the process
-grid and train; the remaining ranks are spare and wait. At the end of the run, or when a rank is
-lost, all living ranks end the attempt together: all of them call MPI's agreement function
-(`ulfm.agree`). After a loss the world shrinks to the surviving ranks, which begin the next attempt.
-The survivors continue from the state in their memory if this state has every part of the model, and
-otherwise from the newest checkpoint. If another rank is lost during the recovery, the recovery
-begins again.
+A run is a sequence of attempts. In each attempt, some of the living ranks get positions in the
+process grid and train. The remaining ranks are spare ranks, which wait. At the end of the run, or
+when a rank is lost, all living ranks end the attempt together: all of them call MPI's agreement
+function (`ulfm.agree`). After a loss the world shrinks to the surviving ranks, which begin the next
+attempt. The survivors continue from the state in their memory if this state has every part of the
+model, and otherwise from the newest checkpoint. If another rank is lost during the recovery, the
+recovery begins again.
 """
 
 import gc
@@ -35,15 +35,17 @@ from ptdmpi.watch.requests import StopRequest
 
 # seconds between two checks with which a spare rank waits for the end of an attempt
 SPARE_POLL_S = 0.02
-FINISHED = 1  # lowest bit of the number on which ranks agree; the higher bits are the exit code
+# this lowest bit of the agreed number means that the run has ended; the higher bits are the exit
+# code
+FINISHED = 1
 
 
 class Survivors:
     """One rank of a run that continues after the loss of other ranks.
 
-    `world` has all living ranks, including spare ranks. `lost` has all ranks that were lost so far,
-    and `news` has only the ranks that were lost since the last attempt began to train. `failed_at`
-    is the time at which the recovery in progress began, or None.
+    `world` has all living ranks, including spare ranks. `lost` lists all ranks that were lost so
+    far. `news` lists only the ranks that were lost since the last attempt began to train.
+    `failed_at` is the time at which the present recovery began; None if no recovery is in progress.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Train, or wait as a spare rank. Return the number on which all living ranks agree: the
-        bitwise AND of the numbers that they contribute. If the bit FINISHED is set, the run has
-        ended, and the higher bits are the exit code."""
+        """Make one attempt: train, or wait as a spare rank. Return the number on which all living
+        ranks agree. It is the bitwise AND of the numbers that the ranks contribute. If the bit
+        FINISHED is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
         # the training ranks have raised this error together, but spare ranks have not, so it is no
@@ -111,31 +113,31 @@ class Survivors:
             self.failed_at = self.failed_at or time.perf_counter()
             self.world.abort_wires()
             ulfm.revoke(self.world)
-            # The agreement is inside this handler, because the frames of the exception keep the
-            # buffers of incomplete messages alive. After the agreement no rank sends such a
-            # message.
+            # Agree inside this handler: the frames of the exception keep the buffers of incomplete
+            # messages alive, and MPI may still use these buffers. After the agreement, no rank
+            # sends a message to these buffers.
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # No rank may leave before all ranks are done, because the remaining ranks may need its
-        # state to recover from a loss.
+        # A rank that is done must wait here for all other ranks: if a rank is lost, the other ranks
+        # may need the state of this rank.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:
-        """Train to the end of the run and return the exit code. On a spare rank return None at
-        once."""
+        """Train to the end of the run, and return the exit code of the run. On a spare rank, return
+        None immediately."""
         loop = self._take_place()
         if loop is None:
             return None
         try:
             yield from loop.steps()
-        except SystemExit as stop:  # all training ranks stop with the same code
+        except SystemExit as stop:  # all training ranks stop with the same exit code
             return int(stop.code or 0)
         return 0
 
     def _take_place(self) -> Loop | None:
-        """Give this rank a position in the process grid. Return its training loop, with the state
-        loaded, or None if the rank is spare.
+        """Give this rank a position in the process grid. Return the rank's training loop, whose
+        state is loaded; return None if the rank is a spare rank.
         """
         world = self.world
         accounts = world.control.allgather(self.holding.account)
@@ -158,9 +160,9 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # All ranks discard their old state. In a later attempt the state of a spare rank could not
-        # be used, because the other ranks may train the same step again with bitwise different
-        # results.
+        # All ranks discard their old state. The old state of a spare rank would be useless in a
+        # later attempt, because the other ranks may train the same step again with bitwise
+        # different results.
         self.holding = Holding(Account())
         if crew is not None:
             if self.news and self.failed_at is not None:
@@ -186,7 +188,7 @@ class Survivors:
         """Return the state from which this rank's loop starts: the live state after `step`, or a
         checkpoint if `step` is None.
 
-        `ways` has, for each rank, the rank that sends it the live state.
+        `ways` has the routes of the live state: for each rank, the rank that sends the state to it.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
@@ -198,7 +200,8 @@ class Survivors:
         source = next(way.source for way in ways if way.target == self.world.rank)
 
         def load(engine: Engine) -> int:
-            """Receive the live state. Return the number of steps for which it was trained."""
+            """Receive the live state. Return the number of steps for which the live state was
+            trained."""
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
             engine.policy.replicas_lost()
@@ -215,8 +218,8 @@ class Survivors:
         )
 
     def _put_away(self) -> None:
-        """Close the training loop. Keep only the state, which the next attempt may need, and the
-        buffers of incomplete messages.
+        """Close the training loop. Keep only the training state, which the next attempt may need,
+        and the buffers of incomplete messages.
         """
         loop = self.loop
         self.loop = None
@@ -225,7 +228,8 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        # if this is False, the state is incomplete, because messages of neighbours have not arrived
+        # if it is False, the state is incomplete: messages from neighbours in the graph have not
+        # arrived
         settled = loop.engine.policy.settled
         directory = loop.journal.directory
         account = Account(
@@ -257,7 +261,8 @@ class Survivors:
         return True
 
     def _give_up(self) -> None:
-        """Print that too few ranks are left, and end all living ranks with exit code 1."""
+        """Print that too few ranks are left for the run, and end all living ranks with exit code
+        1."""
         sizes = [f"t={self.grid.size_of(TENSOR)}", f"p={self.grid['pipeline']}"]
         if self.grid.size_of(EXPERTS) > 1:
             sizes.insert(1, f"e={self.grid.size_of(EXPERTS)}")
@@ -278,7 +283,7 @@ class Survivors:
         attempt.
 
         `step` is the step of the live state; None means that a checkpoint was used. `took_s` is the
-        duration of the recovery in seconds.
+        time in seconds that the recovery took.
         """
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
@@ -300,8 +305,8 @@ class Survivors:
 
 
 def _unfinished(accounts: list[Account], step: int) -> Completed | None:
-    """Return the result of step `step` from a rank that has completed the step. Return None if some
-    rank has already concluded the step, which means recorded, validated and saved it.
+    """Return the completed step `step`, from the report of a rank that has completed this step.
+    Return None if a rank has already concluded the step (recorded, validated and saved it).
     """
     if max(account.concluded for account in accounts) >= step:
         return None  # a rank concludes a step only after all ranks have completed it

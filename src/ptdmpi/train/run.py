@@ -1,5 +1,5 @@
-"""A training run as an object that yields its steps, so that a user's program can contain the
-training loop."""
+"""A training run as an object over which a program iterates: each item is a step. So a user's
+program can contain the training loop."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ class Run:
                 run.save()
 
     Each item is a `Completed` step: its number (from 1), its `result` (loss, gradient norm, ...)
-    and its seconds. A step is yielded after its record is written, and after the validation and the
-    checkpoint that the configuration asks for. A program may leave the loop early, if all ranks
+    and its seconds. The run yields a step after its record is written, and after the validation and
+    the checkpoint that the configuration asks for. A program may leave the loop early, if all ranks
     leave it after the same step; the progress since the last checkpoint is lost in that case. The
     run directory has the same contents as with `ptdmpi train`. Therefore `ptdmpi train` can
     continue a run of a `Run` object, and a `Run` object can continue a run of `ptdmpi train`.
@@ -63,14 +63,14 @@ class Run:
     ) -> None:
         """Prepare the run, and load its state.
 
-        `config` is the path of a TOML file, or a dictionary of its sections. `settings` replace
-        values by their names, such as "run.steps". `loss`, `data` and `optimizer` are the user's
-        own function and classes, defined at the top level of a module. The keys `run.loss`,
-        `data.train` and `optimizer.own` are set to the names of these objects. `hooks` are called
-        at each step, validation, save and stop. A caller that has already initialized the ranks and
-        handles signals passes both as `launch`. Without `launch` the run uses all ranks, and
-        handles signals until its end. Raises InputError, on all ranks, if the run cannot begin. If
-        one rank does not catch an exception, all ranks end.
+        `config` is the path of a TOML file, or a dictionary of its sections. `settings` maps names
+        of configuration keys, such as "run.steps", to values that replace the values of `config`.
+        `loss`, `data` and `optimizer` are the user's own function and classes, defined at the top
+        level of a module. The keys `run.loss`, `data.train` and `optimizer.own` are set to the
+        names of these objects. `hooks` are called at each step, validation, save and stop. `launch`
+        is for a caller that has already initialized the ranks and handles signals. Without `launch`
+        the run uses all ranks, and handles signals until its end. Raises InputError, on all ranks,
+        if the run cannot begin. An exception that one rank does not catch ends all ranks.
         """
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
@@ -111,7 +111,7 @@ class Run:
         self._end()
 
     def _end(self) -> None:
-        """Report the end to the hooks, and close the run."""
+        """Report the end of the run to the hooks, and close the run."""
         if self._now is not None:
             attempt = self._now.attempt
             self._hooks.stopped(self._now.concluded, attempt.why or "done")
@@ -145,8 +145,8 @@ class Run:
 
     @property
     def _now(self) -> Loop | None:
-        """Return the present training loop; None on a spare rank. After the loss of a rank there is
-        a new loop."""
+        """Return the present training loop; None on a spare rank. After the loss of a rank, the run
+        has a new training loop."""
         return self._loop if self._survivors is None else self._survivors.loop
 
     @property
@@ -185,8 +185,8 @@ class Run:
         """Return the losses on the validation data after the present step. Every rank calls this
         method.
 
-        The losses are recorded, too. Return {} if the run has no validation data, or if a stop
-        interrupts the validation.
+        The losses are also written to `metrics.jsonl`. Return {} if the run has no validation data,
+        or if a stop interrupts the validation.
         """
         loop = self._active
         return loop.validation.measured(loop.concluded)
@@ -217,7 +217,7 @@ class Run:
 
 
 def _all_ranks() -> Launch:
-    """Return a `Launch` object with all ranks. From now on, an exception that one rank does not
+    """Return a `Launch` object with all ranks. After this call, an exception that one rank does not
     catch ends all ranks.
     """
     signals = StopRequest()
@@ -228,9 +228,9 @@ def _all_ranks() -> Launch:
 
 
 def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the configuration keys for the user's own loss, data and optimizer, if these are
-    given, with the objects' names as values. Raises InputError for an object that cannot be
-    imported by its name.
+    """Return the configuration keys for the user's own loss, data and optimizer. The values are the
+    names of these objects; an object that is None has no key. Raises InputError for an object that
+    cannot be imported by its name.
     """
     named: dict[str, Any] = {}
     if loss is not None:

@@ -1,4 +1,5 @@
-"""The saves of a run: when they are due, how they are reported, and what happens if one fails."""
+"""The saves of a run's checkpoints: when they are due, how they are reported, and what happens if a
+save fails."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +12,14 @@ from ptdmpi.watch.requests import Save
 
 
 class Saving:
-    """The saves of one run. Every rank calls `after_step` after every step.
+    """The saves of checkpoints in one run. Every rank calls `after_step` after every step.
 
-    A failed save does not end the run, because the state is still in memory. A warning is printed,
-    and the run tries again after 1, 2, 4, ... steps (at most `every_steps`). The run fails only if
-    the save at its end or before a requested stop fails.
+    A failed save does not end the run, because the state is still in memory. After a failed save,
+    the run prints a warning and tries again after 1, 2, 4, ... steps (at most `every_steps`). The
+    run fails only if the save at its end or before a requested stop fails.
 
-    `newest` has the step and the path of the newest save, and `last_write_s` the seconds that this
-    save took.
+    `newest` is (step, path) of the newest checkpoint, and `last_write_s` is the number of seconds
+    that its save took.
     """
 
     def __init__(
@@ -32,9 +33,9 @@ class Saving:
         hooks: Hooks,
         copies: MemoryCopies | None = None,
     ) -> None:
-        """Prepare the saves. `last_step` is the last step of the run. `say` prints a line, `record`
-        writes a record of values, and `verify` raises an error if the state must not be saved.
-        `copies` makes additional copies in the nodes' memory.
+        """Prepare the saves. `last_step` is the last step of the run. `say` prints a line. `record`
+        writes a record of values. `verify` raises an error if the state must not be saved. `copies`
+        makes additional copies in the nodes' memory.
         """
         self.checkpoints = checkpoints
         self.last_step = last_step
@@ -51,18 +52,18 @@ class Saving:
 
     def after_step(self, step: int, asked: Save = Save.NO) -> bool:
         """Save a checkpoint if a save is due or requested by `asked`. Return True if a save was due
-        or requested; the result is the same on all ranks.
+        or requested; all ranks return the same value.
 
         With `Save.NOW` and `Save.LAST`, and after the last step, the save is complete when this
-        method returns. Raises SaveFailed on every rank if such a save fails, but not with
-        `Save.NOW`.
+        method returns. If a save with `Save.LAST` or after the last step fails, SaveFailed is
+        raised on every rank.
         """
         must = asked is Save.LAST or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0
         due = must or asked is not Save.NO or step == self.retry_step or regular
         if due:
             self.verify()
-        # finish the previous save first; if it has failed, this save is tried nevertheless
+        # finish the previous save first; even if the previous save has failed, this save is tried
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -79,8 +80,8 @@ class Saving:
         return due
 
     def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
-        """Copy the state into the nodes' memory. If this fails, print a warning, and continue the
-        run."""
+        """Copy the state into the nodes' memory. If the copy fails, print a warning, and continue
+        the run."""
         if not verified:
             self.verify()
         why = copies.keep(step)
@@ -88,8 +89,8 @@ class Saving:
             self.say(f"warning: no copy in memory after step {step}: {why}; the last copy stays")
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
-        """Call `work`, and report the saves that it returns. Raises SaveFailed if `work` fails and
-        `must` is True.
+        """Call `work`, and report the finished saves that `work` returns. Raises SaveFailed if
+        `work` fails and `must` is True.
         """
         try:
             for saved in work():

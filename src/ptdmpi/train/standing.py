@@ -1,5 +1,5 @@
-"""The best validations of a run, and the check whether the run still improves. This module does not
-use MPI, so that a dry run can use it, too.
+"""The best validations of a run, and the check whether the validation loss still improves. This
+module does not use MPI, so that a dry run can use it, too.
 """
 
 import math
@@ -13,7 +13,7 @@ from ptdmpi.sinks.record import kept_records
 
 
 class Validated(NamedTuple):
-    """One validation: the step after which it was made, and its loss in nats per token."""
+    """A validation: the step after which it was done, and its loss in nats per token."""
 
     step: int
     loss: float
@@ -30,9 +30,9 @@ class Standing:
 
     A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
     is the number of worse validations since the last improvement. The run ends when `worse` reaches
-    `stop_after_worse` (0: never). `trained` is the newest step that had a record when this start of
-    the run began, and `tasks_step` is the newest step with recorded scores of tasks. A stop may
-    have interrupted the work after step `trained`.
+    `stop_after_worse` (0: never). `trained` is the newest step that had a record when this attempt
+    of the run began. `tasks_step` is the newest step with recorded scores of tasks. A stop may have
+    interrupted the work after step `trained`.
     """
 
     stop_after_worse: int = 0
@@ -56,7 +56,7 @@ class Standing:
         return min(finite, key=lambda validation: validation.loss, default=None)
 
     def take(self, step: int, loss: float) -> bool:
-        """Add a validation; return True if it is among the `keep_best` best ones so far."""
+        """Add a validation. Return True if it is among the `keep_best` best validations so far."""
         new = Validated(step, loss)
         # test "not below" instead of "above or equal", because every comparison with NaN is false
         better = sum(not loss < other.loss for other in self.seen if other.finite)
@@ -69,8 +69,8 @@ class Standing:
 
     @property
     def remark(self) -> str:
-        """Return the end of the log line of the newest validation: a comparison with the best
-        validation.
+        """Return a comparison of the newest validation with the best validation, for the end of the
+        log line.
         """
         best = self.best
         if not (self.stop_after_worse or self.keep_best) or best is None:
@@ -97,8 +97,8 @@ class Standing:
 
 
 def standing_of(config: Config, step: int) -> Standing:
-    """Return the best and the worse validations up to `step` (`Standing`), computed from the
-    records in the run directory."""
+    """Return the `Standing` of the run: all validations up to `step`, computed from the records in
+    the run directory."""
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
         if record["step"] > step:

@@ -21,7 +21,7 @@ MOST_FAULTS = 8  # maximum number of faults that are printed on separate lines
 class Stopping:
     """The end of one run before its last step, on request or by early stopping.
 
-    This class has all reasons for such an end, and the lines that report them.
+    This class reports every reason for which a run ends before its last step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Stopping:
         self.lookout.obeyed("STOP")
         self.lookout.stops()
         reason = ""
-        if not self.attempt.why:  # otherwise `before_save` has already reported the stop
+        if not self.attempt.why:  # in all other cases `before_save` has already reported the stop
             reason = f"{asked.stop}: "
         self.attempt.why = f"stopped: {asked.stop}"
         then = "the same command goes on"

@@ -17,10 +17,10 @@ from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
-    """The validations of one run. Every rank calls `after_step` after every step after which a
-    validation is due.
+    """The validations of one run. Every rank calls `after_step` after each step for which `due`
+    returns True.
 
-    `standing` has the results so far, which are the same on all ranks.
+    `standing` has the results of the validations so far, which are the same on all ranks.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Validation:
         standing: Standing,
         hooks: Hooks,
     ) -> None:
-        """Prepare the validations. `vote` returns the requests of the ranks; it is called during a
-        validation, because a requested stop interrupts the validation.
+        """Prepare the validations. `vote` is a function that returns the requests of all ranks. It
+        is called during a validation, because a requested stop interrupts the validation.
         """
         self.config = config
         self.feed = feed
@@ -45,9 +45,9 @@ class Validation:
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
-        self.values: dict[str, Any] = {}  # the values in the record of the last validation
-        # True if the loss of a bigram model must still be reported, which is done once. A model
-        # with a lower loss has learned more than pairs of tokens.
+        self.values: dict[str, Any] = {}  # the values in the record of the newest validation
+        # True until the loss of a bigram model is reported, which is done once. A model with a
+        # lower loss has learned more than the frequencies of pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
@@ -60,8 +60,8 @@ class Validation:
         return bool(self.feed.valid) and (step == last or (every > 0 and step % every == 0))
 
     def owed(self, step: int) -> bool:
-        """Return True if this run trained `step` in an earlier start, and a stop interrupted the
-        validation or the tasks that were due after the step."""
+        """Return True if an earlier attempt of this run trained `step`, and a stop interrupted the
+        validation or the evaluation of tasks after this step."""
         return 0 < step == self.standing.trained and self.missed(step)
 
     def missed(self, step: int) -> bool:
@@ -75,12 +75,12 @@ class Validation:
         return self._due(step) and (last is None or last.step < step)
 
     def _asks_tasks(self, step: int) -> bool:
-        """Return True if the tasks are due after `step` and have not been evaluated."""
+        """Return True if the evaluation of the tasks is due after `step` and has not been done."""
         return self.tasks.due(step) and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
-        """Return the values of the validation after `step`. If this validation has not been done
-        yet, it is done now. Return {} if a stop interrupts the validation, or if the run has no
+        """Return the values of the validation after `step`. Do this validation now if it has not
+        been done yet. Return {} if a stop interrupts the validation, or if the run has no
         validation data.
         """
         last = self.standing.last
@@ -91,8 +91,8 @@ class Validation:
         return self.values
 
     def after_step(self, step: int) -> Asked:
-        """Do, record and log the validation and the evaluation of tasks, if these are due. Return
-        the requests of the ranks after this work.
+        """Do the validation and the evaluation of tasks, if these are due, and record and log the
+        results. Return the requests of the ranks after this work.
 
         If replicas differ, the model with the mean of their weights is validated.
         """
@@ -134,12 +134,13 @@ class Validation:
         self.journal.keep(step=step, **values)
         self.values = values
         self.hooks.validated(step, values)
-        # all ranks use the loss of rank 0 for their decisions
+        # all ranks use the loss of rank 0, so that all ranks decide equally
         loss = self.engine.axes.world.broadcast_object(values["validation_loss"])
         if self.standing.take(step, loss) and not asked.save:
             asked = replace(asked, save=Save.DUE)
         if self.standing.over and step < self.config.run.steps:
-            # the run ends because it no longer improves, so no other reason is reported
+            # do not report another reason, because the run ends due to a loss that no longer
+            # improves
             asked = replace(asked, stop="", save=Save.LAST)
         self.journal.say(f"step {step}  {text}{self.standing.remark}")
         place.enter("training")

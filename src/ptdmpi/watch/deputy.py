@@ -12,11 +12,12 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 class Deputy:
     """The object with which rank 1 monitors rank 0. It stores the time of the last message from
-    rank 0. If rank 0 is silent for too long, it first prints a warning, and later ends the job.
+    rank 0. If rank 0 is silent for too long, this object first prints a warning, and later ends the
+    job.
 
-    Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. The messages begin
-    when the heartbeat starts; before the first message the deputy does nothing. If `stall_s` is 0,
-    the deputy prints a warning, but never ends the job.
+    Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. Rank 0 sends
+    messages from the start of the heartbeat on. Before the first message, rank 1 does not monitor
+    rank 0. If `stall_s` is 0, the deputy prints a warning, but never ends the job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:
@@ -36,14 +37,14 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was suspended, and could not receive messages during that
-        time. The silence of rank 0 is measured from `now_s` on."""
+        """Record that this process was suspended, and could not receive messages during that time.
+        The silence of rank 0 is measured from `now_s` on."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
     def replaces(self, now_s: float) -> bool:
         """Return True if rank 0 has been silent so long that rank 1 must end the job. After a
-        shorter silence, print one warning."""
+        shorter silence, print a single warning."""
         silent_s = now_s - self._heard_s
         if self.stall_s and silent_s > max(self.stall_s, LEAST_SILENCE_S):
             return True

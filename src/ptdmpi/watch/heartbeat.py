@@ -1,9 +1,9 @@
 """The heartbeat: a thread of each rank that reports the rank's progress to rank 0, even if the main
 thread hangs.
 
-Rank 0 has a table of all ranks. After a stall or a failure, rank 0 prints the activity of each rank
-and the ranks for which all other ranks wait. It also makes every rank write the stacks of its
-threads, and ends the job. Rank 1 watches rank 0 (`deputy`).
+Rank 0 has a table with the newest reports of all ranks. After a stall or a failure, rank 0 prints
+what each rank is doing, and for which ranks the others wait. Rank 0 also makes every rank write the
+stacks of its threads, and then ends the job. Rank 1 watches rank 0 (`deputy`).
 """
 
 import atexit
@@ -43,18 +43,19 @@ from ptdmpi.watch.whereabouts import (
 )
 from ptdmpi.watch.wires import Wires
 
-# Waiting is treated as a stall only if it takes more than STALL_STEPS times as long as the longest
-# of the last training steps. During a save, a validation or the start-up one operation may take
-# long without an error, so the limit is PATIENCE times longer.
+# Waiting counts as a stall only if it takes more than STALL_STEPS times as long as the longest of
+# the last training steps. During a save, a validation or the start-up, a single operation may take
+# long without an error, so the time limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice. A signal that arrives later than this many seconds after the
-# first is a second request of the user.
+# Launchers deliver a signal twice. If a signal arrives more than SECOND_SIGNAL_S seconds after the
+# first signal, the user has sent a second request.
 SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals on one rank that are closer in time are treated as one signal
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
-ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that rank 0 sends
+# the messages that rank 0 sends to the other ranks
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"
 
 
 class Heartbeat:
@@ -90,20 +91,21 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
-        """Start the thread. Return False if this MPI cannot be called from a second thread."""
+        """Start the thread. Return False if the MPI library does not allow calls from a second
+        thread."""
         if not Mailbox.works_in_a_thread():
             return False
         # MPI is finalized at exit, and no thread may call it afterwards
         atexit.register(self.close)
         if self.axes.world.rank == 1:
-            # rank 0 is alive now, because all ranks have made this object together
+            # rank 0 is alive now, because it has just created its heartbeat together with all ranks
             self.deputy.hear(time.monotonic())
         self._thread.start()
         return True
 
     def failed(self, error: BaseException) -> None:
         """Report the exception `error` of this rank to rank 0, which prints the table of all ranks
-        and ends the job. Return if rank 0 has not ended the job after some seconds."""
+        and ends the job. If rank 0 does not end the job within some seconds, return."""
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
@@ -147,9 +149,9 @@ class Heartbeat:
             try:
                 self._beat()
             except MPI.Exception:
-                # A rank was lost. The remaining ranks make a new world, with a new heartbeat. The
-                # transports are aborted, because the main thread may be waiting for its device, and
-                # the device may be waiting for the lost rank.
+                # MPI raises an exception if a rank was lost. The remaining ranks make a new world,
+                # with a new heartbeat. The transports are aborted, because the main thread may be
+                # waiting for its device, and the device may be waiting for the lost rank.
                 self.axes.abort()
                 return
             except Exception as error:  # a device that has failed raises an error at every call
@@ -158,8 +160,8 @@ class Heartbeat:
                 self._ignore_device(error)
 
     def _ignore_device(self, error: Exception) -> None:
-        """Report an error of the device, or of the device's library, as this rank's failure. From
-        now on query only the host, not the device.
+        """Report an error of the device, or of the device's library, as this rank's failure. After
+        this call, the heartbeat queries only the host, not the device.
 
         The main thread either raises the same error or hangs.
         """
@@ -192,7 +194,7 @@ class Heartbeat:
                 self.mailbox.send(ALIVE, 1)
         for rank, message in self.mailbox.receive():
             if isinstance(message, Report):
-                if self.judge is not None:  # only rank 0 gets reports, and only rank 0 has a judge
+                if self.judge is not None:  # only rank 0 gets reports and has a judge
                     self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
                 self.deputy.hear(now_s)
@@ -206,7 +208,7 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job in place of rank 0, after all other ranks had time to write their stacks."""
+        """End the job instead of rank 0, after all other ranks had time to write their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
@@ -251,8 +253,8 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
-        """Write the stacks of this rank's threads, unless the disk is full or fails. The table must
-        be printed even then."""
+        """Write the stacks of this rank's threads, unless the disk is full or fails. The table of
+        ranks must be printed even if the stacks cannot be written."""
         with contextlib.suppress(OSError):
             self._write_stack_file(self.deputy.directory / "stacks")
 
@@ -295,7 +297,8 @@ class Judge:
         )
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
-        # called with the first line about a failure or a stall, before the job ends
+        # a function that is called with the first line about a failure or a stall, before the job
+        # ends
         self.ended: Callable[[str], None] = lambda why: None
         self.stop_at_once = False
         self.stopping = False  # True if the training loop has already printed that it stops
@@ -318,8 +321,8 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Look for failures and stalls. Return True once, when all ranks must write their
-        stacks."""
+        """Look for failures and stalls. Return True exactly once: when a failure or a stall is
+        found, so that all ranks must write their stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
@@ -380,8 +383,8 @@ class Judge:
         self.ended(headings[0])
 
     def compute_s(self) -> dict[int, float]:
-        """Return the seconds of each rank's own work in a step. The result is empty until all ranks
-        have reported these seconds."""
+        """Return rank -> seconds of the rank's own work in a step. Return an empty table until all
+        ranks have reported these seconds."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 
@@ -389,7 +392,7 @@ class Judge:
         return self.table[rank].report.failure or (0.0, "")
 
     def _stalls(self, now_s: float) -> bool:
-        """Return True if no rank has begun a new activity for longer than the limit."""
+        """Return True if, for longer than the limit, no rank has begun a new activity."""
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
         quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
         frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)

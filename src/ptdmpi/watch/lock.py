@@ -16,7 +16,7 @@ POLL_S = 0.5
 class RunLock:
     """The lock on the file `lock` in a run directory, until `close` or the end of the process.
 
-    The file contains the name of the process that has the lock. On a file system without locks
+    The file contains the name of the process that has the lock. On a file system that has no locks,
     every process gets the lock. The constructor raises InputError if another run keeps the lock for
     `wait_s` seconds, or if the directory cannot be written.
     """

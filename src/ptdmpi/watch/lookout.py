@@ -17,15 +17,15 @@ from ptdmpi.watch.slow import SlowRanks
 from ptdmpi.watch.stopwatch import Place
 from ptdmpi.watch.whereabouts import Ranks
 
-LAST_STEPS = 100  # the number of steps whose durations are stored
+LAST_STEPS = 100  # number of last steps whose durations are stored
 
 
 class Lookout:
-    """The heartbeat, the requests to stop or save, and the lock of one rank. All ranks make this
-    object together.
+    """The objects that monitor a run on one rank: the heartbeat, the requests to stop or save, and
+    the lock of the run directory. All ranks create their `Lookout` together.
 
     `place` is the present activity of the rank, which the training loop and the engine record.
-    `durations` are the durations of the last steps in seconds. `say` prints and logs a line.
+    `durations` has the durations of the last steps in seconds. `say` prints and logs a line.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Lookout:
         self._lock = RunLock(self.path, self.requests.signals.show)
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
-        """Record a step that is complete: `compute_s` are the seconds of this rank's own work,
-        `elapsed_s` are the seconds of the whole step."""
+        """Record a completed step. `compute_s` is the number of seconds of this rank's own work,
+        and `elapsed_s` the number of seconds of the whole step."""
         self.place.compute_s.append(compute_s)
         self.requests.stepped(elapsed_s)
 
@@ -103,7 +103,7 @@ class Lookout:
         of the vote, which is the same on all ranks.
 
         `memory_bytes` is the peak memory of this rank; the result has the greatest peak memory of
-        all ranks. A vote takes one small message.
+        all ranks. A vote needs only one small collective message.
         """
         world = self.axes.world
         ballot = self.requests.mine(world.rank)
@@ -111,7 +111,7 @@ class Lookout:
         return Asked(self.requests.reason(stop), Save(save), memory)
 
     def obeyed(self, name: str) -> None:
-        """Remove the file `name` ("STOP" or "SAVE"), on rank 0, after its request was carried
+        """On rank 0, remove the file `name` ("STOP" or "SAVE") after the request was carried
         out."""
         if self.axes.world.rank == 0:
             self.requests.obeyed(name)

@@ -19,11 +19,11 @@ MEMORY_EVENTS = 100_000
 
 
 class Profile:
-    """The profiler of one rank. If `run.profile_steps` is "10:12", the profile covers steps 10 to
-    12.
+    """The profiler of one rank, which records a few steps. If `run.profile_steps` is "10:12", the
+    profile covers steps 10 to 12.
 
-    The profile is written into the folder `profile/` of the run directory. If it cannot be written,
-    the profiler prints a warning, and the run continues.
+    The profile is written into the folder `profile/` of the run directory. If the profile cannot be
+    written, the profiler prints a warning, and the run continues.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class Profile:
         self._say(f"profiled steps {self._steps[0]} to {self._steps[-1]}: {trace}, {memory}")
 
     def _keep_memory(self, name: str, trace: Path) -> Path:
-        """Write the memory history and return its path.
+        """Write the memory history of the profiled steps, and return the path of the file.
 
-        On a GPU the file is the device's snapshot (for pytorch.org/memory_viz). On a CPU the file
-        has the bytes in use by tensors after each allocation in the trace.
+        On a GPU, the file is a snapshot of the device's memory, which pytorch.org/memory_viz can
+        show. On a CPU, the file lists the bytes that tensors use after each allocation in the
+        trace.
         """
         if self._device.type == "cuda":
             path = self._folder / f"memory-{name}.pickle"
@@ -90,8 +91,8 @@ class Profile:
 
 
 def memory_events(trace: Path) -> list[dict[str, Any]]:
-    """Return each allocation and release of memory in a trace, in the order of time. Each entry has
-    the time in microseconds, the bytes (negative for a release), and the new total in bytes."""
+    """Return each allocation and release of memory in a trace, in the order of time. Each entry is
+    (time in microseconds, bytes, new total in bytes); the bytes are negative for a release."""
     events = json.loads(trace.read_bytes())["traceEvents"]
     memory = [
         {"us": event["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}

@@ -1,8 +1,8 @@
-"""Requests to stop the run or to save a checkpoint. A request is a signal, a file in the run
-directory, or the time limit.
+"""Requests to stop the run or to save a checkpoint. A request comes from a signal, from a file in
+the run directory, or from the time limit of the run.
 
-Each rank records the requests that it receives. After each step all ranks vote, in one small
-message, so that they stop after the same step.
+Each rank records the requests that it receives. After each step, all ranks vote by one small
+collective message, so that they stop after the same step.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ LOOK_S = 1.0
 # Fraction of `max_minutes` that is reserved for a save until the duration of a save is known.
 FIRST_SAVE_SHARE = 0.05
 
-# The reasons to stop are numbers in a vote, and the greatest number wins. The numbers of signals
-# begin at _FIRST_SIGNAL.
+# In a vote, each reason to stop is a number, and the greatest number is the result. The numbers
+# from _FIRST_SIGNAL on stand for signals.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
 _FIRST_SIGNAL = 4
 _GONE = _FIRST_SIGNAL + len(SIGNALS)
 _RANKS = 1 << 32
-# reason -> text, for reasons that do not come from a particular rank
+# number of a reason -> text, for reasons that do not depend on the rank
 _WORDS = {
     0: "",
     _STOP_FILE: "file STOP",
@@ -52,21 +52,23 @@ _WORDS = {
 
 
 class Save(IntEnum):
-    """The request for a save in the vote of a rank. The greatest number of all ranks wins."""
+    """A rank's request for a save, as a number in a vote. The result of the vote is the greatest
+    number of all ranks."""
 
     NO = 0
-    DUE = 1  # a save is due by the clock; it is treated like a save at a multiple of `every_steps`
-    NOW = 2  # a user has requested a save, and waits for it; if it fails, the run goes on
+    DUE = 1  # `save_minutes` are over; treated like a save at a multiple of `every_steps`
+    NOW = 2  # a user has requested a save; if the save fails, the run continues
     LAST = 3  # the run ends after this save, and fails if the save fails
 
 
 class StopRequest:
-    """A context in which this process records SIGNALS, and is not ended by them.
+    """A context in which this process records the signals in SIGNALS, instead of being ended by
+    them.
 
-    After the context these signals are ignored. A signal that the process already ignores (because
-    of nohup, or in a shell's background) stays ignored. A signal handler in Python runs only after
-    the main thread has returned from MPI, which may never happen. Therefore each signal also writes
-    a byte to a pipe, which the heartbeat's thread reads.
+    After the context, the process ignores these signals. A signal that the process already ignores
+    (because of nohup, or in a shell's background) stays ignored. A signal handler in Python runs
+    only after the main thread has returned from MPI, which may never happen. Therefore each signal
+    also writes a byte to a pipe, which the heartbeat's thread reads.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,8 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # the process ends now, and a late duplicate must not change its exit code
+        # the process is about to end, and a late duplicate of a signal must not change its exit
+        # code
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
@@ -113,10 +116,11 @@ class StopRequest:
             send_nowhere(sys.stdout)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
-        """Return the signals that were received since the last call. If there are none, wait until
-        a signal arrives, until `wake` is called, or until `limit_s` seconds have passed.
+        """Return the signals that were received since the last call. If no signal was received,
+        wait until a signal arrives, until `wake` is called, or until `limit_s` seconds have passed.
 
-        Only one thread may call this method. It must not be the main thread.
+        Only one thread may call this method. The thread that calls this method must not be the main
+        thread.
         """
         select.select([self._out], [], [], limit_s)
         try:
@@ -126,13 +130,13 @@ class StopRequest:
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 
     def wake(self) -> None:
-        """Make `wait` return now."""
+        """Make a call of `wait` in another thread return now."""
         os.write(self._in, b"\0")
 
 
 class Ballot(NamedTuple):
-    """The numbers that one rank contributes to a vote. For `stop` and for `save`, the greatest
-    number of all ranks wins."""
+    """The numbers that one rank contributes to a vote. For `stop` and for `save`, the result of the
+    vote is the greatest number of all ranks."""
 
     stop: int
     save: int
@@ -148,7 +152,8 @@ class Asked:
 
 
 class _Files(NamedTuple):
-    """Which of the files STOP and SAVE are in the run directory."""
+    """The files that request something: `stop` is True if the file STOP is in the run directory,
+    `save` if the file SAVE is."""
 
     stop: bool
     save: bool
@@ -160,7 +165,7 @@ class Requests:
 
     `directory` is the run directory. `max_minutes` (0: no limit) is the time limit from the start
     of the process; the run stops when another step and a save would no longer fit into the limit. A
-    save is due every `save_minutes` (0: never).
+    save is due each time that `save_minutes` minutes have passed (0: never).
     """
 
     def __init__(
@@ -179,7 +184,7 @@ class Requests:
         self.save_s = save_minutes * 60
         self._saved_s = time.monotonic()
         self.began_s = time.monotonic() - process_age_s()
-        self.steps = 0  # number of steps that this process has done
+        self.steps = 0  # number of training steps that this process has done
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
         self._looked_s = -LOOK_S
@@ -188,7 +193,7 @@ class Requests:
         self._place: tuple[int, int] | None = None  # device and inode of the directory
 
     def mine(self, rank: int) -> Ballot:
-        """Return this rank's ballot for a vote."""
+        """Return the numbers that this rank contributes to a vote."""
         save = Save.NO
         reasons = [0]
         if self.signals.received is not None:
@@ -217,8 +222,8 @@ class Requests:
         return [reason for reason, applies in reasons.items() if applies]
 
     def reason(self, stop: int) -> str:
-        """Return a text for the reason to stop that has won a vote. `stop` is the greatest number
-        of all ballots.
+        """Return a text for the reason to stop that is the result of a vote. `stop` is the greatest
+        number of all ballots.
 
         Raise SharedInputError, on every rank, if the run directory no longer exists.
         """
@@ -245,7 +250,7 @@ class Requests:
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """Remove the file `name` from the run directory, on rank 0, so that its request is obeyed
+        """On rank 0, remove the file `name` from the run directory, so that its request is obeyed
         only once.
 
         A directory with this name is not a request, and is not removed.
@@ -278,7 +283,7 @@ class Requests:
     def _late(self) -> bool:
         """Return True if one more step, with a save after it, might end after the time limit.
 
-        The first step is always done, so that a run that is started repeatedly makes progress.
+        Return False before the first step, so that a run that is started repeatedly makes progress.
         """
         if not self.limit_s or not self.steps:
             return False

@@ -12,18 +12,18 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-# a rank is slow if its own work takes this many times as long as the work of its peers
+# a rank is slow if its own work takes this many times as long as the median work of its peers
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0  # minimum number of seconds between two printed lines about slow ranks
 MOST_PRINTED = 8
 
 
 class SlowRanks:
-    """Rank 0's comparison of the times that all ranks need for their own work, as reported to its
-    judge.
+    """Rank 0's search for slow ranks. It compares the times that all ranks have reported for their
+    own work.
 
     If `shares_cores` is True, no rank is reported as slow. In that case there are more threads than
-    cores, and at each moment the operating system slows down other ranks.
+    cores, and the operating system slows down different ranks at different moments.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class SlowRanks:
 def slow_ranks(
     compute_s: Mapping[int, float], grid: Grid, threshold: float
 ) -> list[tuple[int, float]]:
-    """Return (rank, factor) of the slow ranks, slowest first.
+    """Return (rank, factor) for each slow rank, the slowest first; the factor says how many times
+    as long the rank takes as its peers.
 
     `compute_s` maps a rank to the seconds of its own work in a step. A slow rank takes more than
     `threshold` times the median of its peers, which are the ranks at the same position of the
-    pipeline axis. The lower median is used, so that in a pair of ranks the slower rank is compared
-    with the faster one.
+    pipeline axis. The median is the lower median, so that in a pair of ranks the slower rank is
+    compared with the faster one.
     """
     peers: dict[int, list[int]] = defaultdict(list)
     for rank in compute_s:

@@ -12,10 +12,10 @@ COMPUTE_STEPS = 20  # number of steps over which the median of a rank's own work
 
 
 class Doing(NamedTuple):
-    """The activity of a rank at one moment.
+    """What a rank does at one moment.
 
-    `kind` and `op` have the meaning of the fields of a `Span`. `peer` is the pipeline rank from
-    which this rank waits for a message, or None.
+    `kind` and `op` have the same meaning as in a `Span`. `peer` is the pipeline rank from which
+    this rank waits for a message, or None.
     """
 
     kind: str
@@ -25,8 +25,8 @@ class Doing(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """Work that was given to a device: the host's activity `doing` at that time, and the marks
-    before and after the work.
+    """Work that the host has given to a device: the host's activity `doing` at that time, and the
+    marks (device events) before and after the work.
     """
 
     doing: Doing
@@ -38,10 +38,10 @@ class Place:
     """The present activity of a rank in its run. The main thread writes the attributes, and the
     heartbeat's thread reads them.
 
-    `doing` is the activity of the host. It is always replaced by a new `Doing`, so a reader never
-    sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending";
-    `step` is the number of the present step, from 1 on; `compute_s` are the seconds of this rank's
-    own work in each of the last steps.
+    `doing` is the activity of the host. The attribute `doing` is always replaced by a new object,
+    so a reader never sees an inconsistent one. `phase` is "start-up", "training", "validation",
+    "saving" or "ending"; `step` is the number of the present step, from 1 on; `compute_s` are the
+    seconds of this rank's own work in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class Place:
             self._under_way.append(_UnderWay(doing, begin, end))
 
     def now(self) -> Doing:
-        """Return the oldest work that the device has not finished, or else the activity of the
-        host.
+        """Return the activity of the oldest work that the device has not finished; if there is no
+        such work, return the activity of the host.
 
         Any thread may call this method, which never waits for the device.
         """
@@ -77,14 +77,14 @@ class Place:
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
-        """Begin `phase`. The host has no activity until the next span begins."""
+        """Begin `phase`. Until the next span begins, the host has no activity."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 
 
 class Spanned:
-    """The context of a span. This is a class and not a generator, because a generator would be
-    slower, and a rank has thousands of spans per second."""
+    """A context that measures the work inside it as one span. This is a class and not a generator,
+    because a generator would be slower, and a rank has thousands of spans per second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 

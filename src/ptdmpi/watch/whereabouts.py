@@ -1,7 +1,7 @@
 """The activity of each rank, the ranks for which each rank waits, and the ranks that cause a stall.
 
-The functions of this module are pure functions of the reports that rank 0 has. The thread that
-receives the reports is in `heartbeat.py`.
+All functions of this module are pure: their results depend only on the reports that rank 0 has. The
+thread that receives the reports is in `heartbeat.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ TERMINAL_ROWS = 40
 
 
 class Report(NamedTuple):
-    """A rank's report about itself.
+    """A rank's report about its own activity.
 
-    A report contains ages in seconds at the moment of sending instead of times, because the clocks
+    Instead of times, a report contains ages in seconds at the moment of sending, because the clocks
     of the hosts differ.
     """
 
@@ -41,13 +41,13 @@ class Report(NamedTuple):
     kind: str  # kind of span: "forward", "receive", ...
     op: str
     peer: int | None  # the pipeline rank from which this rank waits for a message
-    axis: str  # the group (such as an axis) of the rank's present collective, or ""
+    axis: str  # the group (such as an axis) in whose collective the rank is now, or ""
     collective: str
     age_s: float  # seconds since the rank began the activity (`kind`, `op`)
     compute_s: float = 0.0  # seconds of own work: median over the last steps; 0: unknown
     # the signals that the rank has received: (number, age)
     signals: tuple[tuple[int, float], ...] = ()
-    # the failure of the rank: (time of the wall clock, the error)
+    # the failure of the rank: (time by the wall clock, error message)
     failure: tuple[float, str] | None = None
     shown: bool = False  # True if this rank has written its stacks
     leaves: bool = False  # True in the last report of a rank that ends after the training
@@ -74,8 +74,8 @@ class Ranks:
 
     @property
     def beat_s(self) -> float:
-        """Return the seconds between two reports of a rank. With many ranks this interval is
-        longer.
+        """Return the seconds between two reports of a rank. With many ranks, this interval is
+        longer than BEAT_S.
         """
         return max(BEAT_S, self.grid.size / REPORTS_PER_S)
 
@@ -98,7 +98,7 @@ class Ranks:
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds since a rank last began an activity, over all ranks."""
+    """Return the seconds that have passed since any rank began a new activity."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 
@@ -112,8 +112,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
-        # collectives are compared only by name: a rank that is already in the next all_reduce is
-        # treated as if it were in this all_reduce
+        # Collectives are compared only by their names. So a rank that is already in the next
+        # all_reduce is treated as if it were in this all_reduce.
         absent = [
             peer
             for peer in group
@@ -129,7 +129,7 @@ def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]
     """Return the ranks that wait for no rank or are silent, in descending order of the time since
     their activity began.
 
-    The list is empty if the ranks wait in a circle.
+    The list is empty if the ranks wait for each other in a circle.
     """
     ranks_at_fault = [
         rank

@@ -9,11 +9,11 @@ PATIENCE_S = 5.0
 
 
 class Wires:
-    """The communicators of one rank, which the heartbeat's thread queries. No method of this class
-    waits.
+    """The communicators of one rank, which the heartbeat's thread queries. All methods of this
+    class return immediately, without waiting.
 
-    The main thread cannot query the communicators itself while it waits for its device, which it
-    does once in each step.
+    This class is needed because the main thread cannot query the communicators while it waits for
+    its device, which it does once in each step.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -25,8 +25,9 @@ class Wires:
     def inside(self) -> tuple[str, str]:
         """Return the axis and the name of the collective that this rank is in.
 
-        If the host of the rank waits in a collective, this collective is returned; otherwise the
-        collective that its device executes. Both returned texts are empty outside a collective.
+        If the host of the rank waits in a collective, return this collective; otherwise return the
+        collective that the device of the rank executes. Both returned texts are empty outside a
+        collective.
         """
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read `busy` only once, because the main thread may change it
@@ -37,12 +38,12 @@ class Wires:
         return "", ""
 
     def stuck(self, now_s: float) -> str:
-        """Abort all transports of this rank once one has failed. Return a failure if the main
-        thread has not raised it in time.
+        """Abort all transports of this rank if one of them has failed. Return the failure if the
+        main thread does not raise an error in time.
 
         After the abort, the main thread leaves its wait and raises an error. If the main thread has
-        not raised an error after PATIENCE_S seconds, return the failure; otherwise return an empty
-        text.
+        not raised an error PATIENCE_S seconds after the abort, return the failure; otherwise return
+        an empty text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

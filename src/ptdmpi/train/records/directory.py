@@ -27,12 +27,13 @@ def _show(line: str) -> None:
 
 
 class RunDirectory:
-    """The writer of `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
+    """The object that writes `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
 
-    Each record is one line, which is written by one system call. A start that resumes at a step
-    removes an incomplete last line, the records and timelines after that step, and the file `done`.
-    If the disk fails later, the run continues, because its state is in memory. In that case one
-    warning is printed, and the lines are written when the disk works again.
+    Each record is one line of `metrics.jsonl`, which one system call writes. An attempt that
+    resumes at a step removes an incomplete last line, the records and timelines after that step,
+    and the file `done`. If the disk fails during the run, the run continues, because its state is
+    in memory. In that case one warning is printed, and the lines are written when the disk works
+    again.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class RunDirectory:
         *,
         handed_over: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the directory `path` at step `resumed_step` (0: a new run); `show` prints a line.
+        """Open the directory `path` for an attempt that resumes at step `resumed_step` (0: a new
+        run); `show` is a function that prints a line.
 
-        `handed_over` has the lines, by file name, that surviving ranks could not write before
-        (`unwritten`); None means that no rank has live state. Raises InputError if the directory
-        cannot be written and no rank has live state. With live state the run goes on, after a
-        warning.
+        `handed_over` maps the name of a file to the lines that surviving ranks could not write
+        before (`unwritten`); None means that no rank has live state. Raises InputError if the
+        directory cannot be written and no rank has live state. With live state, the run continues
+        after a warning.
         """
         self.path = path
         self.metrics = path / "metrics.jsonl"
@@ -57,7 +59,8 @@ class RunDirectory:
         self.show = show
         self._resumed_step = resumed_step
         self._waiting = {path / name: text for name, text in (handed_over or {}).items()}
-        if records := self._waiting.pop(self.metrics, ""):  # the last step may be trained again
+        # the last step may be trained again, so the run is not complete yet
+        if records := self._waiting.pop(self.metrics, ""):
             kept = [line for line in records.splitlines(True) if self._is_kept(line.encode())]
             if kept:
                 self._waiting[self.metrics] = "".join(kept)
@@ -82,20 +85,20 @@ class RunDirectory:
         write_whole(self.path / "config.toml", text)
 
     def _drop_later(self) -> None:
-        """Remove all files and records of later steps than the resumed one."""
+        """Remove all files and records of steps after the resumed step."""
         (self.path / DONE).unlink(missing_ok=True)
         if self.metrics.exists():
             self._dropped = self._drop_records()
         self._drop_timelines()
 
     def _is_kept(self, line: bytes) -> bool:
-        """Return True if a line is the record of a step up to the resumed one."""
+        """Return True if `line` is the record of a step up to the resumed step."""
         step = _step(line)
         return step is not None and step <= self._resumed_step
 
     @property
     def unwritten(self) -> dict[str, str]:
-        """Return the lines, by file name, that wait because the disk has failed."""
+        """Return file name -> lines that are not written yet because the disk has failed."""
         return {path.name: text for path, text in self._waiting.items()}
 
     def _drop_records(self) -> bool:
@@ -127,7 +130,7 @@ class RunDirectory:
         TensorBoard."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)
-        if not is_supervised():  # otherwise `ptdmpi run` sends the messages
+        if not is_supervised():  # `ptdmpi run` sends the messages itself
             self._messages = Notices(config.log, config.run, self.say)
 
     def tell(self, event: str, why: str) -> None:
@@ -212,7 +215,7 @@ def append_lines(path: Path, lines: str) -> None:
 
 
 def _step(line: bytes) -> int | None:
-    """Return the step of a record, or None if `line` is no record."""
+    """Return the step of the record in `line`, or None if `line` contains no record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -21,13 +21,13 @@ class Journal:
     """The log lines and records of one run. Every rank has a journal, but only the journal of rank
     0 prints and writes.
 
-    `directory` is set only on rank 0, when it is certain that the run begins. Until then lines are
-    only printed on the terminal, so a run that cannot begin leaves no log. `rates` is set before
-    the first step.
+    `directory`, the run directory, is set only on rank 0, and only when it is certain that the run
+    begins. Before `directory` is set, lines are only printed on the terminal, so a run that cannot
+    begin leaves no log. `rates` is set before the first step.
     """
 
     def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
-        """Create the journal without a run directory. `show` prints a line."""
+        """Create the journal without a run directory. `show` is a function that prints a line."""
         self.config = config
         self.show = show
         self.recent = RecentSteps(axes)
@@ -36,7 +36,7 @@ class Journal:
         self.rates: Rates | None = None
 
     def say(self, line: str) -> None:
-        """Print a line, and write it into the log."""
+        """Print `line`, and write it into the log."""
         if self.directory is not None:
             self.directory.say(line)
         elif self._first_rank:
@@ -49,12 +49,12 @@ class Journal:
 
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
         """Write the record of a step, extended by `values`. Also write a log line if the step is
-        the last one or a multiple of `log.every_steps`.
+        the last step of the run or a multiple of `log.every_steps`.
 
         `wire_bytes` and `wire_messages` in the record are the bytes and messages that one rank has
-        sent in this step, by group of ranks and kind of message. This rank is rank 0; after a loss
-        of ranks it may be another rank. `usual_s` is the usual duration of a step, from which the
-        remaining time is estimated.
+        sent in this step, by group of ranks and kind of message. The counted rank is rank 0; after
+        a loss of ranks, another rank may be rank 0. `usual_s` is the usual duration of a step, from
+        which the remaining time is estimated.
         """
         if self.directory is None or self.rates is None:
             return
@@ -90,7 +90,8 @@ class Journal:
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write the timeline of one of the last steps up to `step`. All ranks call this method."""
+        """Write the timeline of one of the last steps before or at `step`. All ranks call this
+        method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class Journal:
 
 
 def _optional(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None."""
+    """Return the entries of a table whose values are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -113,7 +114,7 @@ def _loads(result: StepResult) -> dict[str, Any]:
 
 
 def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left_s: float) -> str:
-    """Return the line of a step for the terminal and the log. `left_s` is the remaining time in
+    """Return the line about a step for the terminal and the log. `left_s` is the remaining time in
     seconds."""
     result = done.result
     parts = [
@@ -134,7 +135,8 @@ def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left
 
 
 def _method_parts(result: StepResult) -> list[str]:
-    """Return the fields of a step's line that only some data-parallel methods or models have."""
+    """Return the parts of the line about a step that only some data-parallel methods or models
+    need."""
     parts = []
     if result.consensus is not None:
         parts.append(f"apart {result.consensus:.3g}")

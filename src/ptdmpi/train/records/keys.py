@@ -3,7 +3,7 @@ values.
 
 Every key that this version writes has an entry in `RECORD_KEYS`. A run that another version has
 written may have keys without an entry; the report shows the name and the newest value of such a
-key. This module imports no torch, so that reports are fast on login nodes.
+key. This module does not import torch, so that reports are fast on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class ReportRow:
     computes its value.
 
     `label` is the row's name in the table, by default `name` with spaces. If `of_layout` is True,
-    the records of steps with earlier layouts are left out.
+    the row leaves out the records of steps that were trained with an earlier layout.
     """
 
     name: str
@@ -36,9 +36,9 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class RecordKey:
-    """The use of one record key in the report. Exactly one of three fields is set: `rows` if the
-    key has its own rows; `within` if it is used in another row, which has this name; or `hidden`,
-    the reason why the report does not show the key.
+    """The use of one record key in the report. Exactly one of three fields is set. `rows`: the key
+    has its own rows. `within`: the name of another row in which the key is used. `hidden`: the
+    reason why the report does not show the key.
     """
 
     rows: tuple[ReportRow, ...] = ()
@@ -61,18 +61,18 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _largest_of_last(values: Sequence[Any]) -> Any:
-    """Return the largest element of the newest value, which is a list with one number for each
-    layer."""
+    """Return the largest element of the newest recorded value, which is a list with a number for
+    each layer."""
     return max(values[-1], default=None)
 
 
 def _sum_of_last(values: Sequence[Any]) -> Any:
-    """Return the sum of the newest value, which is a list with one number for each layer."""
+    """Return the sum of the newest recorded value, which is a list with a number for each layer."""
     return sum(values[-1])
 
 
 def _count(values: Sequence[Any]) -> int:
-    """Return the number of records in which the value is True, or a list that is not empty."""
+    """Return the number of records in which the value is True, or is a list that is not empty."""
     return sum(map(bool, values))
 
 
@@ -89,7 +89,7 @@ def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 
 # The rows of the report are in the order of these keys.
 RECORD_KEYS: Mapping[str, RecordKey] = {
-    # records of steps: progress
+    # keys in the records of steps: progress
     "layout": _newest("layout", "text"),
     "rank_count": _newest("ranks"),
     "step": RecordKey(within="steps"),
@@ -107,12 +107,12 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
     "loss_scale": RecordKey(hidden="a means of fp16, no result; skipped steps are shown"),
-    # records of steps: communication-efficient methods, and experts
+    # keys in the records of steps: communication-efficient methods, and experts
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
     "dead_experts": RecordKey((ReportRow("dead_experts", _sum_of_last),)),
-    # records of validations and tasks
+    # keys in the records of validations and of tasks
     "validation_loss": _newest("validation_loss"),
     "validation_perplexity": _newest("validation_perplexity"),
     "validation_accuracy": _newest("validation_accuracy"),
@@ -126,7 +126,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "gradient_noise": RecordKey(within="gradient_noise"),
     "tasks": RecordKey(within="tasks"),
     "tasks_time_s": _median("median_tasks_time_s", "seconds", "median tasks"),
-    # records of steps: speed, memory, messages
+    # keys in the records of steps: speed, memory, messages
     "step_time_s": _median("median_step_time_s", "seconds", "median step"),
     "tokens_per_s": _median("median_tokens_per_s"),
     "model_tflops_per_rank": _median("median_model_tflops_per_rank"),
@@ -138,7 +138,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "slow_ranks": RecordKey((ReportRow("reports_of_slow_ranks", _count),)),
     "wire_bytes": RecordKey(within="wire"),
     "wire_messages": RecordKey(within="wire"),
-    # records of checkpoints, and of the beginning of an attempt
+    # keys in the records of checkpoints, and of the beginning of an attempt
     "checkpoint_bytes": _newest("checkpoint_bytes", "bytes", "checkpoint"),
     "checkpoint_stall_s": _median("median_checkpoint_stall_s", "seconds", "median save, stalled"),
     "checkpoint_write_s": _median("median_checkpoint_write_s", "seconds", "median save, written"),

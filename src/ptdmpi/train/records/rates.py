@@ -16,15 +16,15 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
 # The number of rows and columns of the matrices whose product is timed. The FLOP rate of 512 x 512
-# products is within 1 % of the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512). The
-# 512 x 512 products take a quarter of the time, and each product ends within one time slice of a
-# shared core.
+# products is within 1 % of the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512).
+# The 512 x 512 products take a quarter of the time of the 1024 x 1024 products, and each product
+# ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
 
 
 def known_peak(name: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU in FLOP/s, according to its data sheet.
+    """Return the peak rate of a GPU for dense matrices in FLOP/s, according to its data sheet.
 
     `name` is torch's name of the GPU, and `precision` is the value of `precision.compute`. Returns
     None if `presets/peaks.toml` has no entry for the GPU or the precision, and for a partition of a
@@ -43,11 +43,11 @@ def known_peak(name: str, precision: str) -> float | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
-    """Return the dense peak of one rank in FLOP/s. On a GPU the peak is the value of the data
-    sheet, or None if it is unknown.
+    """Return the peak rate of one rank for dense matrices in FLOP/s. On a GPU, the result is the
+    value of the data sheet, or None if it is unknown.
 
-    No data sheet says how many cores of a CPU a rank has. On a CPU the peak is therefore the best
-    rate of a few products of square matrices of `dtype`.
+    No data sheet says how many cores of a CPU a rank has. On a CPU, the result is therefore
+    measured: it is the highest rate of a few products of square matrices of `dtype`.
     """
     if device.type != "cpu":
         return known_peak(device_name(device), precision)
@@ -62,10 +62,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
 
 
 def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:
-    """Return the median over all ranks of the dense peak in FLOP/s. The MFU of the run is computed
-    from this median.
+    """Return the median over all ranks of the peak rate for dense matrices in FLOP/s. The MFU of
+    the run is computed from this median.
 
-    Every rank calls this function. Returns None if any rank does not know its peak.
+    Every rank calls this function. Returns None if the peak rate of any rank is unknown.
     """
     precision = config.precision.compute
     mine = peak_flops(device, data_types(precision).compute, precision)
@@ -93,8 +93,8 @@ class Rates:
     def __init__(
         self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
     ) -> None:
-        """Compute the tokens and FLOPs of a step. `peak_flops` is the dense peak of one rank in
-        FLOP/s, or None if the peak is unknown.
+        """Compute the tokens and FLOPs of a step. `peak_flops` is the peak rate of one rank for
+        dense matrices in FLOP/s, or None if it is unknown.
         """
         model = config.model
         recompute = config.recompute

@@ -11,13 +11,14 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # the number of last steps from which one step is chosen for the timeline
+RECENT_STEPS = 20  # the timeline shows one of this number of last steps
 
 
 class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
-    `inside_s` has the seconds that ops spent in collectives, by group of ranks.
+    `inside_s` maps a group of ranks to the seconds that ops of this rank spent in collectives of
+    the group.
     """
 
     elapsed_s: float
@@ -37,7 +38,7 @@ class RecentSteps:
     ) -> None:
         """Store the measurements of a step (see `StepSpans`).
 
-        The stopwatches are read only when a timeline is written.
+        The times are read from the stopwatches only when a timeline is written.
         """
         self._steps.append(StepSpans(elapsed_s, watches, inside_s))
 
@@ -45,8 +46,8 @@ class RecentSteps:
         """Write the timeline of the step with the median duration to
         `directory/step-NNNNNNNN.json`. Every rank calls this method.
 
-        The file has the spans of all ranks in rank 0's pipeline. `last_step` is the number of the
-        newest step. If the file cannot be written, `say` prints the reason.
+        The file has the spans of all ranks that belong to the same pipeline as rank 0. `last_step`
+        is the number of the newest step. If the file cannot be written, `say` prints the reason.
         """
         if not self._steps:
             return

@@ -19,8 +19,8 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """Return the tokenizer of the run's shards. The tokenizer is searched in the same way as for a
-    model that the run has saved.
+    """Return the tokenizer of the run's shards. The tokenizer is looked for in the same places as
+    for a model that the run has saved.
 
     Raises InputError if no tokenizer is found.
     """
@@ -31,8 +31,8 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 def task_framing(config: Config) -> Framing:
     """Return the object that converts the texts of the run's task to sequences of tokens.
 
-    The key `task.tokenizer` names the tokenizer; without this key, it is the tokenizer of the model
-    from which the run begins. Raises InputError if there is no tokenizer.
+    The key `task.tokenizer` names the tokenizer. If this key is empty, the tokenizer of the model
+    from which the run begins is used. Raises InputError if there is no tokenizer.
     """
     stored = _stored(config, {}, config.model.vocab_size or 2**31)
     if not (config.task.tokenizer or stored.began):

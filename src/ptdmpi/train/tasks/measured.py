@@ -24,10 +24,10 @@ ITEMS = 64  # number of questions for each data rank between two votes on whethe
 
 
 def live_model(engine: Engine) -> InferenceModel:
-    """Return a model with the engine's weights that can answer questions.
+    """Return a model that has the engine's weights and can answer questions.
 
-    The model has its own pipeline stages. Their parameters share the memory of the engine's
-    parameters. The engine itself is not changed.
+    The returned model has its own pipeline stages. The parameters of these stages share the memory
+    of the engine's parameters. The engine itself is not changed.
     """
     config = engine.config
     axes = engine.axes
@@ -56,12 +56,12 @@ def live_model(engine: Engine) -> InferenceModel:
 
 
 class Tasks:
-    """The task files of one run. Every rank has a `Tasks` object. `files` maps the path of each
-    file to its questions.
+    """The task files of one run, on one rank. Every rank has a `Tasks` object. `files` maps the
+    path of each file to its questions.
     """
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
-        """Read the files on rank 0. Every rank calls this method. Raises InputError if a file
+        """Read the task files on rank 0. Every rank calls this method. Raises InputError if a file
         cannot be used."""
         self.engine = engine
         self.journal = journal
@@ -84,11 +84,11 @@ class Tasks:
         return bool(self.files) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
-        """Evaluate, record and report the tasks. Return the requests of the ranks (stop or save)
-        after the evaluation.
+        """Evaluate, record and report the tasks. Return the requests of the ranks (to stop or to
+        save) after the evaluation.
 
-        `vote` is called repeatedly during the evaluation, which is interrupted if a stop is
-        requested.
+        `vote` is called repeatedly during the evaluation; if a stop is requested, the evaluation is
+        interrupted.
         """
         if not self.files:
             return Asked("", Save.NO, 0)
@@ -104,7 +104,7 @@ class Tasks:
                 numbers = range(first, min(first + part, len(questions.items)))
                 try:
                     answers += questions.ask(model, self.text, numbers)
-                except SharedInputError as error:  # a score is not finite with these weights
+                except SharedInputError as error:  # with these weights, a score is not finite
                     self.journal.say(f"warning: step {step}  {path}: {error}")
                     self.engine.place.enter("training")
                     return asked

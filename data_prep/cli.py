@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class _NamedPath(click.Path):
-    """A path that must not be empty. Otherwise `--output "$DIR"` with an unset DIR would mean the
-    current directory."""
+    """A path that must not be empty. Without this check, `--output "$DIR"` with an unset variable
+    DIR would mean the current directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path. Fail with a message if it is empty."""
+        """Return the path. Fail with a message if the path is empty."""
         if str(value) == "":
             self.fail("it is empty; a path is needed", param, ctx)
         return super().convert(value, param, ctx)
@@ -61,8 +61,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with the options for making shards: the fields of OutputOptions, and
-    --json."""
+    """Add to a command the options for making shards: the fields of OutputOptions, and --json."""
     options = (
         click.option("--output", required=True, type=_PATH, help="Directory for the shards."),
         click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
@@ -90,7 +89,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with the options for making rows of conversations."""
+    """Add to a command the options for making rows of conversations, and return it."""
     options = (
         click.option(
             "--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."
@@ -113,7 +112,7 @@ def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _output_options(given: dict[str, Any]) -> OutputOptions:
-    """Remove the options of `_shard_options` from `given`, and return them."""
+    """Remove the fields of OutputOptions from `given`, and return them as OutputOptions."""
     from data_prep.corpus import OutputOptions
 
     names = [field.name for field in dataclasses.fields(OutputOptions)]
@@ -382,7 +381,7 @@ def train_tokenizer(
     from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
-    require_writable(output)  # check this before the long training begins
+    require_writable(output)  # check the output before the long training begins
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -409,14 +408,14 @@ def _training_texts(
     errors: str,
     skip_bad_lines: bool,
 ) -> Iterator[str]:
-    """Yield the texts on which the tokenizer is trained. Raise InputError if there is no text. Also
-    raise the same errors as `read_pieces`."""
+    """Yield the texts on which the tokenizer is trained. Raise InputError if there is no text.
+    Raise also the errors that `read_pieces` raises."""
     from data_prep.encode import EncodeOptions, read_pieces
     from data_prep.sources import document_share, find_sources, read_tasks
 
     sources = find_sources(inputs, suffixes)
     total = sum(source.size_bytes for source in sources)
-    share = 1.0  # fraction of the texts that is used
+    share = 1.0  # fraction of the texts that the training uses
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
     options = EncodeOptions(

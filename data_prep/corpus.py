@@ -1,8 +1,9 @@
 """Making token shards from a corpus, on several ranks, with restarts.
 
 A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
-blocks of a group in their order. The bytes of every shard therefore depend only on the input files
-and the options, and not on the number of ranks. A restart continues where the previous run stopped.
+blocks of a group in their order. Therefore the bytes of every shard depend only on the input files
+and the options, not on the number of ranks. When the command is started again, it continues where
+the previous run stopped.
 """
 
 import os
@@ -27,8 +28,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The directories for the shards, and the options by which documents are divided among
-    shards."""
+    """The directories for the shards, and the options that determine how documents are divided
+    among shards."""
 
     output: Path
     valid_output: Path | None = None
@@ -59,47 +60,49 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The groups of files that a rank reads. `first_block` takes the index of a group, and returns
-    the index of the first block in this group that is not yet in finished shards."""
+    """The work of a rank: the groups of files that it reads. `first_block` is a function that takes
+    the index of a group and returns the index of the first block of this group that is not yet in
+    finished shards."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
-    cores: int  # number of cores that this rank may use
-    advance: Callable[[int], object]  # takes the number of bytes read, to show progress
+    cores: int  # number of processor cores that this rank may use
+    advance: Callable[[int], object]  # is called with the number of bytes read, to show progress
     rank: int = 0
 
 
 class Corpus(Protocol):
-    """A corpus, which consists of groups of documents. A group is read as a sequence of encoded
-    blocks."""
+    """A corpus, which consists of groups of documents. The corpus yields the documents of a group
+    as a sequence of encoded blocks."""
 
     vocabulary: Vocabulary
-    # this file is copied into the directories of the shards, so that the shards can be decoded
+    # this file is copied into the directories of the shards, so that users can decode the shards
     tokenizer_file: Path | None
     counted: tuple[str, ...]  # names of the CorpusCounters that the final table shows
     group_bytes: Sequence[int]  # size of each group on disk
 
     def identity(self) -> dict[str, Any]:
-        """Return the files and options that influence the tokens."""
+        """Return the properties of files and the options that influence the tokens."""
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
         """Return the steps that must be done for the complete corpus before any block can be
         encoded.
 
-        All ranks do the steps together, one after the other. Results are stored in `folder`.
+        All ranks do the steps together, one after the other. The steps store their results in
+        `folder`.
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the blocks in the groups of `work`, in order. The result may also contain blocks
-        before `work.first_block`."""
+        """Yield the blocks in the groups of `work`, in order. Blocks before `work.first_block` may
+        also be yielded."""
 
 
 class _Stopped(InputError):
-    """An error: this rank stops because another rank has failed."""
+    """The error with which this rank stops because another rank has failed."""
 
 
 class _Run:
-    """The steps in which one rank makes its shards."""
+    """The work of one rank that makes shards, divided into steps."""
 
     def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Team):
         self._corpus = corpus
@@ -108,8 +111,9 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the output directories on rank 0. If the outputs are already complete, rank 0
-        returns the sums over all documents. Otherwise it returns None, as all other ranks do."""
+        """Prepare the output directories on rank 0. If the outputs are already complete, return the
+        sums over all documents on rank 0. In all other cases, and on all other ranks, return
+        None."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)
@@ -133,14 +137,14 @@ class _Run:
                         if block.index >= first:
                             writer.add(block)
         for group in work.groups:
-            # a group without any block has only empty files
+            # a group that has yielded no block has only empty files
             if not self.state.load(group).complete:
                 with self._writer(group):
                     pass
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """Yield the `Work` for some groups, while a progress bar is shown."""
+        """Yield the `Work` for `groups`, and show a progress bar until the end of the context."""
         cores = 1
         if self._ranks.size == 1:
             cores = len(os.sched_getaffinity(0))
@@ -158,13 +162,15 @@ class _Run:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
-        """Do the preparations of the corpus before encoding, together with all ranks."""
+        """Do the preparations that the corpus needs before it is encoded, together with all other
+        ranks."""
         with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
 
     def work(self) -> None:
-        """Write the shards of this rank's groups of documents, except for complete groups."""
+        """Write the shards of this rank's groups of documents, except for groups whose shards are
+        complete."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
             with self._progress("tokenizing", groups) as work:
@@ -203,9 +209,9 @@ def make_shards(
     """Make token shards from a corpus and return the final table: sums over documents, seconds,
     tokens_per_s.
 
-    All ranks call this. Raise InputError for bad options or input, for an output directory with
-    other contents, and for a full disk. After such an error neither an incomplete shard nor a
-    directory without a finished shard is left.
+    All ranks call this function. Raise InputError for bad options or input, for an output directory
+    with other contents, and for a full disk. After such an error, no incomplete shard remains, and
+    no directory without a finished shard.
     """
     started = time.perf_counter()
 

@@ -1,13 +1,13 @@
 """Deduplication of a corpus. If several documents are equal, or nearly equal, only the first one is
 kept.
 
-A corpus is read twice. In the first reading every document gets keys, which are 64-bit numbers: one
-hash of its bytes (exact), or a hash of each band of its MinHash signature (near). Two documents are
-duplicates if they share a key, or if a chain of documents that share keys connects them. The second
-reading leaves out all but the first document of each set of duplicates, so the result depends only
-on files and options.
+With deduplication, a corpus is read twice. In the first reading every document gets keys, which are
+64-bit numbers: one hash of its bytes (exact), or a hash of each band of its MinHash signature
+(near). Two documents are duplicates if they have a common key, or if a chain of documents, in which
+neighbours have a common key, connects them. The second reading leaves out all but the first
+document of each set of duplicates, so the result depends only on files and options.
 
-Source: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
+Sources: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
 Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are from
 FineWeb (Penedo et al. 2024): 112 hashes of shingles of 5 words, in 14 bands of 8 hashes.
 """
@@ -41,8 +41,9 @@ _RESTART = "use --force to start again"
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """The hashes of the text pieces of a task: hashes of the bytes, uint64 [pieces, 1], or MinHash
-    signatures, uint32 [pieces, 112]."""
+    """The hashes of the text pieces of a task. For exact deduplication they are hashes of the
+    bytes, uint64 [pieces, 1]; for near deduplication they are MinHash signatures, uint32 [pieces,
+    112]."""
 
     group: int
     hashes: np.ndarray
@@ -87,7 +88,7 @@ class ExactKeys:
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
-        """Return the hashes of a task's text pieces, except for empty documents."""
+        """Return the hashes of a task's text pieces. Empty documents are left out."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -133,10 +134,12 @@ def check(kind: str) -> None:
 
 
 class Duplicates:
-    """The results of the first reading, stored in a folder with three files per group.
+    """The results of the first reading of the corpus, stored in a folder with three files per
+    group.
 
-    "keys" has the keys of the group's documents. "begun" has the number of documents that begin
-    before each task. "dropped" has True for each document that is left out.
+    The file "keys" has the keys of the group's documents. The file "begun" has, for each task, the
+    number of the group's documents that begin before the task. The file "dropped" has a bool for
+    each document: True if the document is left out.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -152,13 +155,13 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Return the array in a file of a group, mapped into memory. Raise InputError if the file
-        is missing or was not made by `_write`."""
+        """Return the array in the file `what` of a group, mapped into memory. Raise InputError if
+        the file is missing or was not made by `_write`."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:
             values = np.load(path, mmap_mode="r")
-        # errors of any class are possible, because numpy parses the header as Python code
+        # numpy may raise errors of any class, because it parses the header as Python code
         except Exception as error:
             raise InputError(f"{path}: cannot be read: {error}; {_RESTART}") from error
         if values.dtype != dtype or values.ndim != dims:
@@ -172,10 +175,10 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Read the groups whose keys are not stored yet, using `workers` processes, and store their
-        keys.
+        """Read those of the groups whose keys are not stored yet, by `workers` processes, and store
+        their keys.
 
-        `tasks` returns the tasks of the given groups.
+        `tasks` is a function that returns the tasks of the given groups.
         """
         missing = [group for group in groups if not self._path("begun", group).exists()]
         hashed = map_in_order(tasks(missing), self._kind, options, workers)
@@ -188,8 +191,8 @@ class Duplicates:
                 self._write_group(group, ())
 
     def _write_group(self, group: int, parts: Iterable[TaskKeys]) -> None:
-        """Write the keys of a group's documents. `parts` are the hashes of the group's tasks, in
-        order."""
+        """Write the keys of a group's documents. `parts` yields the hashes of each task of the
+        group, in order."""
         keys: list[np.ndarray] = []
         begun = [0]  # number of documents that begin before each task
         waiting: list[np.ndarray] = []  # hashes of the pieces of a document that is not complete
@@ -218,8 +221,9 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function that takes the index of a task in the group, and returns a bool array
-        [1 + documents that begin in the task]. An element is True if its document is left out.
+        """Return a function that says which documents of a task are left out. The function takes
+        the index of a task in the group, and returns a bool array [1 + documents that begin in the
+        task]. An element of this array is True if the corresponding document is left out.
 
         The first element is for the document that continues from the previous task. Raise
         InputError for damaged files.
@@ -236,14 +240,15 @@ class Duplicates:
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
     """Return a bool array [size] that is True for each duplicate of an earlier document. A document
-    is a duplicate if it shares a key with an earlier document, or if a chain of documents with
-    shared keys connects the two.
+    is a duplicate if it has a common key with an earlier document, or if a chain of documents, in
+    which neighbours have a common key, connects the two.
 
-    `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
-    column are compared. At first the number of each document is its index. Then, for one column
-    after the other, each document takes the lowest number of all documents with the same key. This
-    is repeated until no number changes. At the end, each document has the number of the first
-    document to which it is connected.
+    `column` is a function that takes the index of a column and returns the keys of all documents in
+    this column, uint64 [size]. Only keys in the same column are compared; `columns` is the number
+    of columns. At first the number of each document is its index. Then, for one column after the
+    other, each document takes the lowest number of all documents with the same key. These passes
+    over the columns are repeated until no number changes. At the end, each document has the number
+    of the first document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

@@ -1,4 +1,5 @@
-"""Encoding tasks as tokens, in one process or several. Results come in the order of the tasks."""
+"""The encoding of tasks as tokens, in one process or in several. The results are returned in the
+order of the tasks."""
 
 import json
 import multiprocessing
@@ -41,8 +42,8 @@ _LONG_LINE_BYTES = 4 * PIECE_BYTES  # lines longer than this are decoded in part
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# A part of a JSON string that can be decoded alone, because it ends neither inside an escape nor
-# between the two escapes of one character (a surrogate pair).
+# The pattern of a part of a JSON string that can be decoded separately: it ends neither inside an
+# escape nor between the two escapes of one character (a surrogate pair).
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
@@ -66,8 +67,8 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, divided into segments. A segment is a document, or the part of a longer
-    document that belongs to the task."""
+    """The tokens of a task, divided into segments. A segment is a complete document, or the part of
+    a longer document that is in this task."""
 
     group: int
     index: int
@@ -96,8 +97,8 @@ class TextPiece:
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
-    """Return the text of bytes that begin at offset `start` of a file. Raise InputError if the
-    bytes are not UTF-8 and `errors` is "strict"."""
+    """Decode bytes that begin at offset `start` of the file `path`, and return their text. Raise
+    InputError if the bytes are not UTF-8 and `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -108,16 +109,18 @@ def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str
 
 
 class _BadLine(ValueError):
-    """An error in a line of a .jsonl file. The text of the error describes the mistake."""
+    """The error that a line of a .jsonl file cannot be used. The text of the error describes the
+    mistake."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
-    """Return the UTF-8 text in the text field of a JSON line, which begins at byte `start` of its
-    file. Raise _BadLine if the line has no such text. Also raise the same errors as `_decode`."""
+    """Return the text in the text field of a JSON line, as UTF-8. The line begins at byte `start`
+    of its file. Raise _BadLine if the line has no such text. Raise also the errors that `_decode`
+    raises."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
-        del line  # free the line, which may take most of the memory
+        del line  # free the memory of the line, which may take most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
@@ -130,12 +133,12 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
 
 
 def _decoded(string: memoryview) -> Iterator[bytes]:
-    """Yield the UTF-8 text of a JSON string in parts. `string` is the content of the JSON string
-    between the quotes. Raise ValueError if the string is malformed."""
+    """Yield the text of a JSON string in parts, as UTF-8. `string` is the content of the JSON
+    string between the quotes. Raise ValueError if the string is malformed."""
     start = 0
     while start < len(string):
         stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
-        # do not cut inside a character
+        # do not divide the string inside a character
         while start < stop < len(string) and string[stop] & 0xC0 == 0x80:
             stop -= 1
         if stop == start:
@@ -151,8 +154,9 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     Return None if the complete line must be parsed, because the text is short, or because there is
     a mistake in the line.
 
-    Long strings are taken out of the line before the rest is parsed. If the complete line were
-    parsed, there would be two copies of it, and each character may take four bytes in a `str`.
+    To save memory, long strings are taken out of the line before the rest of the line is parsed.
+    Parsing the complete line would make two copies of it, in which each character may take four
+    bytes (in a `str`).
     """
     strings: list[memoryview] = []
     rest = bytearray()
@@ -185,7 +189,7 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines in the file before the slice that a chunk belongs to, for an error
+    """Return the number of lines that the file has before the slice of the chunk, for an error
     message."""
     count = 0
     left = chunk.source_start
@@ -197,8 +201,8 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset of each line in `data`, and the line itself. The line is not copied, since
-    it may take most of the memory."""
+    """Yield the offset of each line in `data`, and the line itself. The line is not copied, because
+    a line may take most of the memory."""
     view = memoryview(data)
     start = 0
     while start <= len(data):
@@ -212,8 +216,8 @@ def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each line in pieces. The line numbers of lines that are left out are added
-    to `bad`."""
+    """Yield, for each line, its text in pieces. The numbers of the lines that are left out are
+    added to `bad`."""
     for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
@@ -239,7 +243,7 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each row of a Parquet file in pieces. No row is left out."""
+    """Yield, for each row of a Parquet file, its text in pieces. No row is left out."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -292,7 +296,8 @@ def read_pieces(
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield the pieces in lists of about _BATCH_BYTES bytes. The last list may be empty."""
+    """Yield lists of pieces, with about _BATCH_BYTES bytes of text in each list. The last list may
+    be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -306,8 +311,8 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Segment(NamedTuple):
-    """A document, or the part of a document that belongs to a task. A segment is one element of
-    each array of segments in `Encoded`."""
+    """A complete document, or the part of a document that is in a task. In `Encoded`, each array of
+    segments has one element for this segment."""
 
     length: int
     begins: bool
@@ -325,7 +330,7 @@ class Encoder:
         self._eod = np.array([self._tokenizer.eod_id], self._dtype).tobytes()
 
     def __call__(self, task: Task) -> Encoded:
-        """Encode a task. Raise the same errors as `read_pieces`.
+        """Encode a task. Raise the errors that `read_pieces` raises.
 
         Only one batch of a long document's pieces is in memory both as text and as tokens.
         """
@@ -378,7 +383,7 @@ Result = TypeVar("Result")
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]
 
 
-@lru_cache(1)  # each worker process creates its encoder object once, and stores the object here
+@lru_cache(1)  # each worker process creates its encoder once, and stores it here
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 
@@ -388,19 +393,20 @@ def _do(make: Worker[Result], options: EncodeOptions, task: Task) -> Result:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the parent process ends, then end this process."""
+    """Wait until the parent process has ended, and then end this process."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block, and mask it for processes that are started in the
-    block. Without the mask a starting process would print its own traceback.
+    """Delay the effect of Ctrl-C to the end of the block, and mask SIGINT for processes that are
+    started in the block. Without the mask, Ctrl-C would make a starting process print its own
+    traceback.
 
-    Child processes inherit the mask. A signal handler is needed, too. If this thread has masked a
-    signal, the kernel delivers it to a thread of a library (BLAS), and Python then calls the
-    handler in the main thread.
+    Child processes inherit the mask. The mask is not enough, so a signal handler is also installed.
+    The kernel delivers a signal that this thread has masked to a thread of a library (BLAS), and
+    Python then calls the handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -433,8 +439,9 @@ def map_in_order(
     """Yield the result of `make(options)` for each task, in order, computed by `workers` processes
     (1: by this process).
 
-    A limited number of tasks is read in advance. An error in a task is raised when its result is
-    due, so it does not depend on the number of workers. Raise ChildProcessError if a worker dies.
+    Only a limited number of tasks is read in advance. An error in a task is raised in place of the
+    result of this task, so the behaviour does not depend on the number of workers. Raise
+    ChildProcessError if a worker dies.
     """
     if workers == 1:
         yield from map(make(options), tasks)
@@ -444,7 +451,7 @@ def map_in_order(
     waiting: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            with _interrupts_wait():  # this call may start a worker
+            with _interrupts_wait():  # this call may start a worker process
                 waiting.append(pool.submit(_do, make, options, task))
             if len(waiting) >= workers * _TASKS_PER_WORKER:
                 yield waiting.popleft().result()

@@ -16,13 +16,14 @@ _SHOWN_TOKENS = 16
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """Return the shards in a directory, or the shard that `path` itself is. Raise InputError if
-    there is no shard."""
+    """Return the paths of the shards in the directory `path`, or `path` itself if it is a shard.
+    Raise InputError if there is no shard."""
     return find_shards(path) if path.is_dir() else [path]
 
 
 def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
-    """Return the tokenizer that made a shard; None if its file is not in the shard's directory."""
+    """Return the tokenizer that made a shard; None if the file of the tokenizer is not in the
+    directory of the shard."""
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
@@ -35,11 +36,11 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return sums over all shards, a description of each shard, and the first tokens with their
-    text.
+    """Return a description of a dataset: sums over all shards, a description of each shard, and the
+    first tokens with their text.
 
-    The text is None if the file of the tokenizer is not found. Raise InputError for a damaged
-    shard.
+    The text of the tokens is None if the file of the tokenizer is not found. Raise InputError for a
+    damaged shard.
     """
     headers = [read_header(shard) for shard in shard_paths(path)]
     first = headers[0]
@@ -81,7 +82,7 @@ def _record(header: ShardHeader) -> dict[str, Any]:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """Return the description as text for a terminal."""
+    """Return a description of a dataset as text for a terminal."""
     shards = description["shards"]
     lines = [
         f"{description['path']}: {description['tokens']:,} tokens, "
@@ -109,7 +110,8 @@ def format_description(description: dict[str, Any]) -> str:
 
 
 def problems(path: Path) -> list[str]:
-    """Return all mistakes in the shards of a directory, or in one shard, as one line each.
+    """Return all mistakes that are found in the shards of a directory, or in one shard; each
+    mistake is one line.
 
     Raise InputError if there is no shard at all.
     """

@@ -1,4 +1,4 @@
-"""Writing the encoded tasks of a group to shards, and the progress of the group to a file."""
+"""The writing of a group's encoded tasks to shards, and of the group's progress to a file."""
 
 from typing import Self
 
@@ -11,12 +11,13 @@ from ptdmpi.data.shard_writer import ShardWriter
 
 
 class GroupWriter:
-    """A writer that writes the encoded tasks of one group to shards, in order, and can be
-    restarted.
+    """A writer that writes the encoded tasks of one group to shards, in order, and can continue
+    after a restart.
 
     Up to two shards are written at a time, one for training documents and one for held-out
-    documents. Both shards are finished at the first end of a document at which they together have
-    at least `shard_tokens` tokens. A document that would double this number is cut.
+    documents. When the two shards together have at least `shard_tokens` tokens, both are finished
+    at the next end of a document. A longer document is cut, so that the two shards together have at
+    most twice as many tokens.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -95,10 +96,10 @@ class GroupWriter:
         )
 
     def _close(self, task: int, token: int, complete: bool = False) -> None:
-        """Finish the shards that are being written, then write the progress. A process that is
-        killed between these two steps writes the shards again after its restart.
+        """Finish the shards that are being written, then write the progress. If the process is
+        killed between these two steps, it writes the same shards again after a restart.
 
-        The next shard begins with token `token` of task number `task`.
+        The next shards begin with token number `token` of task number `task`.
         """
         tokens = [0, 0]
         for side, writer in enumerate(self._writers):
@@ -123,8 +124,8 @@ class GroupWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the group after its last task. If there was an exception, remove the incomplete
-        shards instead."""
+        """Finish the group after its last task. After an exception, remove the incomplete shards
+        instead."""
         try:
             if kind is None:
                 self._close(0, 0, complete=True)

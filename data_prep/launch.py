@@ -1,5 +1,5 @@
-"""The ranks that prepare data together. `launch.py` is the only module of data_prep that uses
-MPI."""
+"""The ranks that prepare data together, and the start of MPI. `launch.py` is the only module of
+data_prep that uses MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from ptdmpi.base.outside import mendable_paths
 
 @dataclass(frozen=True)
 class Team:
-    """The processes that work together, and the rank of this process among them. A single process
-    has rank 0 and size 1."""
+    """The processes that work together, and the rank of this process among them. If there is only
+    one process, it has rank 0 and size 1."""
 
     rank: int
     size: int
@@ -22,11 +22,11 @@ class Team:
 
 
 def launcher_ranks() -> Team:
-    """Return the ranks of this launch. MPI is imported only if a launcher has started several
-    processes.
+    """Return the ranks that the launcher has started. MPI is imported only if a launcher has
+    started several processes.
 
-    Raise InputError if MPI reports only one rank although the launcher started several, since each
-    process would then do all the work.
+    Raise InputError if MPI reports only one rank although the launcher has started several
+    processes; each process would then do all the work.
     """
     if launched_size() == 1:
         return Team(0, 1, lambda value: [value])
@@ -40,9 +40,10 @@ def launcher_ranks() -> Team:
 
 
 def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
-    """Store the log-probabilities of the model `run` with pairs of answers, on all ranks of this
-    launch. Return a table for each dataset on rank 0, and an empty list on all other ranks. Raise
-    the same errors as `ptdmpi.evaluate.reference.score`."""
+    """Store, with the pairs of answers in the datasets `paths`, the log-probabilities that the
+    model `run` gives to the pairs. All ranks of this launch do this together. Return a table for
+    each dataset on rank 0, and an empty list on all other ranks. Raise the same errors as
+    `ptdmpi.evaluate.reference.score`."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

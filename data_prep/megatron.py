@@ -4,9 +4,9 @@ positions of the sequences.
 The index consists of these fields, all little-endian: `MMIDIDX` and two zero bytes; the version, 1,
 as uint64; a code for the type of a token, uint8; the number of sequences S and the number of
 document bounds D + 1, uint64 each. Three arrays follow: int32 [S] lengths in tokens, int64 [S] byte
-offsets into the .bin, and int64 [D + 1] document bounds, which are sequence numbers from 0 to S. A
-document for GPT is usually one sequence; a document for BERT has one sequence per sentence. Source:
-megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+offsets into the .bin, and int64 [D + 1] document bounds, which are sequence numbers from 0 to S. In
+a dataset for GPT, a document is usually one sequence; in a dataset for BERT, a document has one
+sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
 import struct
@@ -58,7 +58,8 @@ class TokenBlock:
     tokens."""
 
     tokens: np.ndarray
-    lengths: np.ndarray  # int64 [documents], 0 for an empty document; or the length of the piece
+    # int64 [documents], 0 for an empty document; or [1], the length of the piece
+    lengths: np.ndarray
     first: bool  # True if the block's first document begins in this block
     last: bool  # True if the block's last document ends in this block
 
@@ -118,7 +119,7 @@ class MegatronIndex:
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
         """Return one of the arrays in the index, mapped into memory."""
-        # mapped as bytes, because the arrays are unaligned after the header
+        # map the index as bytes, because its arrays are not aligned to their element size
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)
 
@@ -142,8 +143,9 @@ class MegatronIndex:
         return _Places(offsets // width, lengths)
 
     def _windows(self) -> Iterator[np.ndarray]:
-        """Yield document bounds in consecutive windows. The last bound of a window is the first
-        bound of the next window. Raise InputError for bounds that are not sorted or too large."""
+        """Yield the document bounds of the index in consecutive windows. The last bound of a window
+        is the first bound of the next window. Raise InputError for bounds that are not sorted or
+        too large."""
         start = 0
         documents = len(self.bounds) - 1
         while start < documents:
@@ -158,7 +160,7 @@ class MegatronIndex:
             start += len(window) - 1
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield all documents, in order, in blocks of at most BLOCK_TOKENS.
+        """Yield all documents, in order, in blocks of at most BLOCK_TOKENS tokens.
 
         The blocks depend only on the documents, and not on the division of documents into sequences
         or on the order of sequences in the .bin. Raise InputError for impossible lengths, offsets
@@ -180,15 +182,15 @@ class MegatronIndex:
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
         """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` and `lengths` have the first token and the length of
-        each sequence of these documents."""
+        single longer document. `starts` has the first token and `lengths` the length of each
+        sequence of these documents."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
             tokens = runs[0] if len(runs) == 1 else np.concatenate([self.tokens[:0], *runs])
             yield TokenBlock(tokens, documents, True, True)
             return
-        done = 0  # number of tokens in earlier blocks
+        done = 0  # number of tokens of this document in earlier blocks
         parts = []
         waiting = 0  # number of tokens in `parts`
         for start, stop in _runs(starts, lengths):
@@ -207,7 +209,8 @@ class MegatronIndex:
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first token, end) for each run of sequences without gaps between them in the file."""
+    """Return (first token, end) for each range of tokens that consists of sequences without gaps
+    between them in the file."""
     full = lengths > 0
     starts = starts[full]
     lengths = lengths[full]
@@ -220,8 +223,8 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
-    """Return for each shard True if its first document continues the last document of the previous
-    shard, else False."""
+    """Return a bool for each shard: True if its first document continues the last document of the
+    previous shard."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 
@@ -251,8 +254,8 @@ def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[n
 
 
 def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -> None:
-    """Write the .bin. Raise InputError for a token id outside the vocabulary, or outside
-    `dtype`."""
+    """Write the .bin. Raise InputError for a token id that is outside the vocabulary or does not
+    fit into `dtype`."""
     with open(path, "wb") as stream:
         for header in headers:
             tokens = map_tokens(header)
@@ -267,7 +270,7 @@ def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -
 
 
 def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, path: Path) -> int:
-    """Write the .idx and return the number of documents, each of which is one sequence."""
+    """Write the .idx file. Return the number of documents; each document is one sequence."""
     documents = sum(header.documents for header in headers) - sum(_joined(headers, eod_id))
     starts = [_HEADER.size, _HEADER.size + 4 * documents, _HEADER.size + 12 * documents]
     with open(path, "wb") as stream:
@@ -318,7 +321,7 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     The exported tokens are uint16 if the tokens of the shards are uint16, and otherwise int32. A
     document that was cut at the end of a shard is exported as one document. Raise InputError for a
     directory that is not a dataset, for files that already exist, for a full disk, and for a
-    document or an id that is too large. After an error neither file is written.
+    document or an id that is too large. After an error, neither of the two files exists.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]

@@ -1,5 +1,5 @@
-"""Megatron-LM's indexed datasets as a corpus. The documents of such a dataset are already
-tokenized."""
+"""A corpus that consists of Megatron-LM's indexed datasets. The documents of such a dataset are
+already tokenized."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary that is known without the file of a tokenizer."""
+    """A vocabulary whose size and end-of-document id are known, but not its tokenizer."""
 
     name: str
     sha256: str
@@ -43,9 +43,9 @@ def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
 
 
 class MegatronCorpus:
-    """A corpus that consists of indexed datasets, each of which is a group.
+    """A corpus whose groups are indexed datasets.
 
-    A document that has no end-of-document token gets one.
+    An end-of-document token is added to each document that has none.
     """
 
     counted = ("documents", "empty_documents", "eods_added", "train_tokens", "valid_tokens")
@@ -57,8 +57,8 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
-        """Open the datasets. The vocabulary is `given`, or is the vocabulary of `tokenizer`. Raise
-        InputError for a prefix or a vocabulary that cannot be used."""
+        """Open the datasets. The vocabulary is `given`, or, if it is None, the vocabulary of
+        `tokenizer`. Raise InputError for a prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
             raise InputError("give either --tokenizer, or --vocab-size and --eod-id")
         self.vocabulary: Vocabulary = given or load_tokenizer(str(tokenizer))
@@ -83,15 +83,16 @@ class MegatronCorpus:
         }
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return no steps, because documents are encoded without any preparation."""
+        """Return an empty list of steps, because these documents need no preparation before the
+        encoding."""
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the needed blocks in the groups of `work`. Raise InputError for a damaged dataset
-        and for an id outside the vocabulary."""
+        """Yield those blocks of the groups of `work` that are not in finished shards. Raise
+        InputError for a damaged dataset and for an id outside the vocabulary."""
         for group in work.groups:
             first = work.first_block(group)
-            start = 0  # the first token of the block, counted over all documents
+            start = 0  # index of the block's first token, counted over all documents
             index = MegatronIndex(self._prefixes[group])
             for number, block in enumerate(index.blocks()):
                 work.advance(block.tokens.size * index.dtype.itemsize)
@@ -101,8 +102,8 @@ class MegatronCorpus:
                 start += block.tokens.size
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
-        """Raise InputError for an id outside the vocabulary. Call this before ids are cast to the
-        shards' type, which may be too narrow for illegal ids."""
+        """Raise InputError for an id outside the vocabulary. Call this method before ids are
+        converted to the element type of the shards, which may be too narrow for illegal ids."""
         tokens = block.tokens
         size = self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
@@ -151,8 +152,8 @@ class MegatronCorpus:
 
 
 def _prefix(text: str) -> Path:
-    """Return the PREFIX that `text` names. The text may also be the name of one of the two
-    files."""
+    """Return the PREFIX that `text` names. The text may also be the name of the .bin or .idx
+    file."""
     path = Path(text)
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")

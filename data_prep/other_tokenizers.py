@@ -10,27 +10,28 @@ from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-# A text whose tokens depend on the regular expression that splits texts into words.
+# A text whose tokens differ between encodings that split texts into words by different regular
+# expressions.
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
 MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
-    """An encoding that tiktoken knows by name. It is one of OpenAI's encodings, from tiktoken's
-    cache (TIKTOKEN_CACHE_DIR), or an encoding of an installed `tiktoken_ext` package. Names of
-    special tokens in texts are treated as plain text."""
+    """An encoding that tiktoken knows by name. The encoding is one of OpenAI's encodings, from
+    tiktoken's cache (TIKTOKEN_CACHE_DIR), or belongs to an installed `tiktoken_ext` package. Names
+    of special tokens that occur in texts are encoded as plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
-        """Load the encoding. The end-of-document token is the first special token in
-        `end_of_document` that exists, or else a new id after the vocabulary. Raise InputError if
-        the library or the encoding is missing."""
+        """Load the encoding. The end-of-document token is the first of the special tokens
+        `end_of_document` that exists; if none exists, it is a new id after the vocabulary. Raise
+        InputError if the library or the encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        # the errors of cache, download and registry have no common class
+        # errors of the cache, of the download and of the registry have no common class
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(
@@ -65,13 +66,14 @@ class TiktokenTokenizer:
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of token ids. An end-of-document id that is new has no text."""
+        """Return the text of token ids. If the end-of-document id was added after the vocabulary,
+        it has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
 class SentencePieceTokenizer:
     """A tokenizer from a SentencePiece `.model` file. The end-of-document token is the model's
-    </s>, or else a new id after the vocabulary."""
+    </s>; if the model has none, it is a new id after the vocabulary."""
 
     def __init__(self, path: Path):
         """Load the file. Raise InputError if the library is missing, or if the file is not a

@@ -10,7 +10,7 @@ from data_prep.other_tokenizers import MISSING
 from ptdmpi.config import InputError
 
 _BATCH_ROWS = 256  # number of rows that are decoded at a time
-_TEXT_TYPES = ("string", "large_string", "string_view")  # the last type exists since pyarrow 16
+_TEXT_TYPES = ("string", "large_string", "string_view")  # "string_view" exists since pyarrow 16
 
 
 def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
@@ -28,8 +28,9 @@ def read_rows(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (row number from 0, text) for the row groups that begin in bytes [start, stop).
 
-    The texts are the bytes in the file, which may not be UTF-8. Raise InputError for a file that
-    cannot be read, for a file without a text column `text_field`, and for a row without text.
+    Each text is returned as the bytes in the file, which may not be valid UTF-8. Raise InputError
+    for a file that cannot be read, for a file without a text column `text_field`, and for a row
+    without text.
     """
     pyarrow, parquet = _pyarrow(path)
     try:
@@ -63,7 +64,7 @@ def _check_column(pyarrow: ModuleType, file: Any, path: Path, text_field: str) -
         columns = f"{count} columns" if count else "no column"
         raise InputError(f"{path}: has {columns} {text_field!r}, but {', '.join(schema.names)}")
     kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):  # a column of categories (dictionary-encoded)
+    if pyarrow.types.is_dictionary(kind):  # the column stores categories (it is dictionary-encoded)
         kind = kind.value_type
     if str(kind) not in _TEXT_TYPES:
         raise InputError(f"{path}: the column {text_field!r} has type {kind}, not text")

@@ -1,4 +1,4 @@
-"""Finding the files of a corpus, and reading them as tasks.
+"""The files of a corpus, and their reading as tasks.
 
 A corpus is read as a sequence of tasks of about a megabyte. A task consists of chunks: complete
 lines of a .jsonl file, or a piece of a text file. Tasks depend only on the files and the order of
@@ -26,7 +26,7 @@ TEXT = ".txt"
 JSONL = ".jsonl"
 PARQUET = ".parquet"
 _COMPRESSED = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: with a gzip header and trailer
+    ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: the stream has a gzip header and trailer
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
@@ -42,14 +42,14 @@ _SPACE = b" \t\n\r\v\f"
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of the corpus, or a slice of a file: the lines, or row groups, that begin in the bytes
-    [start, stop) of the file."""
+    """A file of the corpus, or a slice of a file. The slice consists of the lines or row groups
+    that begin in the bytes [start, stop) of the file."""
 
     path: Path
     # the file name as given, or relative to the given directory; part of the corpus's identity
     name: str
     kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
-    size_bytes: int  # bytes on disk
+    size_bytes: int  # size of the file on the disk, in bytes
     modified_ns: int
     start: int = 0
     stop: int | None = None  # None: up to the end of the file
@@ -99,7 +99,7 @@ def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
 
 
 def _usable(suffixes: Sequence[str]) -> list[str]:
-    """Return patterns for the names of files that can be read."""
+    """Return glob patterns that match the names of files that can be read."""
     plain = [f"*{ending}" for ending in (TEXT, JSONL, *suffixes)]
     compressed = [f"{pattern}{ending}" for pattern in plain for ending in _COMPRESSED]
     return [*plain, *compressed, f"*{PARQUET}"]
@@ -120,7 +120,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
     """Return the files of the corpus, in the order of `inputs`. The files of a directory are
-    sorted.
+    returned in sorted order.
 
     The names of usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), each
     perhaps followed by .gz, .bz2, .xz or .zst. Names may also end in .parquet. An input may be the
@@ -175,7 +175,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
-    """Divide Parquet files and uncompressed .jsonl files into slices of `slice_bytes`, and leave
+    """Divide Parquet files and uncompressed .jsonl files into slices of `slice_bytes` bytes. Leave
     other files undivided. A line (or a group of rows) belongs to the slice in which it begins."""
     slices: list[CorpusFile] = []
     for source in sources:
@@ -198,7 +198,7 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
     """Return groups of consecutive files (or slices). Each group, except the last, has at least
     `group_bytes` bytes on the disk.
 
-    A shard never contains tokens of two groups. Groups can therefore be divided among ranks before
+    A shard never contains tokens of two groups. Therefore groups can be divided among ranks before
     their numbers of tokens are known.
     """
     groups: list[list[CorpusFile]] = []
@@ -235,15 +235,15 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, in blocks. For a slice, begin one byte before the
-    slice.
+    """Yield the decompressed bytes of a file, in blocks. If `source` is a slice, begin one byte
+    before the slice.
 
     `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
     """
 
     def raw() -> Iterator[bytes]:
-        """Yield the bytes on the disk."""
+        """Yield the bytes of the file as they are on the disk."""
         with open(source.path, "rb") as stream:
             stream.seek(max(0, source.start - 1))
             while block := stream.read(_BLOCK_BYTES):
@@ -260,14 +260,14 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
 
 def _cut(window: bytes) -> int:
-    """Return the position at which to cut a document of more than PIECE_BYTES. `window` is the
-    document's first PIECE_BYTES + 1 bytes.
+    """Return the position at which to cut a document of more than PIECE_BYTES bytes. `window` is
+    the document's first PIECE_BYTES + 1 bytes.
 
     The cut is in the second half of the window, after the last single line end that is between two
     non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on
     both sides of such a line end, so that the tokens are the same as for the undivided document. If
-    there is no such line end, the cut is after the last line end, or else before the last complete
-    UTF-8 character.
+    there is no such line end, the cut is after the last line end in the second half. If there is no
+    line end at all, the cut is before the last complete UTF-8 character.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES
@@ -286,8 +286,8 @@ def _cut(window: bytes) -> int:
 def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
     """Yield (piece, is last) for the pieces of a document, of at most PIECE_BYTES bytes each.
 
-    The pieces depend only on the document's bytes, and not on the division into blocks. An empty
-    document is one empty piece.
+    The pieces depend only on the bytes of the document, not on its division into `blocks`. An empty
+    document yields one empty piece.
     """
     buffer = bytearray()
     for block in blocks:
@@ -300,8 +300,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the same pieces as `split_document`, for a document that is a single block. A short
-    document is not copied."""
+    """Yield the same pieces as `split_document` for a document that is given as a single block. A
+    short document is not copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -332,7 +332,8 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
     position = source.start
     if not position:
         return 0, blocks
-    position -= 1  # if a line ends just before the slice, the next line begins with the slice
+    # begin one byte earlier: if a line ends just before the slice, the slice begins with a line
+    position -= 1
     for block in blocks:
         at = block.find(b"\n") + 1
         if at:
@@ -342,8 +343,8 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
 
 
 def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes from `start`, where `blocks` begin, up to the end of the last line that
-    begins in the slice."""
+    """Yield the bytes of the file from the offset `start` to the end of the last line that begins
+    in the slice. The bytes `blocks` begin at `start`."""
     if source.stop is None:
         yield from blocks
         return
@@ -366,7 +367,8 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
     source_start = start
     buffer = bytearray()
     line = 1
-    searched = TASK_BYTES - 1  # number of bytes of `buffer` in which the chunk cannot end
+    # number of bytes at the start of `buffer` in which the chunk cannot end
+    searched = TASK_BYTES - 1
 
     def chunk(data: bytes) -> Chunk:
         """Return a chunk of lines that begins at `start`."""
@@ -403,13 +405,13 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 def _row_chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
-    """Yield chunks of complete texts of a Parquet file. Each chunk ends at the first end of a text
-    at or after TASK_BYTES bytes."""
+    """Yield chunks of a Parquet file, each of which consists of complete texts. A chunk ends with
+    the text that brings its size to TASK_BYTES bytes or more."""
     texts: list[bytes] = []
     size_bytes = first = 0
 
     def chunk() -> Chunk:
-        """Return a chunk that consists of `texts`."""
+        """Return a chunk that consists of the collected `texts`."""
         lengths = tuple(map(len, texts))
         return Chunk(
             path=str(source.path),
@@ -454,8 +456,8 @@ def read_tasks(
     advance: Callable[[int], object],
     text_field: str = "text",
 ) -> Iterator[Task]:
-    """Yield the tasks of one group, in order. `advance` is called with the number of bytes read.
-    Raise InputError for a file that cannot be read."""
+    """Yield the tasks of one group, in order. After each read, `advance` is called with the number
+    of bytes that were read. Raise InputError for a file that cannot be read."""
     chunks: list[Chunk] = []
     index = size_bytes = 0
     for source in sources:

@@ -35,12 +35,12 @@ OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "paddin
 
 @dataclass(frozen=True)
 class CorpusCounters:
-    """Sums over documents. Numbers of bytes are sizes of decompressed UTF-8 text."""
+    """Sums over documents. The fields that count bytes count decompressed UTF-8 text."""
 
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
-    duplicates: int = 0  # number of documents that are left out
+    duplicates: int = 0  # number of documents that are left out as duplicates
     train_tokens: int = 0
     valid_tokens: int = 0
     bad_lines: int = 0  # number of lines that are left out
@@ -59,14 +59,15 @@ class CorpusCounters:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """The position at which the next shard of a group begins. All earlier tokens are in shards."""
+    """The progress of a group: the position in the group at which the next shard begins. All tokens
+    before this position are in finished shards."""
 
     shards: int = 0  # number of finished shards
     task: int = 0  # index of the task in which the next shard begins
     token: int = 0  # index, within that task, of the next shard's first token
     held_out: bool = False  # True if the document that continues at this position is held out
-    # Token counters include the finished shards. All other counters include the tasks before
-    # `task`.
+    # The counters of tokens include exactly the finished shards. All other counters include all
+    # tasks before `task`.
     counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
@@ -75,10 +76,11 @@ Record = TypeVar("Record", CorpusCounters, GroupProgress)
 
 
 def _restored(kind: type[Record], known: Any, path: Path) -> Record:
-    """Return the record whose `asdict` is the JSON value `known`. Raise InputError, with `path`,
-    for any other value."""
+    """Return the object of class `kind` whose fields have the values in the JSON object `known`.
+    Raise InputError, which names the file `path`, if `known` does not fit the class."""
     if kind is CorpusCounters and isinstance(known, dict):
-        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack them
+        # files of older versions lack these counters
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)
@@ -138,8 +140,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
-    """Return the number of input files and a SHA-256 hash of their names, sizes and times (ns). A
-    restart compares these values with the stored values."""
+    """Return the number of input files and a SHA-256 hash of their names, sizes and times (ns).
+    When the command is started again, these values are compared with the stored values."""
     digest = hashlib.sha256()
     count = 0
     for file in files:
@@ -149,8 +151,8 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
 
 
 def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raise InputError if the inputs and options of the shards in an output (`known`) differ from
-    `identity`."""
+    """Raise InputError if the inputs and options of the shards in an output directory (`known`)
+    differ from `identity`."""
     for name, value in identity.items():
         if known.get(name) != value:
             other = f"{name} {known.get(name)}"
@@ -163,8 +165,8 @@ def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> N
 
 
 def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
-    """Raise InputError if a finished output has no summary, or lacks a shard that the summary
-    lists."""
+    """Raise InputError if a finished output directory has no summary, or lacks a shard that the
+    summary lists."""
     if summary is None:
         raise InputError(f"{output}: {SUMMARY} is missing; use --force to start again")
     shards = summary.get("shards")
@@ -195,12 +197,13 @@ class _OutputLocks:
         self._held: dict[Path, FileLock] = {}
 
     def take(self, output: Path) -> None:
-        """Lock an output. Raise InputError if another process writes to it."""
+        """Lock an output directory. Raise InputError if another process writes to this
+        directory."""
         if output in self._held:
             if self._held[output].still_there():
                 return
-            # --force has removed the folder with its lock, and another process may have made the
-            # folder and a lock again
+            # ----force has removed the folder with its lock, and another process may have made the
+            # folder and a new lock
             self._held.pop(output).close()
         try:
             lock = FileLock(output / UNFINISHED / LOCK)
@@ -223,13 +226,14 @@ class _OutputLocks:
 class RunState:
     """The state of one tokenization, in its output directories.
 
-    The first output is the main output, for training documents. A second output is for held-out
-    documents. `identity` has the inputs and options that influence the shards."""
+    The first output directory is the main output, for training documents. A second output
+    directory, if there is one, is for held-out documents. `identity` has the inputs and options
+    that influence the shards."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
         main, *others = outputs
-        # relative paths, so that both directories can be moved together
+        # store relative paths, so that users can move both directories together
         valid_outputs = [os.path.relpath(other.resolve(), main.resolve()) for other in others]
         self._identities = [
             {"holds": "training documents", **identity, "valid_outputs": valid_outputs},
@@ -305,7 +309,7 @@ class RunState:
             raise
 
     def release(self) -> None:
-        """Unlock the outputs for other processes."""
+        """Unlock the output directories for other processes."""
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
@@ -380,8 +384,8 @@ class RunState:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Make a file that `someone_failed` looks for on all ranks, so that the other ranks
-        stop."""
+        """Create a file by which `someone_failed` on the other ranks sees that this rank has
+        failed, so that they stop."""
         if self.folder.is_dir():
             self._failed.touch()
 
@@ -390,10 +394,12 @@ class RunState:
         return self._failed.exists()
 
     def finish(self, groups: int, tokenizer: Path | None) -> CorpusCounters:
-        """Complete the outputs when all shards are written, and return the sums over all groups.
+        """Complete the output directories after all shards are written, and return the sums over
+        all groups.
 
-        The tokenizer's file is copied into each output, the summary is written and the state is
-        removed. Raise InputError if shards are missing, or an output would have no tokens.
+        This method copies the tokenizer's file into each output directory, writes the summary, and
+        removes the state. Raise InputError if shards are missing, or an output would have no
+        tokens.
         """
         sums = sum((self.load(group).counters for group in range(groups)), CorpusCounters())
         headers = [
@@ -424,7 +430,8 @@ class RunState:
         return sums
 
     def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
-        """Raise InputError if the shards of an output do not contain all tokens of `sums`."""
+        """Raise InputError if the shards of an output directory do not contain all tokens of
+        `sums`."""
         expected = (sums.train_tokens, sums.valid_tokens)
         for output, shards, tokens in zip(self.outputs, headers, expected, strict=False):
             present = sum(header.tokens for header in shards)
@@ -435,8 +442,8 @@ class RunState:
                 )
 
     def clean(self) -> None:
-        """Clean up after a failure. Finished shards stay for a restart. If there is no shard, the
-        folder `.unfinished` and empty output directories are removed."""
+        """Clean up after a failure. Finished shards remain, so that a restart can use them. If
+        there is no shard, the folder `.unfinished` and empty output directories are removed."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""A corpus of text files, which are found, grouped, read, and encoded by several processes."""
+"""A corpus of text files. The files are found, grouped and read by this process, and encoded by
+several processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from data_prep.sources import (
 from data_prep.state import files_identity
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
-# The usual number of bytes of text per token for large vocabularies. If a text has this number, a
-# group of files gives about one shard.
+# The usual number of bytes of text per token, for tokenizers with large vocabularies. For a text
+# with this number, a group of files gives about one shard.
 _TEXT_BYTES_PER_TOKEN = 4
 # For less text than this, starting a process costs more time than it saves.
 _BYTES_PER_WORKER = 1 << 21
@@ -33,7 +34,8 @@ class TextOptions:
     inputs: tuple[str, ...]
     encode: EncodeOptions
     suffixes: tuple[str, ...] = ()
-    workers: int | None = None  # None: one per core that this process may use; one under MPI
+    # None: one process per core that this process may use; under MPI one process
+    workers: int | None = None
     deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
 
 
@@ -41,7 +43,8 @@ class TextCorpus:
     """A corpus of text files, which is encoded by a tokenizer."""
 
     def __init__(self, options: TextOptions, output: OutputOptions):
-        """Find the files and group them. Raise InputError for bad options or files."""
+        """Find the files, and divide them into groups. Raise InputError for bad options or
+        files."""
         self._options = options
         if options.deduplicate is not None:
             check(options.deduplicate)
@@ -95,29 +98,30 @@ class TextCorpus:
         return read_tasks(group, self._groups[group], work.advance, field)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the steps that find duplicates. Every rank reads its groups, then rank 0 compares
-        the keys of all documents."""
+        """Return the steps that find duplicates. In these steps every rank reads its groups, and
+        then rank 0 compares the keys of all documents."""
         if self._options.deduplicate is None:
             return ()
         duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)
 
         def tasks(groups: list[int]) -> Iterator[Task]:
-            """Return the tasks of some groups."""
+            """Return the tasks of `groups`, in order."""
             return (task for group in groups for task in self._read(work, group))
 
         def read_keys() -> None:
-            """Write the keys of this rank's documents."""
+            """Compute the keys of this rank's documents, and write them to files."""
             duplicates.read_keys(work.groups, tasks, self._options.encode, self._workers(work))
 
         def find() -> None:
-            """Find the duplicates and write them, on rank 0."""
+            """On rank 0, find the duplicates and write them to files."""
             if work.rank == 0:
                 duplicates.find(len(self._groups))
 
         return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
-        """Yield the tasks of `work` that are still needed, in which duplicates are marked."""
+        """Yield those tasks of `work` that are not in finished shards, with marks for duplicate
+        documents."""
         for group in work.groups:
             first = work.first_block(group)
             dropped = None
@@ -131,6 +135,6 @@ class TextCorpus:
                 yield task
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the tasks of `work` that are still needed, encoded by several processes. Raise
-        InputError for a file that cannot be read."""
+        """Yield those tasks of `work` that are not in finished shards, encoded by several
+        processes. Raise InputError for a file that cannot be read."""
         return map_in_order(self._tasks(work), Encoder, self._options.encode, self._workers(work))

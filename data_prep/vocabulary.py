@@ -28,17 +28,17 @@ NAMING = ("config.json", "generation_config.json")
 HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *NAMING)
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
-GIGATOKEN = "gigatoken:"  # followed by the name of a tokenizer.json
+GIGATOKEN = "gigatoken:"  # this prefix is followed by the path of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
 # gigatoken's word cache is emptied after this number of characters
 _RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
-MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number of tokens at the start
+MAX_VOCAB_SIZE = 1 << 24  # limited, because the library reserves memory for all tokens at the start
 
 
 class Vocabulary(Protocol):
-    """A description of a vocabulary, as the header of a shard contains it."""
+    """A description of a vocabulary with the fields that the header of a shard contains."""
 
     name: str
     sha256: str
@@ -50,16 +50,16 @@ class Tokenizer(Vocabulary, Protocol):
     """A vocabulary that encodes texts as token ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, in `token_dtype(vocab_size)`, without any added token.
-        Raise InputError for a text that cannot be encoded."""
+        """Return the token ids of each text, as arrays of the type `token_dtype(vocab_size)`. No
+        token is added. Raise InputError for a text that cannot be encoded."""
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of token ids, including special tokens."""
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also encode texts in which the names of special tokens are encoded as
-    special tokens. A chat template writes such texts."""
+    """A tokenizer that can also encode texts in which the name of a special token stands for that
+    token. A chat template writes such texts."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -88,7 +88,7 @@ class ByteTokenizer:
         starts: list[int] = []
         at = 0
         for piece in text.split(END_OF_DOCUMENT[0]):
-            if at:  # an end-of-document token precedes this piece
+            if at:  # the end-of-document token comes before this piece
                 ids.append(self.eod_id)
                 starts.append(at - len(END_OF_DOCUMENT[0]))
             for character in piece:
@@ -116,9 +116,9 @@ class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json` file.
 
     The end-of-document token is the end of a text according to the model's files in the same
-    folder. If no file names one, it is the first name in END_OF_DOCUMENT that is in the vocabulary,
-    or else a new id after the vocabulary. Names of special tokens in texts are treated as plain
-    text, except in `encode_marked`.
+    folder. If no file names this token, it is the first name in END_OF_DOCUMENT that is in the
+    vocabulary; if no such name is in the vocabulary, it is a new id after the vocabulary. Names of
+    special tokens in texts are treated as plain text, except in `encode_marked`.
     """
 
     def __init__(self, path: str | Path):
@@ -176,7 +176,7 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError for a text that cannot be encoded."""
         try:
-            # the "fast" method computes no offsets, which are not needed here
+            # the "fast" method does not compute the offsets of tokens, which are not needed here
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         # the library raises the class Exception, for example for a character without a token
         except Exception as error:
@@ -189,8 +189,9 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken. It gives
-    the same tokens as `HuggingFaceTokenizer`, but much faster, because it caches words.
+    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken. This
+    tokenizer gives the same tokens as `HuggingFaceTokenizer`, but is much faster, because it caches
+    words.
 
     Texts that contain the name of a special token, which gigatoken would encode as that token, are
     encoded by `tokenizers`. The beginning of each batch is encoded by both libraries and compared.
@@ -261,7 +262,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
 @lru_cache(1)  # a large vocabulary takes half a second to load, and a process asks for it twice
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """Load a tokenizer. `state`, the sizes and times of all its files, is part of the cache key."""
+    """Load a tokenizer. `state` has the sizes and modification times of all files of the tokenizer;
+    it is an argument so that it is part of the cache key."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":
@@ -270,9 +272,9 @@ def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> To
 
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
-    """Return the id that files in a tokenizer's folder name as the end of a text: the id of
-    `eos_token`, or else the first `eos_token_id` in the vocabulary, or else None. Raise InputError
-    for a damaged file."""
+    """Return the id that marks the end of a text, according to the files in a tokenizer's folder:
+    the id of `eos_token`, or, without it, the first `eos_token_id` in the vocabulary. Return None
+    if the files name neither. Raise InputError for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
         if isinstance(token, dict):
@@ -305,9 +307,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE tokenizer (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Return the content of the new tokenizer.json, and the size of its vocabulary. The size is below
-    `vocab_size` if the texts have too few pairs of tokens. The same texts give the same tokenizer.
-    Raise InputError for a size outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
+    Return the content of the new tokenizer.json, and the size of its vocabulary. The size of the
+    vocabulary is below `vocab_size` if the texts have too few pairs of tokens. The same texts
+    always give the same tokenizer. Raise InputError for a size outside MIN_VOCAB_SIZE to
+    MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,5 +1,6 @@
-"""Conversations, or pairs of conversations, are read from JSON lines and encoded as token ids with
-label weights. The weight is 1 for the tokens of answers, and 0 for other tokens."""
+"""Reading of conversations, or pairs of conversations, from JSON lines, and their encoding as token
+ids with label weights. A token of an answer has the label weight 1, every other token the label
+weight 0."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,9 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message, Rendered
 
 
 class Conversation(NamedTuple):
-    """A conversation: `ids`, the token ids [tokens]; `weights`, the label weight of each token,
-    bool [tokens]; `answers`, the index of each answer's first token, int [answers]; and its
-    text."""
+    """A conversation. `ids` has the token ids [tokens], `weights` the label weight of each token,
+    bool [tokens], and `answers` the index of each answer's first token, int [answers]. `text` is
+    the conversation as text."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -32,9 +33,9 @@ Group = list[Conversation]
 
 
 class Conversations:
-    """A reader of conversations in .jsonl lines. `messages_of` returns the messages of each
-    conversation in a record, or raises BadConversation. If `skip_bad_lines` is True, the reader
-    leaves out lines that cannot be used, and counts them in `bad_lines`."""
+    """A reader of conversations in .jsonl lines. `messages_of` is a function that returns the
+    messages of each conversation in a record, or raises BadConversation. If `skip_bad_lines` is
+    True, the reader leaves out lines that cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Conversations:
         self.bad_lines = 0
 
     def __call__(self, task: Task) -> list[Group]:
-        """Return the conversations of each record of a task, in order. Raise an InputError with
-        file and line for a line that cannot be used."""
+        """Return, for each record of a task in order, the conversations of the record. If a line
+        cannot be used, raise an InputError that names the file and the line."""
         rendered = []
         sizes = []  # number of conversations of each record
         for chunk in task.chunks:
@@ -74,8 +75,8 @@ class Conversations:
         return [list(islice(conversations, size)) for size in sizes]
 
     def _rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Return the text of a conversation, and the spans of the answers that are labels. Raise
-        BadConversation if no answer is a label."""
+        """Return the text of a conversation, and the spans (ranges of characters) of the answers
+        that are labels. Raise BadConversation if no answer is a label."""
         text, spans = self._template.rendered(messages)
         answers = counted_answers(messages, spans)
         if not answers:
@@ -83,8 +84,8 @@ class Conversations:
         return Rendered(text, answers)
 
     def _messages(self, line: bytes) -> list[list[Message]]:
-        """Return the messages of each conversation in a line. Raise BadConversation if the line has
-        no messages, or if a message contains the text of a special token."""
+        """Return, for each conversation in a line, its messages. Raise BadConversation if the line
+        has no messages, or if a message contains the text of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -105,8 +106,8 @@ class Conversations:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, including its keys and the texts of nested values, because a
-    template may write any of them (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, also its keys and the texts of nested values. A template may
+    write any of these texts (a role, a name, the arguments of a tool call)."""
     left: list[Any] = [message]
     while left:
         value = left.pop()
@@ -143,6 +144,6 @@ def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray
 
 
 def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Group]:
-    """Yield the conversations of each record of all tasks, in order."""
+    """Yield, for each record of all tasks in order, the conversations of the record."""
     for task in tasks:
         yield from read(task)

@@ -1,13 +1,13 @@
 """The common formats of conversations. A record's format is recognized by its keys, and the record
 is converted to messages.
 
-- OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. Contents may be lists of parts
-  {"type": "text", "text": TEXT}, and an answer with "weight": 0 is only context.
+- OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. A content may also be a list of
+parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is not a label, but only context.
 - ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
 - alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
   optionally "system" and "history", a list of [question, answer].
-- pairs: two texts, in the two fields of one of `PAIRS`, or two lists of messages (TRL's "prompt"
-  and "completion").
+- Pairs of question and answer: two texts, in the two fields of one of `PAIRS`, or two lists of
+messages (TRL's "prompt" and "completion").
 
 The turns in a list of the first two formats may have the keys of either format, because some files
 mix the two.
@@ -47,7 +47,8 @@ KNOWN = (
 
 
 class BadConversation(ValueError):
-    """An error in a record. The text of the error describes the mistake."""
+    """The error that a record cannot be converted to a conversation. The text of the error
+    describes the mistake."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def messages_of(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
 
 
 def has_texts(record: Mapping[str, Any], *names: str) -> bool:
-    """Return True if the record has a text in each of these fields."""
+    """Return True if the record has a text in each of the fields `names`."""
     return all(isinstance(record.get(name), str) for name in names)
 
 
@@ -90,8 +91,9 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages. If the record has a text "system", a system message comes first. Raise
-    BadConversation if "system" is no text, or if the messages begin with a system message, too."""
+    """Return the messages. Return the messages; if the record has a text "system", a system message
+    with this text comes first. Raise BadConversation if "system" is no text, or if the messages
+    begin with a system message, too."""
     text = record.get("system")
     if not text:
         return messages
@@ -135,8 +137,8 @@ def turns_of(turns: Any, name: str) -> list[Message]:
 
 
 def _message(turn: Any) -> Message:
-    """Return a message with texts in "role" and "content". Other keys are kept for the chat
-    template."""
+    """Return a message whose "role" and "content" are texts. Other keys of the message are kept for
+    the chat template."""
     if not isinstance(turn, dict):
         raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
     if "from" in turn and "role" not in turn:
@@ -167,8 +169,8 @@ def _joined(parts: Sequence[Any]) -> str:
 def counted_answers(
     messages: Sequence[Message], answers: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the spans of the answers that are labels: all answers except those in messages with
-    "weight" 0.
+    """Return the spans (ranges of characters) of the answers that are labels: all answers except
+    those in messages with "weight" 0.
 
     `answers` has the spans of all answers in the text, in the order of the messages. Raise
     BadConversation for a weight other than 0 and 1, and if the template does not write each answer

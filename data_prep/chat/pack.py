@@ -1,4 +1,5 @@
-"""Writing conversations to shards, packed into rows of equal length. No row cuts a conversation."""
+"""Writing conversations to shards, packed into rows of equal length. Each conversation is
+completely in one row."""
 
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
-MOST_LENGTH = 1 << 28  # maximum number of tokens of a row; a row is in memory at once
+MOST_LENGTH = 1 << 28  # maximum number of tokens of a row; a complete row must fit into memory
 # The maximum number of unfinished rows. A conversation goes to the first unfinished row that has
 # room for it.
 OPEN_ROWS = 64
@@ -54,9 +55,9 @@ COUNTED = (
 class ChatOptions:
     """The inputs and options of `ptdmpi-data chat` and `pairs`, except the options for the output.
 
-    `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
-    off ("truncate"), or it is left out ("drop"). If `pairs` is True, the records are pairs of
-    answers. A pair that is too long is always left out, and `fields` is not used.
+    `too_long` says what happens to a conversation that has more than `seq_length` tokens:
+    "truncate" cuts its end off, "drop" leaves it out. If `pairs` is True, the records are pairs of
+    answers. A pair that is too long is always left out, and `fields` is not used for pairs.
     """
 
     inputs: tuple[str, ...]
@@ -88,11 +89,11 @@ class RowWriter:
     """A writer that packs conversations into rows (first fit) and writes the rows to shards in one
     directory.
 
-    A row has `seq_length` tokens. It consists of conversations, each of which is a document, and of
-    padding. The padding is one more document of end-of-document tokens, which are no labels. The
-    conversations of a group are next to each other in one row. Sample j of a shard is row j. The
-    label after the last token of a row is the first token of the next row, and the loss ignores it.
-    Each shard therefore ends with one extra token.
+    A row has `seq_length` tokens. The row consists of conversations, each of which is a document,
+    and of padding. The padding is one more document, which has only end-of-document tokens; they
+    are not labels. The conversations of a group are next to each other in one row. Sample j of a
+    shard is row j. The label after the last token of a row is the first token of the next row, and
+    the loss ignores it. Each shard therefore ends with one extra token.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RowWriter:
 
     def add(self, group: Group) -> None:
         """Add the conversations of one group, which together have at most `seq_length` tokens.
-        Raise the same errors as `ShardWriter`."""
+        Raise the errors that `ShardWriter` raises."""
         size = _size(group)
         for row in self._rows:
             if row.size + size <= self._length:
@@ -147,7 +148,8 @@ class RowWriter:
         ids.append(np.full(padding, self._vocabulary.eod_id, ids[0].dtype))
         weights = [conversation.weights for conversation in row.conversations]
         for own in weights:
-            own[0] = False  # no earlier token of the conversation predicts its first token
+            # the first token of a conversation is not a label, because no earlier token predicts it
+            own[0] = False
         weights.append(np.zeros(padding, dtype=bool))
         sizes = [part.size for part in ids if part.size]
         self._writer.write_row(np.concatenate(ids), np.cumsum(sizes), np.concatenate(weights))
@@ -168,7 +170,7 @@ class RowWriter:
         )
 
     def _close(self) -> None:
-        """Complete the present shard, if there is one, by adding the extra token."""
+        """If a shard is open, write the extra token and complete the shard."""
         if self._writer is not None:
             extra = np.array([self._vocabulary.eod_id])
             self._writer.write_row(extra, np.array([1]), np.array([False]))
@@ -182,7 +184,7 @@ class RowWriter:
 
 @dataclass(frozen=True)
 class _ChatCorpus:
-    """The inputs of `ptdmpi-data chat`, after they were opened."""
+    """The opened inputs of `ptdmpi-data chat`."""
 
     options: ChatOptions
     tokenizer: MarkedTokenizer
@@ -212,9 +214,9 @@ class _ChatCorpus:
 def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, Any]:
     """Make shards of conversations and return the final table.
 
-    The same files and options give the same bytes. A stopped command starts again from the
-    beginning. Raise InputError for bad options, files or lines; after such an error no output is
-    left.
+    The same files and options always give shards with the same bytes. If the command was stopped,
+    the next call starts from the beginning. Raise InputError for bad options, files or lines; after
+    such an error no output remains.
     """
     started = time.perf_counter()
     output.check()
@@ -238,7 +240,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # copy the template for users who talk to a model that was trained on the shards
+            # copy the template next to the shards, for users who talk to a model that was trained
+            # on the shards
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
@@ -258,7 +261,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
 
 def _tokenizer(name: str) -> MarkedTokenizer:
     """Load a tokenizer that encodes special tokens by their names. Raise InputError for a tokenizer
-    that cannot encode them."""
+    that cannot encode special tokens in this way."""
     if name.startswith((GIGATOKEN, TIKTOKEN)) or name.endswith(".model"):
         raise InputError(
             f"--tokenizer {name}: a chat template writes special tokens, which need 'bytes' or a "
@@ -269,7 +272,7 @@ def _tokenizer(name: str) -> MarkedTokenizer:
 
 
 def _size(group: Group) -> int:
-    """Return the number of tokens of some conversations together."""
+    """Return the total number of tokens of the conversations in a group."""
     return sum(conversation.ids.size for conversation in group)
 
 
@@ -294,8 +297,8 @@ def _kept(group: Group, options: ChatOptions) -> Group | None:
 
 
 def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
-    """Return the counters for a record with the conversations `group`. `kept` are the conversations
-    that are written to a row of `length` tokens, or None."""
+    """Return the counters for a record with the conversations `group`. `kept` has the conversations
+    of `group` that are written to a row of `length` tokens; None if the group is left out."""
     cut = _size(group) > length
     text_bytes = sum(len(conversation.text.encode()) for conversation in group)
     if kept is None:
@@ -313,7 +316,7 @@ def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
 
 def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
     """Read all conversations, pack them into rows and write the shards. Raise InputError for a bad
-    line or a full disk; then no incomplete shard is left."""
+    line or a full disk; after this error no incomplete shard remains."""
     options = corpus.options
     read = Conversations(
         corpus.tokenizer, corpus.template, options.messages_of, options.skip_bad_lines

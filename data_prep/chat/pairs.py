@@ -10,7 +10,8 @@ conversational format)
 - a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
   arXiv 2204.05862)
 
-Only the answers after the turns that both conversations share are compared and are labels.
+Both conversations of a pair may begin with the same turns. Only the answers after these shared
+turns are compared and are labels.
 """
 
 import re
@@ -41,9 +42,9 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
     """Return the conversation with the preferred answer, and the conversation with the other
     answer.
 
-    Answers in the turns that both conversations share have the "weight" 0. Raise BadConversation if
-    the record has none of the known formats, or if a conversation has no answer after these shared
-    turns.
+    Answers in the turns that both conversations share get the "weight" 0, so that they are not
+    labels. Raise BadConversation if the record has none of the known formats, or if a conversation
+    has no answer after these shared turns.
     """
     if any(name not in record for name in ANSWERS):
         raise BadConversation(f"no pair of answers: {KNOWN}")
@@ -60,7 +61,7 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _as_context(message: Message) -> Message:
-    """Return the message with the "weight" 0 if it is an answer, so that its tokens are no
+    """Return the message. If it is an answer, add the "weight" 0, so that its tokens are not
     labels."""
     if message["role"] != ANSWER:
         return message
@@ -87,13 +88,14 @@ def _spoken(text: str) -> list[Message]:
         return []
     pairs = zip(parts[::2], parts[1::2], strict=True)
     turns = [{"role": _ROLES[speaker], "content": said.strip()} for speaker, said in pairs]
-    if not turns[-1]["content"]:  # a prompt that ends with the name of the next speaker
+    if not turns[-1]["content"]:  # the text is a prompt that ends with the name of the next speaker
         turns.pop()
     return turns
 
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages before an answer. Raise BadConversation if the record has no prompt."""
+    """Return the messages of the prompt, which come before the answer. Raise BadConversation if the
+    record has no prompt."""
     for name in ("prompt", "conversations", "messages"):
         if isinstance(record.get(name), list):
             return with_system(record, turns_of(record[name], name))

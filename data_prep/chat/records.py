@@ -1,5 +1,5 @@
-"""Reading records of conversations as tasks: lines of .jsonl files, or the elements of a .json
-array."""
+"""Reading of conversation records as tasks (see `sources.Task`): the records are lines of .jsonl
+files, or elements of a .json array."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ JSON = ".json"
 
 def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
     """Return the .jsonl and .json files among the inputs, including compressed files. Raise
-    InputError for any other kind of file. Also raise the errors of `find_sources`."""
+    InputError for any other kind of file. Raise also the errors that `find_sources` raises."""
     sources = find_sources(inputs, (JSON,))
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
@@ -39,8 +39,8 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
     """Yield the tasks of all files. Each chunk of a task consists of complete lines, with one
     record per line.
 
-    For a .json array, line n is element n, counted from 1. `advance` is called with the number of
-    bytes read. Raise InputError for a file that cannot be read.
+    For a .json array, line n is element n, counted from 1. After each read, `advance` is called
+    with the number of bytes that were read. Raise InputError for a file that cannot be read.
     """
     for source in sources:
         if source.kind == JSONL:
@@ -78,8 +78,8 @@ def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[b
 
 
 def _as_lines(source: CorpusFile, data: bytes) -> bytes:
-    """Return the elements of the JSON array in `data` as lines. If `data` does not begin with a
-    bracket, the file already consists of lines, and `data` is returned."""
+    """Return the elements of the JSON array in `data`, each as one line. If `data` does not begin
+    with a bracket, the file already consists of lines, and `data` is returned."""
     if not data.lstrip().startswith(b"["):
         return data
     try:

@@ -1,4 +1,4 @@
-"""Starting the ranks of a benchmark by mpirun, with the settings of jobs/mpi-env.sh."""
+"""Functions that start the ranks of a benchmark by mpirun, with the settings of jobs/mpi-env.sh."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 # let Python cache compiled modules, which is its default
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-PEERS = ROOT / ".peers"  # the folder of other trainers, each in a folder of its own
+PEERS = ROOT / ".peers"  # the folder in which each other trainer has its own folder
 
 
 def start(
@@ -26,8 +26,9 @@ def start(
     """Start a program in a new session, so that all its processes can be found.
 
     `extra` is added to the environment. Standard input is empty, and standard output goes to
-    `output`. Standard error goes to `errors` if given. If `errors` is not given, standard error
-    goes to `output`, or, if that is a pipe, to the standard error of this process.
+    `output`. Standard error goes to `errors` if it is given. If `errors` is not given, standard
+    error goes to `output`. If `output` is a pipe, it goes to the standard error of this process
+    instead.
     """
     if errors is None and output != subprocess.PIPE:
         errors_to: IO[str] | int | None = subprocess.STDOUT
@@ -36,8 +37,8 @@ def start(
     # with this PYTHONPATH, `-m benchmarks...` works in any folder, and the program can import all
     # modules that this process can import
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # Without buffering, Python writes a line and its line end separately, so that the lines of
-    # several ranks would mix.
+    # Let Python buffer its output: without buffering, it writes a line and its line end separately,
+    # so that lines of several ranks would mix.
     environment.pop("PYTHONUNBUFFERED", None)
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
@@ -59,7 +60,8 @@ def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> lis
 
 
 def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
-    """Return the text that `python WORDS...` on `ranks` ranks writes to standard output.
+    """Run `python WORDS...` on `ranks` ranks, and return the text that it writes to standard
+    output.
 
     If the command fails, this program exits with a message. After `limit_s` seconds the ranks are
     terminated, and subprocess.TimeoutExpired is raised.
@@ -77,7 +79,7 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
 
 
 def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return the process ids, by rank, of the living ranks of an mpirun."""
+    """Return rank -> process id, for the living ranks of an mpirun."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # ignore a process that has ended in the meantime

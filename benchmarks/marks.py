@@ -1,4 +1,4 @@
-"""Writing tables of a benchmark into a page of docs/, between two marks."""
+"""Functions that write the tables of a benchmark into a page of docs/, between two marks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,8 +8,8 @@ from ptdmpi.base.disk import write_whole
 
 
 def replaced(text: str, name: str, lines: Iterable[str]) -> str:
-    """Return `text` after replacing the lines between `<!-- NAME -->` and `<!-- end of NAME -->` by
-    `lines`. Raises ValueError if the text has no such marks."""
+    """Return `text`, in which the lines between `<!-- NAME -->` and `<!-- end of NAME -->` are
+    replaced by `lines`. Raises ValueError if the text has no such marks."""
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
@@ -20,7 +20,7 @@ def replaced(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Write `lines` between the marks NAME in a page, and print them."""
+    """Write `lines` between the two marks NAME in a page, and print the lines."""
     write_whole(page, replaced(page.read_text(encoding="utf-8"), name, lines))
     print("\n".join(lines), f"\nwrote {page.relative_to(ROOT)}", flush=True)
 

@@ -1,4 +1,5 @@
-"""The speed of reading, writing and tokenizing data, compared with the minimum of work.
+"""The speed of reading, writing and tokenizing data, compared with the simplest code for the same
+task.
 
     python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
@@ -10,7 +11,7 @@ write     token ids written to shards, against h5py's create_dataset(data=...)
 tokenize  `ptdmpi-data tokenize` against direct calls of the tokenizer, and other tools
 
 The compared programs alternate, in changing order, and a ratio compares two times of the same
-round. The output has medians and, in brackets, the least and the greatest value.
+round. The output shows medians and, in brackets, the smallest and the greatest value.
 """
 
 import argparse
@@ -45,7 +46,7 @@ BLOCK_TOKENS = 1 << 20
 
 
 def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
-    """Write a dataset of random tokens, and return it."""
+    """Write a dataset of random tokens into `directory`, and return the opened dataset."""
     directory.mkdir(parents=True)
     chance = np.random.default_rng(seed)
     with ShardWriter(directory / "shard.h5", **VOCABULARY) as writer:

@@ -1,7 +1,7 @@
 """Time and memory from the start of a process to its first batch, for several sizes of the corpus.
 
-The shards are sparse files, whose tokens are 0 and take no space on the disk. Shards of equal size
-are links to the same file.
+The shards are sparse files, whose tokens are 0 and take no space on the disk. All shards of equal
+size are links to the same file.
 """
 
 import json
@@ -60,7 +60,7 @@ def sparse_shard(path: Path, tokens: int) -> None:
 
 def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool = True) -> Path:
     """Write a dataset of sparse shards, and return its directory. If `listed` is True, also write
-    the list of shards that `ptdmpi-data tokenize` would write."""
+    the list of shards that `ptdmpi-data tokenize` writes."""
     directory.mkdir(parents=True)
     paths: list[Path] = []
     for number, start in enumerate(range(0, tokens, shard_tokens)):

@@ -4,12 +4,13 @@ projects.
 Both comparisons use a text that every machine has (the sources of Python's standard library), and a
 BPE tokenizer that is trained on a part of this text:
 
-- one process with everything loaded and warm: `ptdmpi-data tokenize` against direct calls of
-  `encode_batch` and `encode_batch_fast` on texts in memory;
+- in one process, with everything loaded and warm: `ptdmpi-data tokenize` against direct calls of
+`encode_batch` and `encode_batch_fast` on texts in memory;
 - complete commands on all cores. A rate is the difference in tokens between two corpora of
 different length, divided by the difference in time, so that the start-up time (imports, the
-tokenizer's file, processes) cancels. The total time has a column of its own. Fast tools also get a
-longer corpus. Direct calls run in one process per core, each on its own file of the corpus.
+tokenizer's file, processes) cancels. The table has a separate column for the total time. Fast tools
+also tokenize a longer corpus. Direct calls run in one process per core, and each process tokenizes
+a separate file of the corpus.
 """
 
 import json
@@ -39,8 +40,8 @@ GROUP_TEXTS = 256  # number of texts in a direct call
 
 @dataclass(frozen=True)
 class Peers:
-    """Tools of other projects. If a package that a tool needs is missing, the tool is skipped, and
-    a line says so."""
+    """The tools of other projects that are compared. If a package that a tool needs is missing, the
+    tool is skipped, and a line says so."""
 
     # a Python interpreter that has datatrove, gigatoken, or the packages that Megatron needs
     python: Path | None
@@ -169,9 +170,9 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that tokenizes a corpus. `words` returns the command line for a corpus, an output
-    folder and a number of cores. `written` is the pattern of the output files that have 2 bytes per
-    token, if there are any."""
+    """A command that tokenizes a corpus. `words` is a function that returns the command line for a
+    corpus, an output folder and a number of cores. `written` is the pattern of the output files
+    that have 2 bytes per token, if there are any."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
@@ -189,7 +190,8 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     shutil.copy(tokenizer, model / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    script = folder / "run_datatrove.py"  # a separate file, because datatrove's processes import it
+    # this function is in a separate file, because datatrove's processes import the file
+    script = folder / "run_datatrove.py"
     script.write_text(DATATROVE)
 
     def bare(name: str) -> Tool:
@@ -301,8 +303,8 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
     """Return the tokens per second of a tool in each round, from the difference between the tool's
-    shortest and longest corpus. Return None if this difference in time is not greater than its
-    variation between rounds."""
+    shortest and longest corpus. Return None if the difference in time between the two corpora is
+    not greater than its variation between rounds."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):

@@ -30,7 +30,7 @@ LIMIT_S = 1800.0
 
 
 class Rank:
-    """One rank. It saves and loads the same state by all three methods."""
+    """One rank of the benchmark, which saves and loads the same state by all three methods."""
 
     def __init__(self, layers: int, folder: Path) -> None:
         from ptdmpi.comm.world import World
@@ -76,7 +76,7 @@ class Rank:
         )
 
     def save(self, side: str, number: int) -> None:
-        """Save the state by method `side`, in round `number`."""
+        """Save the state by the method `side`, in round `number`."""
         if side == "ours":
             self.checkpoints.save(number)
         elif side == "plain":
@@ -115,8 +115,8 @@ class Rank:
                 os.close(descriptor)
 
     def clock(self, work: Callable[[], None]) -> float:
-        """Return the seconds from the common start of `work` on all ranks until the last rank has
-        ended it."""
+        """Let all ranks start `work` together, and return the seconds until the last rank has ended
+        it."""
         self.control.Barrier()
         begin = time.perf_counter()
         work()
@@ -146,17 +146,17 @@ class Rank:
 
 
 def run_rank(layers: int, rounds: int, folder: Path) -> None:
-    """Measure on one rank. The first rank prints the results as JSON."""
+    """Do the measurement on one rank. The first rank prints the results as JSON."""
     launch.prepare()
     rank = Rank(layers, folder)
     times = [rank.round(number) for number in range(rounds + 1)]
     if rank.world.rank == 0:
-        # the first round is a warm-up
+        # leave out the first round, which is a warm-up
         print(json.dumps({"bytes": rank.bytes, "rounds": times[1:]}))
 
 
 def table(results: dict) -> str:
-    """Return the results of `run_rank` as text."""
+    """Return `results`, which `run_rank` has measured, as text."""
     rounds = results["rounds"]
     size = results["bytes"]
     lines = [
@@ -181,7 +181,7 @@ def table(results: dict) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Start the ranks, measure saving and loading, and print a table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.checkpoint", description=__doc__
     )

@@ -1,12 +1,12 @@
-"""The time of a verification of the state, and of steps with and without a verification, measured
-alternately.
+"""The time of a verification of the training state, and of steps with and without a verification,
+measured alternately.
 
     mpirun -n 2 python -m benchmarks.faults.corruption --rounds 10
 
-A GPT is trained on random tokens by data ranks that all have the same state. "A verification"
-consists of the hashes of the state after an update, the hashes before the next update, and the
-comparison of the hashes by all ranks. If `run.verify_every` is N, every N-th step takes this
-additional time.
+A GPT is trained on random tokens by data ranks that all have the same state. A verification
+computes hashes of the state after an update, computes them again before the next update, and
+compares the hashes of all ranks. If `run.verify_every` is N, every N-th step takes this additional
+time.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def batches(rank: int) -> list[Microbatch]:
 
 
 def main() -> None:
-    """Measure on all ranks, and print the results on rank 0."""
+    """Do the measurement on all ranks, and print the results on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
@@ -86,7 +86,7 @@ def main() -> None:
     for number in range(rounds + 1):
         done = turns.round_of({"without": lambda: timed(0), "with": lambda: timed(1)}, number)
         took_s = verified()
-        if number:  # the first round is a warm-up
+        if number:  # leave out the first round, which is a warm-up
             with_s.append(done["with"])
             without_s.append(done["without"])
             verifying_s.append(took_s)

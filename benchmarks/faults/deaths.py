@@ -1,5 +1,5 @@
-"""A file that records the deaths of runs under `ptdmpi run`, and counts of the deaths by kind and
-fault."""
+"""The file that records how often killed runs under `ptdmpi run` died, and counts of these deaths
+by kind of run and by fault."""
 
 import json
 import statistics
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-IN_A_START = "in a start"  # one rank dies while the ranks start again
+IN_A_START = "in a start"  # the fault that kills one rank while the ranks start again
 # Maps a fault to the weight with which it is drawn.
 FAULTS = {"one rank": 4, "all ranks": 2, IN_A_START: 7, "launcher": 1}
 
 
 @dataclass(frozen=True)
 class Death:
-    """One death: its fault, and the seconds from the death to the next new step. The seconds are
-    None if another death or the end of the run came before a new step."""
+    """One death of a run: the fault that caused it, and the seconds from the death to the next new
+    step. `seconds` is None if another death or the end of the run came before a new step."""
 
     fault: str
     seconds: float | None
@@ -23,8 +23,9 @@ class Death:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """One run of a kind: its deaths, and the reason `why` the run counts as lost. `why` is empty if
-    the losses and the last state are the same as in an undisturbed run.
+    """A run of the kind `kind`: its deaths, and the reason `why` for which the run counts as lost.
+    `why` is empty if the losses and the last state are the same as in an undisturbed run; such a
+    run is not lost.
 
     `copies` is True if the ranks continued from copies in memory, and False if they continued from
     checkpoints.
@@ -66,8 +67,9 @@ def count(runs: Iterable[KilledRun]) -> int:
 
 
 def table(kinds: Sequence[str], runs: Sequence[KilledRun]) -> str:
-    """Return a table with a row for each kind. A row has the number of deaths by fault, the number
-    of runs and of lost runs, and the seconds from a death to the next new step."""
+    """Return a table with a row for each kind of run. A row has the number of deaths for each
+    fault, the number of runs and of lost runs, and the seconds from a death to the next new
+    step."""
     names = " ".join(f"{fault:>12}" for fault in FAULTS)
     lines = [f"{'deaths':22} {names} {'all':>5} {'runs':>5} {'lost':>5}  seconds, median"]
     lines += [_row(kind, [run for run in runs if run.kind == kind]) for kind in kinds]

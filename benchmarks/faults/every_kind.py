@@ -3,12 +3,13 @@ lost runs.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
-`kinds.py` lists the kinds. Each run dies up to 20 times at random moments: one rank, all ranks, a
-rank while the ranks start, or the launcher is killed. The job must then complete by itself. Its
-losses and its last state must be bitwise equal to the losses and the last state of an undisturbed
-run. In each kind, runs continue alternately from checkpoints and from copies in memory. The kind
-with the fewest deaths is tested next. With --folder the results stay in `results.jsonl` of this
-folder, and another call adds results to this file.
+The module `kinds.py` lists the kinds of runs. Each run is killed up to 20 times at random moments.
+Each time, the fault kills one rank, all ranks, a rank while the ranks start, or the launcher. After
+each fault, the job must continue by itself until the run is complete. The losses and the last state
+of the run must be bitwise equal to the losses and the last state of an undisturbed run. Runs of the
+same kind continue alternately from checkpoints and from copies of the state in memory. The next run
+is always of the kind with the fewest deaths so far. With the option --folder, the results stay in
+the file `results.jsonl` of this folder, and a further call adds its results to this file.
 """
 
 import argparse
@@ -46,9 +47,9 @@ from benchmarks.launch import start
 from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
-DEATHS = 20  # the number of deaths in a run
-LIFE_S = 0.2  # the longest time in seconds from a new step to a death
-START_S = 4.0  # longest time from a death to a death in the next start
+DEATHS = 20  # maximum number of deaths of a run
+LIFE_S = 0.2  # maximum time in seconds from a new step to the next death
+START_S = 4.0  # maximum time in seconds from a death to a death during the next start
 NOWHERE = ("none", 1, 0)
 
 
@@ -70,7 +71,7 @@ class SupervisedRun:
             self.process = start([*command, "config.toml"], file, cwd=folder)
 
     def wait_for(self, step: int) -> bool:
-        """Wait until `step` is recorded. Return False if the job ends before that."""
+        """Wait until `step` is recorded. Return False if the job ends before `step` is recorded."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
             if self.progress.newest().step >= step:
@@ -79,8 +80,8 @@ class SupervisedRun:
         return False
 
     def victims(self, fault: str, choice: random.Random) -> list[int]:
-        """Return the ids of the processes that the fault `fault` kills now; [] if no such process
-        exists."""
+        """Return the ids of the processes that must be killed now to cause the fault `fault`; [] if
+        no such process exists."""
         if fault == "launcher":
             return self._launchers()
         ranks = self.ranks()
@@ -111,7 +112,8 @@ class SupervisedRun:
         return []
 
     def wait(self) -> int:
-        """Return the exit code of the job. A job that takes too long is killed."""
+        """Wait until the job has ended, and return its exit code. A job that takes too long is
+        killed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -123,7 +125,8 @@ class SupervisedRun:
 
 
 def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
-    """Kill processes of a run until it has died DEATHS times or has ended; return its deaths."""
+    """Kill processes of a run until it has died DEATHS times or has ended. Return the list of its
+    deaths."""
     deaths: list[Death] = []
     furthest = 0
     died_s = 0.0
@@ -149,7 +152,7 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process. Return False if it had already ended."""
+    """Kill a process. Return False if the process had already ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True
@@ -157,7 +160,7 @@ def _kill(pid: int) -> bool:
 
 
 def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> KilledRun:
-    """Kill processes of one run, and compare the run with an undisturbed run."""
+    """Kill processes of one run, and compare the finished run with an undisturbed run."""
     reference = folder / f"reference-{way.name}"
     if any("adapt.base" in setting for setting in way.settings):
         require_base(folder)
@@ -192,8 +195,8 @@ def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
 
 
 def main() -> None:
-    """Kill processes until the requested number of deaths or minutes is reached. The kind with the
-    fewest deaths is always tested next."""
+    """Kill processes of runs until the requested number of deaths or minutes is reached. The next
+    run is always of the kind with the fewest deaths so far."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.every_kind")
     parser.add_argument("--deaths", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=600.0)

@@ -1,9 +1,9 @@
 """Every kind of run that `every_kind` kills, made from ptdmpi's tables of legal names.
 
 A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of quantized
-weights, task, preference method or axis. A new name in one of these tables makes a new kind, which
-is then tested, too. If a new name needs settings that `METHODS` does not have, an error about the
-configuration stops the benchmark.
+weights, task, preference method or axis. If a name is added to one of these tables, a new kind is
+tested, too. If the new name needs further settings that the tables `METHODS`, `SCHEDULES` and
+`TASKS` do not have, an error about the configuration stops the benchmark.
 """
 
 import json
@@ -24,8 +24,8 @@ from ptdmpi.data.references import write_shard, write_summary
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
-STEPS = 120  # a run trains tens of steps between two deaths
-# The additional settings that some names in the tables need, by name.
+STEPS = 120  # number of steps of a run, so that a run trains some dozen steps between two deaths
+# name in a table of legal names -> additional settings that a run with this name needs
 METHODS: Mapping[str, tuple[str, ...]] = {
     "local": ("data_parallel.local_steps=2",),
     "compressed": ("data_parallel.compressor=sign",),
@@ -50,7 +50,7 @@ def names_of(literal: object) -> tuple[str, ...]:
 
 
 def every_kind() -> dict[str, Way]:
-    """Return a layout for each kind of run, by the kind's name."""
+    """Return name of a kind of run -> layout and settings of the runs of this kind."""
     ways: dict[str, Way] = {}
 
     def add(name: str, ranks: int, *settings: str) -> None:
@@ -82,13 +82,14 @@ def every_kind() -> dict[str, Way]:
 
 
 def _most(section: type[Section], key: str) -> int:
-    """Return the greatest legal value of a configuration key."""
+    """Return the greatest value that a configuration key may have."""
     limits = [getattr(limit, "le", None) for limit in section.model_fields[key].metadata]
     return next(limit for limit in limits if limit is not None)
 
 
 def prepare_all(folder: Path) -> None:
-    """Write the configuration, tokens and labelled texts into `folder`."""
+    """Write the configuration, the token shards and the labelled texts for all runs into
+    `folder`."""
     prepare(folder)
     texts = [f"text {number}" for number in range(64)]
     labelled = [{"text": text, "label": "ab"[len(text) % 2]} for text in texts]
@@ -100,18 +101,20 @@ def prepare_all(folder: Path) -> None:
 
 
 def prepare_pairs(folder: Path) -> None:
-    """Write rows with one pair of answers each, and random log-probabilities in place of a
-    reference model's."""
+    """Write shards whose rows have one pair of answers each, with random numbers instead of the
+    log-probabilities of a reference model."""
     folder.mkdir()
     draws = np.random.default_rng(2)
-    counts = np.arange(SEQUENCE) % (SEQUENCE // 2) > 1  # two tokens of a prompt, then an answer
+    # both sequences of a pair: two tokens of a prompt, then an answer
+    counts = np.arange(SEQUENCE) % (SEQUENCE // 2) > 1
     ends = np.array([SEQUENCE // 2, SEQUENCE])
     path = folder / "shard-00000.h5"
     sizes = {"vocab_size": VOCAB_SIZE, "eod_id": VOCAB_SIZE - 1, "row_length": SEQUENCE}
     with ShardWriter(path, "torture", "0" * 64, **sizes, pairs=True) as writer:
         for _ in range(64):
             writer.write_row(draws.integers(0, VOCAB_SIZE - 1, SEQUENCE), ends, counts)
-        # every shard of rows ends with one more token: a row's labels are its next tokens
+        # a shard of rows ends with one extra token, because the labels of a row are the tokens that
+        # follow
         writer.write_row(np.array([VOCAB_SIZE - 1]), np.array([1]), np.array([False]))
     (header,) = Dataset(folder).headers
     values = draws.normal(-3.0, 0.5, header.tokens).astype(np.float32)

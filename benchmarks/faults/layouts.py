@@ -1,5 +1,5 @@
 """The layouts of the runs that `torture` disturbs, the kinds of layouts, and the decks from which
-trials take layouts."""
+`torture` draws the layouts of its trials."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -19,8 +19,9 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
     """Return a layout that is given by a text such as `p=2,zero=3`, with the sizes t (tensor) and p
     (pipeline), and with keys of `[parallel]`.
 
-    The data axis has the remaining ranks; `d` in the text is ignored. `lora` is the rank of LoRA
-    adapters for the model that `training.require_base` trains. `options` are options of mpirun.
+    The data axis has the remaining ranks. A size `d` in the text is ignored. The key `lora` in the
+    text is the rank of LoRA adapters for the model that `training.require_base` trains. `options`
+    are options of mpirun.
     """
     pairs = dict(word.split("=") for word in words.split(","))
     pairs.pop("d", None)
@@ -32,7 +33,7 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
 
 
 def kinds_of(way: Way) -> tuple[str, ...]:
-    """Return the members of KINDS to which a layout belongs."""
+    """Return those kinds in KINDS to which a layout belongs."""
     values = dict(setting.split("=") for setting in way.settings)
     zero = values.get("parallel.zero", "0")
     kinds = ["whole" if zero == "0" else f"zero-{zero}"]
@@ -46,7 +47,7 @@ def kinds_of(way: Way) -> tuple[str, ...]:
 
 
 class Weighted(NamedTuple):
-    """A layout, and the number of its copies in a deck."""
+    """A layout, and the number of cards that it has in a deck."""
 
     cards: int
     way: Way
@@ -70,12 +71,13 @@ LAYOUTS = (
     Weighted(1, layout("zero=3,shard_group=2,offload=disk", 4)),
     Weighted(1, layout("zero=3,lora=2", 2)),
 )
-# A file system cannot become read-only while a file, such as the optimizer's, is open for writing.
+# Layouts for trials that make the file system read-only. This is impossible while a file, such as
+# the optimizer's state, is open for writing.
 REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
 # Layouts of runs that lose a rank and continue with fewer data ranks (`run.on_failure = "shrink"`).
-# The results must still be bitwise equal to the results of an undisturbed run. `run.reproducible`
-# allows this for ZeRO stages 0 and 1.
+# After the loss of a rank, the results must still be bitwise equal to the results of an undisturbed
+# run. With `run.reproducible`, this is possible for the ZeRO stages 0 and 1.
 SHRINKING = (
     Weighted(1, layout("d=2", 2, ULFM)),
     Weighted(1, layout("d=4", 4, ULFM)),
@@ -88,13 +90,14 @@ SHRINKING = (
 
 
 class Deck:
-    """A deck of layouts in random order. `deal` returns all cards of the deck before it returns a
-    card for the second time, so that a few dozen trials contain every layout."""
+    """A deck of cards in random order; each card is a layout. `deal` returns all cards of the deck
+    before it returns a card for the second time, so that a few dozen trials contain every
+    layout."""
 
     def __init__(
         self, source: random.Random, layouts: Sequence[Weighted], kinds: Collection[str] = KINDS
     ) -> None:
-        """Use only layouts that have one of `kinds`."""
+        """Make a deck of those layouts that belong to at least one of `kinds`."""
         self.random = source
         self.cards = [
             way for cards, way in layouts for _ in range(cards) if {*kinds} & {*kinds_of(way)}
@@ -102,7 +105,7 @@ class Deck:
         self._left: list[Way] = []
 
     def deal(self) -> Way:
-        """Return the next layout. Raises IndexError if the deck is empty."""
+        """Return the layout on the next card. Raises IndexError if the deck is empty."""
         if not self._left:
             self._left = self.random.sample(self.cards, len(self.cards))
         return self._left.pop()

@@ -1,10 +1,11 @@
-"""One rank of a disturbed run: `ptdmpi train ...`, which kills itself at a chosen point in a save.
+"""One rank of a disturbed run. It executes `ptdmpi train ...`, and kills itself at a chosen point
+of a save.
 
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
-Rank RANK is killed by SIGKILL when it reaches PLACE for the COUNT-th time, so nothing is flushed,
-and no handler runs. If PLACE is none, the rank is never killed. All ranks reach the place `write`;
-only rank 0 reaches the other places.
+Rank RANK sends itself SIGKILL when it reaches PLACE for the COUNT-th time, so no buffer is flushed,
+and no signal handler runs. If PLACE is none, the rank is never killed. All ranks reach the place
+`write`. Only rank 0 reaches the other places.
 """
 
 import os
@@ -29,7 +30,8 @@ def _die() -> None:
 
 
 def _countdown(count: int) -> Callable[[], bool]:
-    """Return a function that returns True only when it is called for the `count`-th time."""
+    """Return a function that returns True only when it is called for the `count`-th time, and
+    otherwise False."""
     calls = iter(range(1, count + 1))
     return lambda: next(calls, None) == count
 
@@ -79,7 +81,8 @@ def prepare(place: str, count: int, rank: int) -> None:
 
 
 def main() -> None:
-    """Run `ptdmpi` with the remaining command line."""
+    """Prepare the kill that the first arguments describe, and run `ptdmpi` with the remaining
+    arguments."""
     place = sys.argv[1]
     count = int(sys.argv[2])
     rank = int(sys.argv[3])

@@ -1,11 +1,12 @@
-"""The time from the death of a rank to the next step, if the run shrinks or is restarted.
+"""The time from the death of a rank to the next step: for runs that continue with fewer ranks, and
+for runs that are restarted.
 
     python -m benchmarks.faults.recovery --trials 10 --seed 1
 
-A trial trains a small GPT with `reproducible = true`. It kills random ranks (SIGKILL) one after
-another at random moments, sometimes while the other ranks recover. The trial is successful if the
-job ends by itself with exit code 0, has recorded every step once, and has losses that are bitwise
-equal to the losses of an undisturbed run.
+A trial trains a small GPT with `reproducible = true`. The trial kills random ranks (SIGKILL) one
+after another at random moments, sometimes while the other ranks recover from an earlier loss. The
+trial is successful if the job ends by itself with exit code 0, has recorded every step once, and
+has the same losses, bit by bit, as an undisturbed run.
 """
 
 import argparse
@@ -57,7 +58,7 @@ path = "train"
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout of the started ranks, and the number of ranks that are killed."""
+    """A layout of the ranks that are started, and the number of ranks that a trial kills."""
 
     ranks: int
     tensor: int = 1
@@ -92,9 +93,9 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of a trial. `seconds` has for each death the time until a step is recorded that
-    was trained after the death. `logged` has the seconds in the log, from the first error until the
-    training loop is ready."""
+    """The results of a trial. `seconds` has, for each death, the time until a step is recorded that
+    was trained after the death. `logged` has, for each death, the seconds that the log reports: the
+    time from the first error until the training loop is ready."""
 
     setup: str
     deaths: int = 0
@@ -105,8 +106,8 @@ class Trial:
 
 
 class Job:
-    """An mpirun that executes a run. The ranks of the job are recognized by the session and the
-    environment of their processes."""
+    """The process of mpirun that executes a run. The ranks of the job are recognized by the session
+    and the environment of their processes."""
 
     def __init__(self, folder: Path, name: str, setup: Setup, failure: str) -> None:
         self.run = folder / "runs" / name
@@ -125,7 +126,8 @@ class Job:
         return living_ranks(self.process)
 
     def steps(self) -> list[int]:
-        """Return the recorded steps. A line that is still being written is ignored."""
+        """Return the numbers of the steps that the run has recorded. A line that is still being
+        written is ignored."""
         file = self.run / "metrics.jsonl"
         if not file.exists():
             return []
@@ -140,8 +142,8 @@ class Job:
         return [line for line in file.read_text().splitlines() if " lost in step " in line]
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` returns True. Return False if the job ends, or its time is over,
-        before that."""
+        """Wait until `ready` returns True. Return False if the job ends or its time is over before
+        `ready` returns True."""
         while not ready():
             if self.process.poll() is not None or time.monotonic() > self.end:
                 return ready()
@@ -149,8 +151,8 @@ class Job:
         return True
 
     def finish(self) -> str:
-        """Wait until the job ends. Return a text about the failure of the job, or "" if it was
-        successful. A job that hangs is killed."""
+        """Wait until the job ends. Return a text that describes the failure of the job, or "" if it
+        was successful. A job that hangs is killed."""
         self.wait_for(lambda: self.process.poll() is not None)
         code = self.process.poll()
         if code is None:
@@ -166,9 +168,9 @@ class Job:
 
 
 def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
-    """Kill one of the living ranks that have trained from the start, and return the time. (No rank
-    waits for a spare rank, so the death of a spare rank would be noticed only at the next
-    death.)"""
+    """Kill one of the living ranks that have trained since the start, and return the time of the
+    kill. (Spare ranks are not killed: no rank waits for a spare rank, so its death would be noticed
+    only at the next death.)"""
     trained = range(setup.ranks - setup.spare)
     victim = choice.choice([pid for rank, pid in sorted(job.ranks().items()) if rank in trained])
     now = time.monotonic()
@@ -178,7 +180,7 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
     """Wait until the log has `losses` lines about lost ranks, and then for the first new step.
-    Record the seconds from the death, at time `since`, to this step."""
+    Record the seconds from the death, which was at the time `since`, to this step."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]
@@ -191,7 +193,7 @@ def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
 
 
 def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Kill ranks of a job whose other ranks continue."""
+    """Do a trial: kill ranks of a job whose other ranks continue."""
     trial = Trial(setup.name)
     job = Job(folder, f"shrink-{number}", setup, "shrink")
     soon = False
@@ -216,8 +218,8 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
 
 
 def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Kill a rank of a job, so that the launcher ends the job, and repeat the command immediately,
-    without time in a queue."""
+    """Do a trial: kill a rank of a job, so that the launcher ends the job, and start the same
+    command again immediately, without waiting in a queue."""
     trial = Trial(f"restart, {setup.name}")
     job = Job(folder, f"restart-{number}", setup, "abort")
     job.wait_for(lambda: len(job.steps()) >= choice.randrange(12, STEPS - 25))
@@ -225,7 +227,7 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
     trial.deaths += 1
     job.process.wait(LIMIT_S)
     job = Job(folder, f"restart-{number}", setup, "abort")
-    # at this moment the records after the checkpoint have been removed
+    # when this line is in the log, the records after the checkpoint have been removed
     if job.wait_for(lambda: "resumed after step" in (job.run / "log.txt").read_text()):
         begin = job.steps()[-1]
         if job.wait_for(lambda: job.steps()[-1] > begin):
@@ -262,8 +264,9 @@ def corpus(folder: Path) -> None:
 
 
 def straight(folder: Path, setup: Setup) -> Path:
-    """Return the run directory of the undisturbed run for a setup. The bits of the undisturbed run
-    depend only on the tensor-parallel size."""
+    """Return the run directory of the undisturbed run with which trials of a setup are compared.
+    The bits of the results depend only on the tensor-parallel size, so setups with the same size
+    share an undisturbed run."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)
@@ -306,7 +309,7 @@ def main() -> int:
             trial = shrink_trial(folder, number, setup, choice)
             run = folder / "runs" / f"shrink-{number}"
         else:
-            setup = Setup(4)  # after a restart all ranks are present again
+            setup = Setup(4)  # after a restart all ranks train again, so only one rank is killed
             undisturbed = straight(folder, setup)
             trial = restart_trial(folder, number, setup, choice)
             run = folder / "runs" / f"restart-{number}"

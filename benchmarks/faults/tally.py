@@ -11,7 +11,8 @@ from benchmarks.faults.training import Way
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial. `why` says in one line why the run was lost."""
+    """The outcome of a trial. `why` says in one line why the run was lost; it is empty for other
+    outcomes."""
 
     fault: str
     number: int
@@ -26,9 +27,9 @@ class Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return two tables. The first has the numbers of trials that survived, were refused and were
-    lost, by fault and by kind of layout. The second has the number of trials, and of lost trials,
-    for each fault with each kind of layout."""
+    """Return two tables. The first table counts the trials that survived, were refused and were
+    lost, by fault and by kind of layout. The second table has, for each fault with each kind of
+    layout, the number of trials and the number of lost trials."""
     by_fault: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_fault.setdefault(outcome.fault, []).append(outcome)

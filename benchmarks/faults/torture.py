@@ -5,11 +5,12 @@ count the lost runs.
         [--layouts "zero-3 groups"]
 
 Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
-complete. The run's parameters, optimizer moments and losses must then have the same bits as in an
-undisturbed run, and no step that was reported as saved may be lost. A refusal (exit code 2 and a
-one-line message) is counted separately. A refusal is right only if the disk is full or read-only,
-or if no complete checkpoint is left. Each trial prints a line with its layout. Counts by fault and
-by kind of layout follow at the end. The exit code is 1 if any trial was lost.
+complete. At the end, the run's parameters, optimizer moments and losses must have the same bits as
+in an undisturbed run, and no step that was reported as saved may be lost. A refusal of the run to
+start (exit code 2 and a one-line message) is counted separately. A refusal is right only if the
+disk is full or read-only, or if no complete checkpoint is left. Each trial prints a line with its
+layout. At the end, the program prints counts of the trials by fault and by kind of layout. The exit
+code is 1 if any trial was lost.
 """
 
 import argparse
@@ -48,8 +49,8 @@ TMPFS_MB = 16
 
 
 class Lost(Exception):
-    """An error: a trial has lost steps, or has other results than an undisturbed run. The message
-    is one line."""
+    """The error that a trial has lost steps, or has other results than an undisturbed run. The
+    message of the error is one line."""
 
 
 class Torture:
@@ -57,7 +58,7 @@ class Torture:
     choices."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
-        """Use the layouts that have one of `kinds`."""
+        """Prepare trials with those layouts that belong to at least one of `kinds`."""
         self.folder = folder
         self.random = random.Random(seed)
         self.decks = {
@@ -72,7 +73,8 @@ class Torture:
         prepare(folder)
 
     def start(self, case: Way, run: Path, death: tuple[str, int, int]) -> StartedRun:
-        """Start a run. `death` has the place, count and rank for `benchmarks.faults.rank`."""
+        """Start a run. `death` is (place, count, rank): `benchmarks.faults.rank` kills this rank
+        when it reaches this place for the count-th time."""
         self.training = StartedRun(self.folder, case, run, death)
         return self.training
 
@@ -82,7 +84,8 @@ class Torture:
             self.training.end()
 
     def case(self, deck: str = "any") -> Way:
-        """Choose a layout, with asynchronous saving in half of the cases."""
+        """Draw the layout of the next trial. In half of the cases, it saves checkpoints
+        asynchronously."""
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way
@@ -152,7 +155,8 @@ class Torture:
         self.kill(run, lambda ranks: ranks)
 
     def shrink(self, run: Path) -> None:
-        """Kill a rank during training; the other ranks must complete the run without a restart."""
+        """Do a trial: kill a rank during training. The other ranks must complete the run without a
+        restart."""
         case = self.case("shrinking")
         settings = (*case.settings, "run.on_failure=shrink", "run.reproducible=true")
         case = replace(case, name=f"shrink-{case.name}", settings=settings)
@@ -166,8 +170,8 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def kill_in_save(self, run: Path, place: str) -> None:
-        """Start a run in which a rank kills itself at the point `place` of a random save, and
-        resume the run."""
+        """Do a trial: start a run in which a rank kills itself at the point `place` of a random
+        save, and resume the run."""
         case = self.case()
         self.reference(case)
         visits = STEPS // EVERY_STEPS if place != "discard" else 3
@@ -182,8 +186,8 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def damage(self, run: Path, change: Callable[[Path], None]) -> None:
-        """Resume a stopped run in which `change` has damaged a file of the newest checkpoint, or of
-        each of the two newest checkpoints."""
+        """Do a trial: stop a run, call `change` to damage a file of the newest checkpoint, or of
+        each of the two newest checkpoints, and resume the run."""
         case = self.case()
         step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
         checkpoints = run / "checkpoints"
@@ -231,9 +235,9 @@ class Torture:
     def starve(
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
-        """Start a run, and call `begin` at a random moment, so that the disk refuses writes. In
-        half of the trials, `end`, which lets the disk accept writes again, is called shortly
-        afterwards. In the other half, it is called after the run has ended."""
+        """Do a trial: start a run, and call `begin` at a random moment, so that the disk refuses
+        writes. Then call `end`, which lets the disk accept writes again: in half of the trials,
+        shortly afterwards. In the other half, call `end` after the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()
@@ -279,8 +283,8 @@ def _fill(run: Path) -> None:
 
 
 def _remount(run: Path, how: str) -> None:
-    """Remount a file system, with repeated attempts, because it cannot become read-only while a
-    file is open for writing."""
+    """Remount a file system. Try this repeatedly, because a file system cannot become read-only
+    while a file is open for writing."""
     end = time.monotonic() + 60.0
     while subprocess.run(
         ("mount", "-o", f"remount,{how}", str(run)), capture_output=True
@@ -291,8 +295,7 @@ def _remount(run: Path, how: str) -> None:
 
 
 def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
-    """Return, for each kind of fault, the number of its trials and the function that does a
-    trial."""
+    """Return fault -> (number of trials, function that does a trial with this fault)."""
     in_saves: dict[str, tuple[int, Callable[[Path], None]]] = {}
     for place in PLACES:
         in_saves[f"kill-{place}"] = (6, partial(torture.kill_in_save, place=place))
@@ -338,7 +341,7 @@ def can_mount() -> bool:
 
 
 def can_shrink() -> bool:
-    """Return True if this MPI has ULFM, with which the other ranks can survive the loss of a
+    """Return True if the MPI library has ULFM, with which the other ranks can survive the loss of a
     rank."""
     return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
 

@@ -22,7 +22,7 @@ LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
 VOCAB_SIZE = 23
-BASE = "base"  # the name of the run directory of the frozen model for adapters
+BASE = "base"  # name of the run directory with the frozen base model of runs with adapters
 
 CONFIG = f"""
 [run]
@@ -48,8 +48,8 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration to train with. `settings` are passed to the command by `--set`; `options` are
-    options of mpirun."""
+    """A case: a configuration with which runs are trained. `settings` are passed to the command by
+    `--set`; `options` are options of mpirun."""
 
     name: str
     ranks: int
@@ -70,7 +70,7 @@ def prepare(folder: Path) -> None:
 
 
 class StartedRun:
-    """One start of `ptdmpi train` for a case. Another start with the same run directory resumes the
+    """A process of `ptdmpi train` for a case. Another start with the same run directory resumes the
     run."""
 
     def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
@@ -88,13 +88,13 @@ class StartedRun:
         return self.output.read_text(errors="replace")
 
     def saved(self) -> int:
-        """Return the newest step that this start has reported as saved; 0 if it has reported
+        """Return the newest step that this process has reported as saved; 0 if it has reported
         none."""
         steps = re.findall(r"^saved \S*step-(\d{8}) ", self.text(), re.MULTILINE)
         return max(map(int, steps), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until this step is reported, or the run has ended."""
+        """Wait until the output reports this step, or until the run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
             steps = re.findall(r"^step +(\d+)/", self.text(), re.MULTILINE)
@@ -103,8 +103,8 @@ class StartedRun:
             time.sleep(0.002)
 
     def wait(self) -> int:
-        """Return the exit code. A run that takes longer than LIMIT_S is killed and reported as
-        failed."""
+        """Wait for the end of the run, and return its exit code. A run that takes longer than
+        LIMIT_S is killed and reported as failed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -130,7 +130,8 @@ class StartedRun:
 
 
 def require_base(folder: Path) -> None:
-    """Train the frozen model for adapters for one step, unless it exists already."""
+    """Train, for one step, the model that is the frozen base of runs with adapters; do nothing if
+    the model exists already."""
     if not (folder / BASE).is_dir():
         made = StartedRun(folder, Way(BASE, 1, ("run.steps=1",)), folder / BASE, ("none", 1, 0))
         if made.wait() != 0:
@@ -153,8 +154,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
-    """Return a text about the differences between a run's checkpoint of the last step, `steps`, and
-    the same checkpoint of an undisturbed run; None if all bits are equal."""
+    """Compare a run's checkpoint of the last step, `steps`, with the same checkpoint of an
+    undisturbed run. Return a text about the differences; None if all bits are equal."""
     last = files.name_of(steps)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
@@ -168,5 +169,5 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 def records_deviate(run: Path, reference: Path) -> str | None:
     """Return a text if the recorded steps or losses of a run and of an undisturbed run differ; None
-    if they are equal. The undisturbed run has each step once."""
+    if they are equal. The undisturbed run has recorded each step exactly once."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

@@ -18,8 +18,8 @@ LIBRARIES = ("torch", "nccl4py", "transformers", "torchtitan")
 
 
 def identity() -> dict[str, Any]:
-    """Return the device's name (None if there is no GPU), the commit, and the versions of
-    libraries.
+    """Return the identity of a measurement: the device's name (None if there is no GPU), the
+    commit, and the versions of libraries.
 
     If git is missing, a hash of the sources takes the place of the commit.
     """
@@ -42,7 +42,7 @@ def machinery() -> dict[str, str]:
         "driver": _first_line(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         ),
-        # torch raises an error if the loaded library is not the one it was built with
+        # torch raises an error if the loaded cuDNN is not the version with which torch was built
         "cuDNN": _asked(torch.backends.cudnn.version),
         "libnccl": _asked(lambda: loaded()[0]),
     }
@@ -56,7 +56,7 @@ def _asked(version: Callable[[], object]) -> object:
 
 
 def _first_line(command: list[str]) -> str:
-    """Return the first line that a program prints; empty if it fails or does not exist."""
+    """Return the first line that a program prints; "" if the program fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
         if ended.returncode == 0:

@@ -26,7 +26,7 @@ from ptdmpi.plan.layout.grid import training_grid
 
 
 def _skipped(error: Exception) -> dict[str, str]:
-    """Return the row for an implementation that the library does not have on this machine."""
+    """Return the table row for an implementation that the library on this machine does not have."""
     return {"skipped": str(error).partition("\n")[0]}
 
 
@@ -37,9 +37,10 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
     """Return the seconds, and the difference from a float32 result, of each method that adds the
-    gradient of a weight [size, size] to a float32 sum. With "adds" the matrix multiplication itself
-    adds the gradient. With "rounds" a second kernel adds the rounded gradient. "as chosen" is the
-    method that the trainer chooses on this machine."""
+    gradient of a weight [size, size] to a float32 sum. In the method "adds", the matrix
+    multiplication itself adds the gradient to the sum. In the method "rounds", a second kernel adds
+    the rounded gradient to the sum. The method "as chosen" is the one that the trainer chooses on
+    this machine."""
     generator = torch.Generator().manual_seed(1)
     dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
@@ -120,8 +121,8 @@ def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class SmallKernel(NamedTuple):
-    """A small kernel: ptdmpi's implementation, its formula, and its float32 inputs on the host.
-    Only the first input has a gradient."""
+    """A small kernel to be measured: ptdmpi's implementation, the formula in torch's operations,
+    and float32 inputs on the host. A gradient is computed only for the first input."""
 
     name: str
     ours: Callable[..., Tensor]
@@ -160,7 +161,7 @@ def small_kernels(
     """Yield rows for the functions of a layer that consist of several operations, forward and
     backward in bfloat16. There is a row for ptdmpi's implementation, for the operations of the
     formula one after the other, and for Inductor, which fuses the operations. A row has the
-    seconds, and the difference from the formula in float32."""
+    seconds, and the difference from the result of the formula in float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)
@@ -179,7 +180,8 @@ def _forward_and_backward(
     device: torch.device, function: Callable[..., Tensor], inputs: Sequence[Tensor], exact: Tensor
 ) -> dict[str, Any]:
     x = inputs[0].requires_grad_()
-    dtype = torch.float32 if exact.dim() == 0 else x.dtype  # a loss is a sum in float32
+    # a loss is a sum in float32, so its gradient is also float32
+    dtype = torch.float32 if exact.dim() == 0 else x.dtype
     gradient = torch.ones_like(exact, dtype=dtype)
 
     def work() -> None:

@@ -1,5 +1,5 @@
-"""The overlap of communication with computation: while two replicas communicate, for which fraction
-of this time do other kernels run, too? The times are from a trace of steps. `python -m
+"""The overlap of communication with computation: the fraction of the communication time of two
+replicas in which other kernels run, too. The times come from a trace of training steps. `python -m
 benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank 0."""
 
 import json
@@ -31,7 +31,8 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals, in order, that cover the same times."""
+    """Return disjoint intervals, in ascending order, that together cover the same times as
+    `intervals`."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -42,7 +43,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return the total time that is covered by an interval of `some` and also by one of
+    """Return the total time that is covered both by an interval of `some` and by an interval of
     `others`."""
     others = union(others)
     return sum(
@@ -87,7 +88,7 @@ def overlap(
 ) -> dict[str, Any]:
     """Trace two steps, after one warm-up step, of replicas on all ranks of `world`.
 
-    Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. The
+    Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. All
     other ranks return {}.
     """
     from torch.profiler import ProfilerActivity, profile
@@ -119,7 +120,7 @@ def overlap(
 
 
 def main() -> None:
-    """Trace steps with the transport that the command line names."""
+    """Trace training steps with the transport that the command line names."""
     world = World()
     wire = sys.argv[1]
     reported(world, wire, lambda: overlap(world, wire, world.device(), FILE))

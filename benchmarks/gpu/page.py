@@ -15,9 +15,9 @@ RECIPE = Path(__file__).parent / "bare-machine.md"
 
 
 def page(everything: dict[str, Any]) -> str:
-    """Return the page. It has a table for each part that was measured, the reason for each part
-    that was not measured, and instructions for a machine without a network. `everything` is the
-    content of latest.json."""
+    """Return the page. The page has a table for each part that was measured, the reason for each
+    part that was not measured, and instructions for a machine without a network. `everything` is
+    the content of latest.json."""
     libraries = ", ".join(f"{name} {version}" for name, version in everything["libraries"].items())
     device = everything["device"] or "none. Nothing on this page was measured on a device"
     head = HEAD.format(
@@ -36,7 +36,7 @@ def page(everything: dict[str, Any]) -> str:
 
 def _section(part: dict[str, Any]) -> str:
     """Return the reason why a part was not measured, if there is one, and the part's rows as a
-    table. A part without rows is shown as one row."""
+    table. A part that has no separate rows is shown as one row."""
     why = reasons(part)
     reason = ""
     if "" in why:
@@ -56,8 +56,8 @@ def _section(part: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any], why: str | None) -> dict[str, Any]:
-    """Return the values of a row by column. All reasons why a row was not measured are in one
-    column."""
+    """Return heading of a column -> value, for one row. One column has all reasons why a row was
+    not measured."""
     cells = {column: value for column, value in row.items() if column not in WORDS}
     return cells if why is None else {**cells, "not measured": why}
 

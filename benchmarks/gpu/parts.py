@@ -40,7 +40,8 @@ class Shape(NamedTuple):
 MODELS = {
     "gpt 1.3b": Shape({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
     # This model has 12 of the 32 layers of LLaMA 7B. The weights and optimizer states of 32 layers
-    # would take 113 GiB. 12 layers fit into 80 GB, and the cost of a layer is the same.
+    # would take 113 GiB. The 12 layers fit into 80 GB, and the time of a layer does not depend on
+    # the number of layers.
     "llama 2.7b": Shape(
         {
             "kind": "llama",
@@ -57,11 +58,11 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
 
 
 def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
-    """Return the device's compute capability, the FLOP/s in its data sheet, and the FLOP/s of a
-    multiplication of two matrices [size, size] in bfloat16.
+    """Return the compute capability of the device, its FLOP/s according to the data sheet, and the
+    measured FLOP/s of a multiplication of two matrices [size, size] in bfloat16.
 
-    The matrices are random. Multiplications of constants switch fewer transistors, take less power,
-    and run faster than any training can.
+    The matrices have random elements. Multiplications of constant matrices would switch fewer
+    transistors, take less power, and run faster than any training can.
     """
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(size, size, generator=generator).bfloat16().to(device)
@@ -141,9 +142,9 @@ def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Ite
 
 
 def _workload(shape: Shape, device: torch.device) -> peers.Workload:
-    """Return the workload for another trainer: the shape, and the number of sequences per step. The
-    number is the same as for ptdmpi, or if no setting of ptdmpi fits, the number of its smallest
-    setting."""
+    """Return the workload for another trainer: the shape of the model, and the number of sequences
+    per step. The number of sequences is the same as for ptdmpi. If no setting of ptdmpi fits, it is
+    the number of ptdmpi's smallest setting."""
     try:
         config = fitting(*shape, device)[0]
     except Skipped:
@@ -159,7 +160,7 @@ def _workload(shape: Shape, device: torch.device) -> peers.Workload:
 
 
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
-    """Yield all parts that are measured within a single process.
+    """Yield all parts of the measurement that need only one process.
 
     `folder` contains latest.json, from which later parts read the results of earlier parts.
     """
@@ -180,8 +181,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
 def _comparisons(
     device: torch.device, folder: Path, name: str, shape: Shape
 ) -> Iterator[Measurement]:
-    """Yield the parts that measure other trainers, and the parts that measure ptdmpi and the
-    fastest of these trainers alternately."""
+    """Yield the parts that measure other trainers, and the parts that measure, alternately, ptdmpi
+    and the fastest of these trainers."""
     llama = shape.model.get("kind") == "llama"
     yield Measurement(
         f"{name} by transformers",

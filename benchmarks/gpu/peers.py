@@ -27,8 +27,8 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """A model to train. ptdmpi trains it with `sequences` sequences per step, in microbatches of
-    `micro_size` sequences."""
+    """A model to train. ptdmpi trains the model with `sequences` sequences per step, in
+    microbatches of `micro_size` sequences."""
 
     device: torch.device
     model: ModelConfig
@@ -38,8 +38,9 @@ class Workload(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting of a trainer. If `half` is True, the weights and the optimizer's state are
-    bfloat16. Otherwise they are float32, and matrix multiplications are computed in bfloat16."""
+    """A setting with which another trainer is measured. If `half` is True, the weights and the
+    optimizer's state are bfloat16. If `half` is False, they are float32, and matrix multiplications
+    are computed in bfloat16."""
 
     half: bool
     compiled: bool
@@ -69,8 +70,8 @@ def sizes(workload: Workload) -> list[Size]:
 
 
 def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
-    """Return the microbatches of a step: random tokens [sequences, tokens] on the device. The
-    tokens of a step are the same for all microbatch sizes."""
+    """Return the microbatches of a step: random tokens [sequences, tokens] on the device. A step
+    has the same tokens for all microbatch sizes."""
     generator = torch.Generator().manual_seed(step)
     shape = (workload.sequences, workload.model.seq_length)
     whole = torch.randint(workload.vocab_size, shape, generator=generator).to(workload.device)
@@ -80,8 +81,8 @@ def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
 def _timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the measured rates, memory and first loss for some steps of a model. The time of the
-    first steps, which compile, is left out."""
+    """Return the measured rates, memory and first loss for some steps of a model. The first steps,
+    in which the model is compiled, are not timed."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     module = torch.get_device_module(workload.device)
     times = []
@@ -117,7 +118,7 @@ def _next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[str, Any]:
-    """Train the workload's model with transformers in a setting, and return the result of
+    """Train the model of the workload with transformers in one setting, and return the result of
     `_timed`."""
     transformers: Any = importlib.import_module("transformers")
     dtype = torch.bfloat16 if setting.half else torch.float32
@@ -175,11 +176,12 @@ def transformers_side(workload: Workload, only: str = "") -> Iterator[Row]:
 def _largest_that_fits(
     workload: Workload, setting: Setting, fits: dict[bool, list[Size]]
 ) -> dict[str, Any]:
-    """Return the numbers for a setting with the largest microbatch that fits.
+    """Return the measured numbers of a setting, for the largest microbatch that fits.
 
-    `fits` has the sizes that fit, by the value of `half`. The sizes that fit in this setting are
-    added to `fits`. A compiled model takes hardly more memory than the same model without
-    compilation, so sizes that did not fit are not compiled.
+    `fits` maps a value of `half` to the microbatch sizes that fit. This function adds the sizes
+    that fit in this setting to `fits`. A compiled model needs about as much memory as the same
+    model without compilation. So sizes that did not fit without compilation are not tried with
+    compilation.
     """
     tried = fits.get(setting.half, sizes(workload))
     numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))
@@ -191,16 +193,16 @@ def _largest_that_fits(
 
 
 def torchtitan_folder() -> Path:
-    """Return the folder in which torchtitan would be installed."""
+    """Return the folder into which torchtitan is installed, if it is installed."""
     return PEERS / "torchtitan"
 
 
 def torchtitan_side(workload: Workload) -> Iterator[Row]:
-    """Yield the row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
+    """Yield the table row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
 
     As in torchtitan's trainer, the model's blocks are compiled one by one. FSDP2 over a single rank
-    casts the parameters to bfloat16. The attention of torchtitan's model is SDPA, because there are
-    no documents to mask.
+    casts the parameters to bfloat16. torchtitan's model uses scaled dot product attention (SDPA),
+    because there are no documents to mask.
     """
     if not torchtitan_folder().is_dir():
         raise Left(

@@ -1,5 +1,5 @@
-"""Running a part of the measurement in a separate process, and reading the JSON that the process
-printed and the reason for a failure."""
+"""Functions that run a part of the measurement in a separate process, and that read the JSON that
+the process printed or the reason for its failure."""
 
 import json
 import os
@@ -22,12 +22,14 @@ def answer(
     extra: Mapping[str, str] | None = None,
     so_far: Callable[[dict[str, Any]], None] = lambda printed: None,
 ) -> dict[str, Any]:
-    """Return the JSON object in the last complete line that a program prints to standard output.
+    """Run a program. Return the JSON object in the last complete line that it prints to standard
+    output.
 
     If the program fails, the object has the key "failed". If the program does not end within
-    `limit_s` seconds, it is killed and the object has the key "left". Both keys quote the last line
-    of the program's standard error. `extra` is added to the program's environment. About every ten
-    seconds `so_far` is called with the last object that the program has printed.
+    `limit_s` seconds, it is killed, and the object has the key "left". The values of both keys
+    quote the last line of the program's standard error. `extra` is added to the program's
+    environment. About every ten seconds `so_far` is called with the last object that the program
+    has printed.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start(command, output, extra=extra, errors=errors)
@@ -60,8 +62,8 @@ def _wait(
 
 
 def _text(file: IO[str]) -> str:
-    """Return the text that a program has written to a file. The program and this process share
-    the file position, so the position is left unchanged."""
+    """Return the text that a program has written to a file. The file position, which the program
+    and this process share, stays unchanged."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0).decode("utf-8", errors="replace")
 
@@ -70,7 +72,7 @@ def _last_object(text: str) -> dict[str, Any]:
     for line in reversed(text.splitlines()):
         try:
             parsed = json.loads(line)
-        except ValueError:  # a truncated line, or a line that a library printed
+        except ValueError:  # the line is truncated, or a library has printed it
             continue
         if isinstance(parsed, dict):
             return parsed

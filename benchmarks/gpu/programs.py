@@ -1,5 +1,5 @@
-"""The parts of the measurement that are MPI programs with one or more ranks. Each program runs once
-for each transport (`wire`)."""
+"""The parts of the measurement that are MPI programs with one or more ranks. Each of these programs
+runs once for each transport (`wire`)."""
 
 import re
 import time
@@ -12,9 +12,10 @@ from ptdmpi.comm.nccl.library import loaded
 
 
 class Program(NamedTuple):
-    """`python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each transport in `wires`.
+    """A part that runs `python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each transport
+    in `wires`.
 
-    `turn` and `s` have the same meaning as in `timing.Measurement`.
+    The fields `turn` and `s` have the same meaning as in `timing.Measurement`.
     """
 
     module: str
@@ -37,7 +38,8 @@ SHARING = (2, 30)  # the first version of libnccl that connects several ranks on
 
 
 def nccl_refusal(ranks: int, gpus: int) -> str:
-    """Return the reason why NCCL cannot connect `ranks` ranks on `gpus` GPUs; "" if it can."""
+    """Return the reason why NCCL cannot connect `ranks` ranks on `gpus` GPUs; "" if NCCL can
+    connect them."""
     try:
         version, path = loaded()
     except (ImportError, ValueError, RuntimeError, OSError) as error:

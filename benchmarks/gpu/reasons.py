@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-# the name of the file in the folder of results that has all measurements so far
+# name of the file, in the folder of results, that has all measurements so far
 LATEST = "latest.json"
 WORDS = ("skipped", "left", "failed")
 
 
 class Skipped(Exception):
-    """An error for a part or a row that this machine cannot measure. The text of the error is the
-    reason."""
+    """An error for a part or a row that this machine cannot measure. The text of the error gives
+    the reason."""
 
 
 class Left(Skipped):
@@ -24,15 +24,16 @@ def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def done(part: Mapping[str, Any]) -> bool:
     """Return True if no row of a part remains to be measured.
 
-    A row is done when it has numbers, or was skipped for a reason that stays the same on this
-    device with this commit and these libraries. A part without rows is not done.
+    A row is done if it has numbers, or if it was skipped for a reason that stays the same on this
+    device with this commit and these libraries. A part that has no rows yet is not done.
     """
     rows = [part, *_rows(part).values()]
     return bool(part) and not any({"left", "failed"} & row.keys() for row in rows)
 
 
 def reasons(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reason for each row that was not measured. The key "" is for the part itself."""
+    """Return the reason for each row that was not measured. The reason for the complete part has
+    the key ""."""
     rows = {"": part, **_rows(part)}
     return {name: row[word] for name, row in rows.items() for word in WORDS if word in row}
 

@@ -3,8 +3,8 @@
 Each part runs in a separate process.
 
 All results are stored in results/latest.json, which is written at least every ten seconds. A run
-that was interrupted continues with the remaining rows. With another device, commit or library, and
-with --anew, it begins again.
+that was interrupted continues with the remaining rows. If the device, the commit or a library has
+changed, or with --anew, the measurement begins again.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Part = dict[str, Any]
 
 @dataclass
 class Record:
-    """The results so far, and the files in which they are stored.
+    """The results of the measurement so far, and the files in which they are stored.
 
     `everything` is the content of latest.json. Each file is also copied into the folder `copies`,
     unless `copies` is None.
@@ -55,13 +55,13 @@ class Record:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Return the rows of each part, by the name of the part."""
+        """Return name of a part -> its rows."""
         parts: dict[str, Part] = self.everything["parts"]
         return parts
 
     def put(self, name: str, before: Part, now: Part) -> None:
-        """Record and write the rows `now` of a part that was measured again, and had the rows
-        `before`."""
+        """Store the rows `now` of a part that was measured again, and write the files. `before` has
+        the earlier rows of the part."""
         gemm = self.parts.get("machine", {}).get("gemm_flops")
         if gemm and "model_flops_per_s" in now:
             now = now | {"of_gemm": now["model_flops_per_s"] / gemm}
@@ -84,7 +84,8 @@ class Record:
 
 
 def known_parts(results: Path, own: dict[str, Any]) -> dict[str, Part]:
-    """Return the parts that earlier runs measured with the same device, code and libraries."""
+    """Return the results of the parts that earlier runs measured with the same device, code and
+    libraries."""
     file = results / LATEST
     if not file.is_file():
         return {}
@@ -104,7 +105,8 @@ def asked() -> dict[str, float]:
 
     every = [(part.turn, part.name, part.s) for part in parts(torch.device("cpu"), RESULTS)]
     every += [(program.turn, name, program.s) for name, program in PROGRAMS.items()]
-    every.sort(key=lambda part: part[0])  # a stable sort: equal turns keep their order
+    # the sort is stable, so parts with equal `turn` keep their order
+    every.sort(key=lambda part: part[0])
     return {name: s for _, name, s in every}
 
 
@@ -145,9 +147,9 @@ def known_rows(name: str, folder: Path) -> dict[str, Part]:
 
 
 def measured(name: str, limit_s: float, record: Record) -> Part:
-    """Return the rows of a part, measured within `limit_s` seconds in a separate process, whose end
-    frees its GPU memory. While the process runs, the rows that it has measured so far are stored in
-    `record`."""
+    """Measure a part in a separate process, within `limit_s` seconds, and return its rows. The end
+    of the process frees its GPU memory. While the process runs, `record` stores the rows that it
+    has measured so far."""
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:
@@ -164,8 +166,8 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
 def share_s(left_s: float, mine_s: float, others_s: float) -> float:
     """Return the seconds that a part may take of the remaining `left_s` seconds. `mine_s` is the
     normal time of this part, and `others_s` is the normal time of all later parts. The part may
-    take twice its share of the remaining time, because most parts need less than their share. This
-    limit keeps one slow part from using up the time of the others."""
+    take twice its proportional share of the remaining time, because most parts need less than their
+    share. This limit prevents one slow part from using the time of all others."""
     return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 
@@ -182,7 +184,7 @@ def run(
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     known = {} if anew else known_parts(results, own)
     record = Record({**own, "parts": known, "date": today}, results, docs, copies)
-    record.write()  # the processes of parts read the known rows from this file
+    record.write()  # the processes that measure parts read the known rows from this file
     parts = asked()
     todo = [name for name in parts if not done(known.get(name, {}))]
     for number, name in enumerate(todo):
@@ -203,14 +205,16 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows to keep after a part was measured again. The result has the new rows `now`. A
-    row that was done `before` but is not done in `now` is kept."""
+    """Return the rows to keep after a part was measured again. The result has all rows of `now`,
+    the new measurement. A row that was done in `before`, but is not done in `now`, is kept from
+    `before`."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Write the measured times of attention and of weight gradients into the table of kernels."""
+    """Write the fastest kernels, according to the measured times of attention and of weight
+    gradients, into the table of kernels."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:
@@ -225,7 +229,8 @@ def fill(everything: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Run the command line: either the complete measurement, or one part, whose rows are printed
     for the parent process."""
-    # set the environment of a training run, also for the programs that this program starts
+    # set the environment variables of a training run, also for the programs that this program
+    # starts
     launch.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", help="measure one part on this process's GPU and print its rows")

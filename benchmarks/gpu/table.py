@@ -16,10 +16,10 @@ APART = 0.02
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
     """Return the table `text` with an entry for attention on a device such as "cuda 9.0".
 
-    The entry lists the kernels of `rows` that were measured and are accurate, fastest first. The
+    The entry lists, fastest first, those kernels of `rows` that were measured and are accurate. The
     new entry comes before the entries of other devices, and replaces the old entry of this device.
-    `source` names the machine of the measurement. If no kernel was measured and accurate, the table
-    is returned unchanged.
+    `source` names the machine of the measurement. If no measured kernel is accurate, the table is
+    returned unchanged.
     """
     times = {
         way: rows[way]["s"]
@@ -46,10 +46,11 @@ def with_weight_gradients(
 ) -> str:
     """Return the table `text` with an entry for weight gradients on a device such as "cuda 9.0".
 
-    The entry names the faster of the two methods in `rows`, but "adds" only if its result is not
-    further from float32 than the result of "rounds". The table is returned unchanged if "rounds"
-    was not measured. It is also unchanged if it has no entry for the vendor yet, because the first
-    version of torch that has "adds" is then unknown.
+    The entry names the faster of the two methods "adds" and "rounds" in `rows`. It names "adds"
+    only if the result of "adds" is not further from float32 than the result of "rounds". The table
+    is returned unchanged if "rounds" was not measured. The table is also returned unchanged if it
+    has no entry for the vendor of the device yet, because it is then unknown which version of torch
+    first has "adds".
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -25,12 +25,13 @@ Row = tuple[str, Callable[[], Numbers]]  # (name of the row, function that measu
 
 
 class Measurement(NamedTuple):
-    """A part of the measurement of a GPU.
+    """One part of the measurement of a GPU.
 
     Parts with a lower `turn` are measured first, because they are more important. `s` is the
-    approximate time in seconds of an undisturbed measurement, by which the time is divided among
-    parts. `measure` returns all rows at once, or yields them one by one, so that the measured rows
-    remain if the part is interrupted.
+    approximate time in seconds of an undisturbed measurement of the part; the available time is
+    divided among the parts in proportion to `s`. `measure` is a function that returns all rows at
+    once, or yields the rows one by one, so that the measured rows remain if the part is
+    interrupted.
     """
 
     name: str
@@ -40,7 +41,8 @@ class Measurement(NamedTuple):
 
 
 def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[Numbers]:
-    """Yield, after each row, all rows measured so far, by name. Rows in `known` are left out.
+    """Yield, after each row, all rows measured so far, by name. Rows that are in `known` are not
+    measured.
 
     If measuring a row raises an exception, the reason is recorded, and the following rows are still
     measured.
@@ -57,15 +59,16 @@ def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[N
 
 
 def vendor(device: torch.device) -> str:
-    """Return the kind of a device in the table of kernels, such as "cuda" or "rocm". The type of
-    AMD's GPUs in torch is "cuda", too."""
+    """Return the kind of a device in the table of kernels, such as "cuda" or "rocm". torch calls
+    the type of AMD's GPUs "cuda", too, so its device type is not enough."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def fresh(device: torch.device) -> None:
     """Return cached memory to the device, and reset the device's counter of peak memory, if it has
     one."""
-    if "torch._dynamo" in sys.modules:  # compiled graphs hold references to tensors
+    # compiled graphs hold references to tensors, which would not be freed
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
     if device.type != "cpu":
@@ -77,8 +80,8 @@ def fresh(device: torch.device) -> None:
 def first_that_fits(
     device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
 ) -> Numbers | None:
-    """Return the numbers of the first setting that fits into the device's memory; None if no
-    setting fits."""
+    """Measure the settings one after the other until one fits into the device's memory, and return
+    its numbers; None if no setting fits."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -75,7 +75,7 @@ def engine_on(
     wire: str = "auto",
     world: World | None = None,
 ) -> Engine:
-    """Return the engine for a configuration on a device. Without a `world` the engine uses all
+    """Return the engine for a configuration on a device. If `world` is None, the engine uses all
     ranks."""
     world = World() if world is None else world
     axes = world.split(grid_of(config), wire_named(wire, device))
@@ -84,11 +84,11 @@ def engine_on(
 
 @contextlib.contextmanager
 def drawn_there() -> Iterator[None]:
-    """Draw initial weights on the device on which they are stored.
+    """Inside this context, initial weights are drawn on the device on which they are stored.
 
-    The initial weights of a real run are other random numbers, which are computed on the host. For
-    6.7e9 weights the host needs a minute and a half. The training speed does not depend on the
-    random numbers.
+    In a real run, the initial weights are other random numbers, which the host computes. For 6.7e9
+    weights, the host needs a minute and a half. The training speed does not depend on the random
+    numbers.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
@@ -106,8 +106,8 @@ def _draw(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 def fitting(
     model: dict[str, Any], vocab_size: int, device: torch.device, *, compiled: bool = False
 ) -> list[Config]:
-    """Return the configurations in WAYS that fit the device according to the memory model, in the
-    order of WAYS. Raises Skipped if no configuration fits."""
+    """Return the configurations from WAYS that fit into the memory of the device, according to the
+    memory model, in the order of WAYS. Raises Skipped if no configuration fits."""
     capacity = rank_memory_bytes(device, 1)
     configs = []
     for micro_size, mode in WAYS:
@@ -158,7 +158,7 @@ def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) ->
         config.model,
         vocab_size,
         tokens=config.batch.global_size * config.model.seq_length,
-        step_s=statistics.median(times[2:]),  # the first two steps are warm-ups
+        step_s=statistics.median(times[2:]),  # leave out the first two steps, which are warm-ups
     )
 
 
@@ -171,8 +171,9 @@ def in_turn(
     """Yield rounds in which ptdmpi and another trainer alternate, so that a drift in the machine's
     speed affects both equally.
 
-    All rounds together are one row, which has the key "left" until the last round is done. `named`
-    has the names of the two settings. Raises Left if one of the two trainers was not measured.
+    All rounds together are one table row. The row has the key "left" until the last round is done.
+    `named` has the names of the two settings. Raises Left if one of the two trainers was not
+    measured.
     """
     rounds_of: list[dict[str, dict[str, Any]]] = []
 
@@ -188,8 +189,8 @@ def in_turn(
 
 
 def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the tokens per second of ptdmpi and of the other trainer in each round, and the ratios
-    of these two rates."""
+    """Return, for each round, the tokens per second of ptdmpi and of the other trainer, and the
+    ratios of these two rates."""
     rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
     for sides in rounds:
         for side, row in sides.items():

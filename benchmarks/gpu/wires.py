@@ -1,5 +1,5 @@
 """A check whether transports (`wires`) carry tensors of this machine's devices correctly. The check
-does every operation of the communicator interface. `python -m benchmarks.gpu.wires nccl`, started
+calls every operation of the communicator interface. `python -m benchmarks.gpu.wires nccl`, started
 by mpirun, prints JSON on rank 0."""
 
 import json
@@ -19,19 +19,20 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError
 from ptdmpi.plan.layout.grid import training_grid
 
-ELEMENTS = 100_003  # number of elements of each rank, which is odd
+ELEMENTS = 100_003  # number of elements of each rank, an odd number
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Check = tuple[str, Callable[[], bool]]
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values [size] of a rank. The values are small integers, whose sums are exact in
-    every type and in any order."""
+    """Return the test values [size] of a rank. The values are small integers, whose sums are exact
+    in every type and in any order."""
     return ((torch.arange(size) + 3 * rank) % 5).to(dtype).to(device)
 
 
 def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Yield (name, check) for each collective operation on tensors of a device."""
+    """Yield (name, function that checks the operation) for each collective operation on tensors of
+    a device."""
     n = axis.size
     rank = axis.rank
     every = [values_of(other, ELEMENTS, dtype, device) for other in range(n)]
@@ -86,8 +87,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
     received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
     for outgoing, incoming in zip(sent, received, strict=True):
-        # Even ranks send first, and odd ranks receive first. As in the programs of pipeline
-        # schedules, no receive therefore waits for a send that waits for this rank.
+        # Even ranks send first, and odd ranks receive first. Therefore, as in the programs of
+        # pipeline schedules, no receive waits for a send that itself waits for this rank.
         if axis.rank % 2 == 0:
             handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]
         else:
@@ -99,8 +100,9 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
 
 
 def alone(device: torch.device) -> Iterator[Check]:
-    """Yield checks of NCCL with a communicator of a single rank. The trainer never makes such a
-    communicator; these checks only show that the library works, and leaves its inputs unchanged."""
+    """Yield (name, function that checks the operation) for NCCL operations with a communicator of a
+    single rank. The trainer never makes such a communicator; these checks only show that the
+    library works, and leaves its inputs unchanged."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())
@@ -121,14 +123,15 @@ def alone(device: torch.device) -> Iterator[Check]:
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """Return the operations that give wrong results with the transport `wire`, and the seconds of
-    an all-reduce of 16 MiB. If a result is wrong, the key "failed" is present, too. All ranks
-    return the same names of wrong operations.
+    """Return two facts about the transport `wire`: the operations that give wrong results, and the
+    seconds of an all-reduce of 16 MiB. If a result is wrong, the returned table also has the key
+    "failed". All ranks return the same list of wrong operations.
 
     Raises InputError, on all ranks, if the transport cannot connect the ranks.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
-    # neighbours on the pipeline axis use the transport's own connections, if it has any
+    # neighbours on the pipeline axis use the transport's own connections between two ranks, if it
+    # has such connections
     axis = axes["pipeline"]
     every = [
         (f"{name} {str(dtype).removeprefix('torch.')}", check)
@@ -161,7 +164,7 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
 
 def refusal(world: World, wire: str, device: torch.device) -> str:
     """Return the reason why a transport cannot connect these ranks on their GPUs; "" if no reason
-    is known. All ranks call this and get the same result."""
+    is known. All ranks call this function and get the same result."""
     if wire != "nccl":
         return ""
     try:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# Settings of plain SGD. Without momentum and clipping, error feedback has the same residuals as in
-# the papers.
+# The settings of the optimizer for plain SGD. Without momentum and clipping, error feedback has the
+# same residuals as in the papers.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,
@@ -29,7 +29,7 @@ class MethodCase:
     optimizer: Settings = field(default_factory=dict)
 
     def by_sgd(self) -> "MethodCase":
-        """Return the same method with plain SGD, which the papers use, instead of AdamW."""
+        """Return the same method, but with plain SGD instead of AdamW; the papers use plain SGD."""
         return MethodCase(f"{self.name}, SGD", self.section, SGD)
 
 

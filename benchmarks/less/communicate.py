@@ -3,8 +3,9 @@ communication-efficient methods. The parts are named `measured`, `transient` and
 is all parts.
 
 The tables are written between marks in docs/explanation/less-communication.md, and the pictures
-into docs/pictures. Each part is written when it is done. On 2 cores all parts take about twenty
-minutes. Most of this time is for training runs with more ranks than cores.
+into docs/pictures. The results of each part are written as soon as the part is done. On 2 cores all
+parts take about twenty minutes. Most of this time is needed for training runs with more ranks than
+cores.
 """
 
 import json
@@ -29,13 +30,14 @@ STEPS = 96
 SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
 TRAINED: Mapping[int, Sequence[MethodCase]] = {
     4: [*ALL, *PLAIN],
-    # more ranks than cores take longer, so only some methods are trained, most with a ratio of 1 %
+    # training on more ranks than cores takes long, so only some methods are trained there, most of
+    # them with a compression ratio of 1 %
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
 # The size of a label in the picture, as a fraction of the range of all points.
 LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03
-ROUNDS = {4: 3, 8: 2}  # number of rounds in the part "link", by the number of nodes
+ROUNDS = {4: 3, 8: 2}  # number of nodes -> number of rounds in the part "link"
 Rows = list[dict[str, Any]]
 
 
@@ -59,7 +61,7 @@ def prepare(data: Path) -> None:
 
 
 def trained(data: Path, ranks: int, cases: Sequence[MethodCase], steps: int) -> Rows:
-    """Run `benchmarks.less.rank` on `ranks` ranks for these cases, and return the results."""
+    """Run `benchmarks.less.rank` on `ranks` ranks for the given cases, and return the results."""
     names = ";".join(case.name for case in cases)
     text = answer(ranks, ["-m", "benchmarks.less.rank", str(data), str(steps), names])
     rows: Rows = json.loads(text[text.index("[{") :])
@@ -128,8 +130,8 @@ def _last_and_middle(errors: theory.Array) -> str:
 
 
 def transient_lines(steps: int) -> Iterator[str]:
-    """Yield the lines of a table of transient iterations by topology, for data that is equal on all
-    workers and for data that differs between workers."""
+    """Yield the lines of a table of transient iterations for each topology, for data that is equal
+    on all workers and for data that differs between workers."""
     by_size = {size: transient.rows(size, steps) for size in (8, 16)}
     kinds = ("gap", "equal", "different")
     head = [f"{kind}, n = {size}" for size in by_size for kind in kinds]
@@ -144,7 +146,7 @@ def transient_lines(steps: int) -> Iterator[str]:
 
 
 def _count_of(steps: int) -> Callable[[int | None], str]:
-    """Return a function that formats a number of steps. None is formatted as a number above
+    """Return a function that formats a number of steps. The function formats None as a number above
     `steps`."""
     return lambda count: f"> {steps:,}" if count is None else f"{count:,}"
 
@@ -162,7 +164,8 @@ def link_lines(nodes: int, rounds: int) -> Iterator[str]:
 
 
 def loss_lines(by_ranks: Mapping[int, Rows], cases: Sequence[MethodCase]) -> Iterator[str]:
-    """Yield the lines of a table of the validation losses of some cases, by the number of ranks."""
+    """Yield the lines of a table of the validation losses of some cases, for each number of
+    ranks."""
     losses = [{row["name"]: row for row in rows} for rows in by_ranks.values()]
     rows = []
     for case in cases:
@@ -231,11 +234,12 @@ def _picture_theory(
 
 
 def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Return the indices of `points` (bytes, loss), grouped by the label that they share.
+    """Return groups of indices of `points` (bytes, loss). The points of a group share one label in
+    the picture.
 
-    The labels of two points overlap if the points are close both in the logarithm of the bytes and
-    in the loss, relative to the range of all points. A point belongs to a group if its label would
-    overlap with the label of the group's first point.
+    The labels of two points overlap if the points are close in both coordinates: in the logarithm
+    of the bytes and in the loss, relative to the range of all points. A point belongs to a group if
+    its label would overlap with the label of the group's first point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
@@ -253,8 +257,8 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def picture_trained(rows: Rows) -> None:
-    """Plot the validation loss with AdamW over the sent bytes, and the training losses with SGD
-    over the steps."""
+    """Plot two panels: the validation loss with AdamW over the bytes that were sent, and the
+    training losses with SGD over the steps."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [(row["sent_bytes"], row["validation_loss"]) for row in rows[: len(ALL)]]
@@ -285,7 +289,7 @@ def _pyplot():
 
 
 def measured() -> None:
-    """Measure the methods on the quadratic problem and on the small GPT."""
+    """Do the part "measured": measure the methods on the quadratic problem and on the small GPT."""
     prepare(DATA)
     by_ranks: dict[int, Rows] = {}
     for ranks, cases in TRAINED.items():
@@ -299,7 +303,7 @@ def measured() -> None:
 
 
 def slow_link() -> None:
-    """Measure training over a slow link, for each number of nodes in ROUNDS."""
+    """Do the part "link": measure training over a slow link, for each number of nodes in ROUNDS."""
     lines = []
     for nodes, rounds in ROUNDS.items():
         lines += link_lines(nodes, rounds)

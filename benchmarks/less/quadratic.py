@@ -3,7 +3,7 @@
 Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / (2 m), where H_i has m rows. The workers
 together minimize the mean of all f_i, whose minimum x* is known. A stochastic gradient is the true
 gradient plus normal noise with standard deviation `noise`. The rows of X [repeats, n, dim] are the
-workers' parameters, and a step of a method takes one or two lines of code on X.
+parameters of the workers; with this form, a step of a method takes only one or two lines of code.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ Update = Callable[[Array, Array, int, float], Array]
 
 @dataclass(frozen=True)
 class Problem:
-    """A least-squares problem of n workers: the gradient of f_i is curvature_i x - linear_i, with
-    `curvature` [n, dim, dim] and `linear` [n, dim]. `noise` is the standard deviation of the noise
-    in each element of a stochastic gradient."""
+    """A least-squares problem of n workers. The gradient of the loss f_i is curvature_i x -
+    linear_i, with `curvature` [n, dim, dim] and `linear` [n, dim]. `noise` is the standard
+    deviation of the noise in each element of a stochastic gradient."""
 
     curvature: Array
     linear: Array
@@ -33,9 +33,10 @@ class Problem:
     def drawn(
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
-        """Return a random problem with Gaussian rows. `apart` is the standard deviation of each
-        element of the workers' minima. The problem is made for `of` workers and divided among
-        `workers` workers, so that the mean loss is the same for every number of workers."""
+        """Return a random problem whose matrices H_i have Gaussian elements. `apart` is the
+        standard deviation of each element of the workers' minima. The problem is drawn for `of`
+        workers and then divided among `workers` workers, so that the mean loss is the same for
+        every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -53,11 +54,12 @@ class Problem:
 
     @property
     def optimum(self) -> Array:
-        """Return x*, at which the gradient of the mean loss is zero."""
+        """Return the optimum x*, at which the gradient of the mean loss is zero."""
         return np.linalg.solve(self.curvature.mean(0), self.linear.mean(0))
 
     def gradients(self, x: Array, random: np.random.Generator) -> Array:
-        """Return the stochastic gradient of each worker at the worker's own parameters."""
+        """Return the stochastic gradient of each worker, computed at the worker's own
+        parameters."""
         true = np.einsum("nij,rnj->rni", self.curvature, x) - self.linear
         return true + self.noise * random.standard_normal(x.shape)
 
@@ -73,7 +75,7 @@ def descend(
     seed: int = 1,
 ) -> Array:
     """Return the mean of |x_i - x*|^2 over workers and repeats, recorded once in `every` steps. All
-    workers start from x = 0. `rate` returns the learning rate of a step."""
+    workers start from x = 0. `rate` is a function that returns the learning rate of a step."""
     random = np.random.default_rng(seed)
     optimum = problem.optimum
     x = np.zeros((repeats, problem.workers, len(optimum)))
@@ -86,19 +88,19 @@ def descend(
 
 
 def _to_all(mean: Array, like: Array) -> Array:
-    """Return the mean [repeats, dim] repeated for every worker, [repeats, n, dim]."""
+    """Return the mean over workers [repeats, dim], repeated for every worker: [repeats, n, dim]."""
     return np.broadcast_to(mean[:, None], like.shape)
 
 
 def parallel() -> Update:
-    """Return the update of parallel SGD (PSGD): x <- x - rate mean_i g_i."""
+    """Return the update function of parallel SGD (PSGD): x <- x - rate mean_i g_i."""
     return lambda x, g, step, rate: x - rate * _to_all(g.mean(1), x)
 
 
 def decentralized(topology: Topology, average_every: int = 0) -> Update:
-    """Return the update of decentralized SGD (DSGD), adapt then combine: X <- W (X - rate G), with
-    the gradients G and the mixing matrix W. If `average_every` is not 0, the method is Gossip-PGA,
-    which averages over all workers once in `average_every` steps."""
+    """Return the update function of decentralized SGD (DSGD) in the form "adapt then combine": X <-
+    W (X - rate G), with the gradients G and the mixing matrix W. If `average_every` is not 0, the
+    method is Gossip-PGA, which averages over all workers once in `average_every` steps."""
     size = topology.size
     period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
     whole = np.full((size, size), 1 / size)
@@ -112,8 +114,8 @@ def decentralized(topology: Topology, average_every: int = 0) -> Update:
 
 
 def local(local_steps: int) -> Update:
-    """Return the update of local SGD: x_i <- x_i - rate g_i. Once in `local_steps` steps every x_i
-    is replaced by the mean of all x_i."""
+    """Return the update function of local SGD: x_i <- x_i - rate g_i. Once in `local_steps` steps,
+    every x_i is replaced by the mean of all x_i."""
 
     def update(x: Array, g: Array, step: int, rate: float) -> Array:
         x = x - rate * g
@@ -136,7 +138,8 @@ def top_k(count: int) -> Callable[[Array], Array]:
 
 
 class CompressedDescent:
-    """The update x <- x - u with a compressor C, where u depends on the kind of error feedback:
+    """The update function x <- x - u with a compressor C, where u depends on the kind of error
+    feedback:
 
     none            u = rate mean C(g_i)                   (Alistarh et al. 2017)
     mem_sgd         u = mean C(rate g_i + e_i), where e_i is the residual of the last message

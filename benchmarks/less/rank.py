@@ -2,9 +2,10 @@
 
     mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE;CASE;...
 
-Rank 0 prints one JSON list. An entry has the losses of a case, the validation loss of the mean of
-the replicas, and the distance between replicas. It also has the bytes that a data rank sends in a
-step, as counted (averaged over ranks and steps) and by the planner's formula.
+Rank 0 prints one JSON list. An entry of the list has the losses of a case, the validation loss of
+the mean of the replicas, and the distance between replicas. The entry also has the bytes that a
+data rank sends in a step: as counted (averaged over ranks and steps), and as computed by the
+planner's formula.
 """
 
 import contextlib
@@ -73,7 +74,8 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             total = total.plus(engine.evaluate(feed.place(group))[TASK])
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
-    # methods that reduce whole gradients also send the second gradient of a tied embedding table
+    # methods that reduce complete gradients also send the second gradient of a tied embedding
+    # table, so count it
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()

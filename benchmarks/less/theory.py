@@ -17,7 +17,8 @@ FEEDBACK = ("none", "mem_sgd", "double_squeeze", "ef21", "neolithic")
 
 @dataclass(frozen=True)
 class Lengths:
-    """The number of steps of each experiment, and the number of repeats that are averaged."""
+    """The lengths of the experiments: the number of steps of each experiment, and the number of
+    repeats over which results are averaged."""
 
     speed_up: int = 4000
     topologies: int = 20_000
@@ -27,7 +28,7 @@ class Lengths:
 
 
 def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
-    """Return the final error with a constant learning rate, by method and number of workers."""
+    """Return method -> number of workers -> final error, with a constant learning rate."""
     by_method: dict[str, dict[int, float]] = {}
     for size in SIZES:
         problem = Problem.drawn(size, 10, noise=3.0, apart=0.3)
@@ -51,9 +52,9 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """The result for one topology. `gap` is the spectral gap. `ratio` is the error divided by the
-    error of parallel SGD, at the recorded steps. `transient` is the number of steps after which
-    `ratio` stays below 1.25; None means more steps than were done."""
+    """The result for one topology. `gap` is the spectral gap of the topology. `ratio` is the error
+    divided by the error of parallel SGD, at the recorded steps. `transient` is the number of steps
+    after which `ratio` stays below 1.25; None means that more steps are needed than were done."""
 
     gap: float
     ratio: Array
@@ -61,7 +62,7 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return the curve of each topology. The learning rate decreases, and the workers have
+    """Return name of a topology -> its curve. The learning rate decreases, and the workers have
     different minima."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 
@@ -81,8 +82,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return the mean error in the last quarter of the steps, by the number of local steps. The
-    learning rate is constant."""
+    """Return number of local steps -> mean error in the last quarter of all steps. The learning
+    rate is constant."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:
@@ -99,8 +100,8 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """Return the errors at the recorded steps for each (kind of feedback, ratio), and for parallel
-    SGD under the key ("PSGD", 1.0)."""
+    """Return (kind of feedback, compression ratio) -> errors at the recorded steps. The key
+    ("PSGD", 1.0) has the errors of parallel SGD."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

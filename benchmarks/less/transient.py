@@ -3,14 +3,15 @@
     python -m benchmarks.less.transient [--ranks 16]
 
 Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. A step
-is X <- W (X - rate (X - b + noise)), which the trainer reproduces to 1e-10. This step is linear, so
-means and covariances of all workers are computed exactly, and nothing is sampled. With the learning
-rate 1 / (k + k0) in step k, SGD over all n workers has an error of sigma^2 / (n k). Decentralized
-SGD finally reaches the same error. The steps before that are the transient iterations (Pu,
-Olshevsky, Paschalidis 2020, arXiv 1906.02702). They end when the mean square error stays below 1.25
-times the error of SGD over all workers. With the spectral gap `gap`, their number is of the order n
-/ gap if all workers have the same data, and n / gap^2 if the data differs (strongly convex; Ying et
-al. 2021, arXiv 2110.13363).
+of decentralized SGD is X <- W (X - rate (X - b + noise)); ptdmpi's trainer computes the same step,
+with differences below 1e-10. This step is linear, so the means and covariances of all workers are
+computed exactly, without random samples. With the learning rate 1 / (k + k0) in step k, SGD over
+all n workers has an error of sigma^2 / (n k). Decentralized SGD finally reaches the same error. The
+steps before decentralized SGD reaches this error are the transient iterations (Pu, Olshevsky,
+Paschalidis 2020, arXiv 1906.02702). The transient iterations end when the mean square error stays
+below 1.25 times the error of SGD over all workers. With the spectral gap `gap`, the number of
+transient iterations is of the order n / gap if all workers have the same data, and n / gap^2 if the
+data differs (strongly convex; Ying et al. 2021, arXiv 2110.13363).
 """
 
 import argparse
@@ -24,7 +25,8 @@ from ptdmpi.plan.layout.topology import TOPOLOGIES, topology
 
 OFFSET = 20  # k0: the first learning rate is 1 / 20
 STEPS = 60_000
-ABOVE = 1.25  # factor on the error of SGD over all workers
+# the transient iterations end below this factor times the error of SGD over all workers
+ABOVE = 1.25
 SIGMA = 1.0
 
 
@@ -41,7 +43,7 @@ def optima(size: int, apart: float) -> np.ndarray:
 
 def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
     """Return the expected mean over workers of (x_i - x*)^2 after each step, [steps]. All workers
-    begin at x*."""
+    begin at the optimum x*."""
     size = graph.size
     b = optima(size, apart)
     mean = np.zeros(size)
@@ -71,8 +73,8 @@ def transient(graph: Topology, steps: int, apart: float) -> int | None:
 
 class TransientRow(NamedTuple):
     """The spectral gap of a topology, and its numbers of transient iterations: `alike` for equal
-    data on all workers, and `different` for different data on each worker. None means more
-    iterations than were computed."""
+    data on all workers, and `different` for different data on each worker. None means that more
+    iterations are needed than were computed."""
 
     topology: str
     gap: float

@@ -1,5 +1,5 @@
-"""The compared training runs: one GPT with several batch sizes, trained with PTD-P and with ZeRO-3
-on 2 and 4 ranks of two nodes."""
+"""The training runs that are compared: one GPT with several batch sizes, trained with PTD-P and
+with ZeRO-3 on 2 and 4 ranks of two nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
     """Return the layouts of PTD-P and ZeRO-3 on `ranks` ranks of two nodes.
 
     The layouts correspond to Table 2 of Narayanan et al. 2021. PTD-P has tensor parallelism inside
-    a node and the pipeline across nodes. ZeRO-3 has one microbatch with all sequences of a rank.
-    The pipeline has up to eight microbatches (a bubble of one eighth), because smaller microbatches
-    are slow on a CPU.
+    a node and the pipeline across nodes. In the layout of ZeRO-3, all sequences of a rank are one
+    microbatch. In the layout of PTD-P, the pipeline has at most eight microbatches (a bubble of one
+    eighth), because smaller microbatches are slow on a CPU.
     """
     return {
         PTD_P: Layout(tensor=ranks // NODES, pipeline=NODES, data=1, micro_size=max(1, batch // 8)),
@@ -28,8 +28,8 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
 
 @dataclass(frozen=True)
 class Compared:
-    """The model, its global batches in sequences, and the number of rounds. In each round, every
-    layout trains one step."""
+    """The benchmark's settings: the model, the global batch sizes in sequences, and the number of
+    rounds. In each round, every layout trains one step."""
 
     layers: int = 4
     hidden: int = 256
@@ -42,14 +42,14 @@ class Compared:
     @property
     def zero_bytes(self) -> int:
         """Return the bytes that ZeRO-3 sends over the link in a step, in both directions together.
-        A node receives half of the weights before the forward pass, half of the weights before the
-        backward pass, and half of the gradient sums."""
+        Each node receives half of the weights before the forward pass, half of the weights before
+        the backward pass, and half of the gradient sums."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 
     def config(self, layout: Layout, batch: int) -> Config:
-        """Return the configuration for a layout with a global batch. Raises the same errors as
-        `resolve`."""
+        """Return the configuration for a layout with the global batch size `batch`. Raises the same
+        errors as `resolve`."""
         names = ("layers", "hidden", "heads", "seq_length")
         return synthetic_config(
             layout,

@@ -1,10 +1,12 @@
-"""Step times over a slow link: averages over all replicas, or with neighbours, in alternation.
+"""Step times over a slow link, measured alternately for methods that average over all replicas and
+for methods that average with neighbours.
 
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
-same GPT with every method, and the methods alternate after a few steps. An overlapped exchange
-delays the next step, so a turn of a method has several steps and ends when no message is in flight.
+same GPT with every method. After a few steps, the next method has its turn. An exchange that
+overlaps computation delays the next step. So a turn of a method has several steps, and ends when no
+message is in flight.
 """
 
 import argparse
@@ -42,7 +44,8 @@ SIDES: dict[str, dict[str, object]] = {
 }
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "seq_length": 64}
 VOCAB_SIZE = 256
-STEPS = 8  # number of steps in a turn; a multiple of the periods of one-peer graphs of 2 to 8 nodes
+# number of steps in a turn: a multiple of the period of each one-peer graph of 2 to 8 nodes
+STEPS = 8
 
 
 def config_of(side: str, ranks: int) -> Config:
@@ -57,7 +60,7 @@ def config_of(side: str, ranks: int) -> Config:
 
 
 class Averaging:
-    """The engine of one method, on one rank."""
+    """The training engine of one method, on one rank."""
 
     def __init__(self, side: str, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
@@ -68,8 +71,8 @@ class Averaging:
         self.engine = Engine(self.config, axes, VOCAB_SIZE)
 
     def measure(self) -> dict:
-        """Train STEPS steps. Return the seconds of one step, the bytes that left a node in one
-        step, and the last loss."""
+        """Train STEPS steps. Train for one turn. Return the seconds of one step, the bytes that
+        left a node in one step, and the last loss."""
         control = self.world.control
         control.Barrier()
         before = sent_bytes()
@@ -112,7 +115,7 @@ def rank(rounds: int) -> None:
         measured_rounds = [round_of(sides, number) for number in range(rounds + 1)]
         if world.rank == 0:
             size = turns["all_reduce"].engine.buffer.size
-            counted = measured_rounds[1:]  # the first round is a warm-up
+            counted = measured_rounds[1:]  # leave out the first round, which is a warm-up
             print(json.dumps({"nodes": world.nodes, "parameters": size, "rounds": counted}))
 
 
@@ -140,7 +143,7 @@ def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print a Markdown table."""
+    """Measure all methods on the nodes, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=4, help="each with one replica")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")

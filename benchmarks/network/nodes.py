@@ -1,11 +1,12 @@
 """Several simulated nodes on one machine: Linux namespaces with a link between them, and mpirun
 across these nodes.
 
-A node has its own network, host name and /dev/shm, and shares the machine's files. MPI therefore
-sees several nodes, and messages between nodes cross the link by TCP. Nothing remains on the machine
-afterwards. The switch is the first process of a process namespace that contains all nodes. It ends
-when its standard input ends, which happens as soon as the program that made the nodes ends, even if
-that program is killed. The kernel then ends all processes of the nodes and removes their network.
+A node has its own network, host name and /dev/shm, and shares the machine's files. Therefore MPI
+sees several nodes, and messages between nodes cross the link by TCP. After the benchmark, nothing
+of the nodes remains on the machine. The switch is the first process of a process namespace that
+contains all nodes. The switch ends when its standard input ends. This happens as soon as the
+program that made the nodes ends, even if that program is killed. The kernel then ends all processes
+of the nodes and removes their network.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ echo $$ > "$2/agent.$1"
 echo ready
 exec sleep infinity
 """
-# mpirun starts this script instead of ssh. The arguments after the host are a shell command.
+# mpirun starts this script instead of ssh. The first argument is the host, and the others are a
+# shell command.
 AGENT = """\
 #!/bin/sh
 pid=$(cat "$0.$1")
@@ -48,14 +50,15 @@ exec nsenter --target "$pid" --net --uts --mount sh -c "$*"
 
 
 class NoNodes(Exception):
-    """An error: this machine cannot simulate nodes. The message is the reason."""
+    """The error that this machine cannot simulate nodes. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class NodeLink:
     """The rate of each node's network card, and the travel time of a network frame."""
 
-    rate_mbit: float  # 0 means a bridge of the kernel, with full speed and no delay
+    # 0 means that a bridge of the Linux kernel connects the nodes, with full speed and no delay
+    rate_mbit: float
     delay_us: float = 0.0
 
     def __str__(self) -> str:
@@ -119,7 +122,8 @@ class Nodes:
         """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
-        # without this option, jobs/mpi-env.sh would allow one node to have all ranks
+        # with this option, each node gets its ranks; without it, jobs/mpi-env.sh would allow one
+        # node to have all ranks
         options += ["--map-by", f"ppr:{ranks_per_node}:node:oversubscribe"]
         options += ["--mca", "btl_tcp_if_include", "eth0"]
         command = launch.mpirun(ranks_per_node * len(self.names), words, options)
@@ -130,11 +134,11 @@ def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
     """Run `python WORDS...` on the ranks of two nodes connected by `link`, and return the last JSON
-    object that it prints. The object must contain the number of `nodes` that MPI sees.
+    object that the program prints. The object must contain the number of `nodes` that MPI sees.
 
     Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
-    not see two nodes, and subprocess.TimeoutExpired. All ranks have ended when the function
-    returns, because removing the simulated nodes ends their processes.
+    not see two nodes, and subprocess.TimeoutExpired. When the function returns, all ranks have
+    ended, because removing the simulated nodes ends their processes.
     """
     with Nodes(2, link) as nodes:
         process = nodes.start(ranks_per_node, words, subprocess.PIPE)
@@ -152,15 +156,15 @@ def answer(
 
 
 def _what_is_missing() -> str:
-    """Return the reason why this machine cannot simulate nodes; "" if it can."""
+    """Return the reason why this machine cannot simulate nodes; "" if it can simulate them."""
     if os.geteuid():
         return "only root can make namespaces"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"no {missing[0]}"
     version, _ = launch.start(["mpirun", "--version"], subprocess.PIPE).communicate()
     numbered = re.search(r"\(Open MPI\) (\d+)", version)
-    # Only Open MPI has the option for the agent; other launchers start ranks on nodes by other
-    # means.
+    # Only Open MPI has an option that replaces ssh by another program; other launchers start ranks
+    # on nodes in other ways.
     if numbered and int(numbered[1]) >= 5:
         return ""
     return "mpirun does not belong to Open MPI 5 or newer"
@@ -176,15 +180,15 @@ def _end(holder: subprocess.Popen[str]) -> None:
     try:
         holder.wait(10.0)
     except subprocess.TimeoutExpired:
-        holder.kill()  # unshare then kills its child process
+        holder.kill()  # the program unshare then kills its child process, the switch
         holder.wait()
     holder.stdout.close()
     holder.stderr.close()
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """Make the nodes and connect them, as the first process of their namespace. Return when
-    standard input ends."""
+    """Create the nodes and connect them. This function runs in the first process of their
+    namespace. Return when standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

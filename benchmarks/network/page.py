@@ -1,4 +1,5 @@
-"""`python -m benchmarks.network.page`: the tables and pictures in docs/explanation/ptd-vs-zero3.md.
+"""`python -m benchmarks.network.page` writes the tables and pictures in
+docs/explanation/ptd-vs-zero3.md.
 
 The simulated tables are predictions of the planner. The measured tables show the last results of
 `benchmarks.network.ptd_zero3`.
@@ -119,8 +120,8 @@ def _rate(size: int, seconds: float) -> str:
 
 
 def _range(rows: Sequence[dict[str, Any]], way: str) -> str:
-    """Return a text with the MB that cross the link in a step, for the smallest and the largest
-    batch."""
+    """Return a text with the megabytes that cross the link in a step, for the smallest and for the
+    largest batch."""
     sent = [row["ways"][way]["sent_bytes"] / 1e6 for row in rows]
     return f"{sent[0]:.1f} to {sent[-1]:.1f}"
 
@@ -143,7 +144,8 @@ def draw_simulated(path: Path) -> None:
             axes.plot(at, points, "o", color=color, label=f"{way}, published")
             axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{way}, simulated")
         axes.set_title(f"GPT of {model}, Selene", loc="left", fontsize=10)
-    for axes in panels:  # after all panels are plotted, because the panels share a scale
+    # set the limits after all panels are plotted, because the panels share a scale
+    for axes in panels:
         _finish(axes, "GPUs", "TFLOP/s per GPU")
     canvas.savefig(path)
 
@@ -191,7 +193,7 @@ def _finish(axes: Any, across: str, up: str) -> None:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write the tables of the page, and draw its pictures."""
     simulated = ["", *simulated_lines(), ""]
     text = replaced(PAGE.read_text(encoding="utf-8"), "simulated", simulated)
     draw_simulated(PICTURES / "table-2.png")

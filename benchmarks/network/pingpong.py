@@ -3,8 +3,8 @@ back.
 
     python -m benchmarks.network.pingpong [RATE_MBIT DELAY_US]
 
-This command makes two nodes with one rank each, connected by a link of 1000 Mbit/s and 200 us by
-default.
+This command simulates two nodes with one rank each, connected by a link of 1000 Mbit/s and 200 us
+by default.
 """
 
 import json
@@ -21,8 +21,8 @@ MESSAGES = {8: 40, 65_536: 20, 1 << 20: 8, 1 << 24: 3}
 
 def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
     """Return half of the median round-trip time in seconds for each size of message. The first and
-    the last rank exchange messages; all other ranks get 0. All ranks of an MPI communicator call
-    this.
+    the last rank exchange messages. On all other ranks, the times are 0. All ranks of the MPI
+    communicator call this function.
 
     `sizes` maps the size of a message in bytes to the number of times that it is sent.
     """

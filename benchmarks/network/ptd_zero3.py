@@ -4,8 +4,8 @@
 
 The benchmark needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with
 a slow link and with an unlimited link, PTD-P and ZeRO-3 train the same batches alternately.
-results/ptd_zero3.json stores the measurement, from which `benchmarks.network.page` makes the table
-and the pictures of the page.
+The measurement is stored in results/ptd_zero3.json, from which `benchmarks.network.page` makes the
+table and the pictures of the page.
 """
 
 import datetime
@@ -43,9 +43,9 @@ def measure(
 
 
 def check_sent(case: Compared, run: dict[str, Any]) -> None:
-    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 sends, which means that
-    the weights were not sharded. (The last layer and the embedding table are not gathered a second
-    time, which saves a fifth.)"""
+    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 must send; this would mean
+    that the weights were not sharded. (ZeRO-3 does not gather the last layer and the embedding
+    table a second time, which saves a fifth of the bytes.)"""
     for row in run["rows"]:
         sent = row["ways"][ZERO_3]["sent_bytes"]
         if sent < 0.8 * case.zero_bytes:
@@ -56,7 +56,7 @@ def check_sent(case: Compared, run: dict[str, Any]) -> None:
 
 
 def summary(run: dict[str, Any]) -> str:
-    """Return the results of one call of `measure` as text."""
+    """Return `results`, the results of one call of `measure`, as text."""
     lines = [f"\n{run['ranks']} ranks on {NODES} nodes; link: {NodeLink(**run['link'])}"]
     lines.append(table(run["one_way_s"]))
     for row in run["rows"]:
@@ -70,7 +70,7 @@ def summary(run: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure with all numbers of ranks and all links, and write the results and the page."""
+    """Measure with each number of ranks and each link, and write the results and the page."""
     case = Compared()
     begin = time.monotonic()
     runs = []

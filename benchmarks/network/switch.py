@@ -1,13 +1,14 @@
 """A switch in user space, which connects network cards by a link of known rate and delay.
 
 A frame leaves its node at the rate of the network card, waits for the receiver's card (two senders
-share the receiver's rate), and arrives after the delay. Only TCP's windows limit the queues, so no
-frame is lost, as on InfiniBand.
+share the receiver's rate), and arrives after the delay. The queues have no limit except TCP's
+windows, so no frame is lost, as on InfiniBand.
 
-The netem discipline of tc could delay frames in the kernel, but many kernels are built without it,
-and tbf has no delay. Segments of up to 64 kB are passed on undivided, as between a card and the
-kernel (PACKET_VNET_HDR of packet(7), struct virtio_net_hdr). At 1 Gbit/s there are 2000 such
-segments per second.
+Linux has no simpler way: the netem discipline of the tool tc could delay frames in the kernel, but
+many kernels are built without it, and the discipline tbf has no delay. The switch forwards TCP
+segments of up to 64 kB without dividing them, as between a network card and the kernel
+(PACKET_VNET_HDR of packet(7), struct virtio_net_hdr). A link of 1 Gbit/s carries 2000 such segments
+per second.
 """
 
 import os
@@ -44,7 +45,7 @@ def card(name: str) -> socket.socket:
 
 
 class Port:
-    """The switch's end of the cable to one node: a datagram socket that `card` has made."""
+    """The switch's end of the cable to one node. `cable` is a raw socket from `card`."""
 
     def __init__(self, cable: socket.socket) -> None:
         self.cable = cable
@@ -92,7 +93,7 @@ class Switch:
 
     def deliver(self) -> float | None:
         """Send the frames whose delay is over to their nodes. Return the seconds until the next
-        frame arrives; None if no frame is queued."""
+        frame must be delivered; None if no frame is queued."""
         arrivals = []
         for port in self.ports:
             while port.queue and port.queue[0][0] <= time.monotonic():
@@ -105,8 +106,8 @@ class Switch:
 
     def run(self) -> None:
         """Forward frames until standard input ends."""
-        # The ranks keep the cores busy. With ordinary priority this process would wait for a core,
-        # and delay frames.
+        # The ranks keep the cores busy. With ordinary priority, this process would have to wait for
+        # a core, and frames would be late.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         by_cable = {port.cable: port for port in self.ports}
         while True:

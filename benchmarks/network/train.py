@@ -1,4 +1,4 @@
-"""One rank of the comparison of PTD-P and ZeRO-3. It trains the same model in both layouts,
+"""One rank of the comparison of PTD-P and ZeRO-3. The rank trains the same model in both layouts,
 alternately, and measures the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
@@ -22,7 +22,8 @@ from ptdmpi.comm import launch
 from ptdmpi.config import Config
 from ptdmpi.plan.layout.grid import grid_of
 
-LOSSES_AGREE = 1e-4  # the allowed relative difference of losses; sums have different orders
+# maximum relative difference of losses; the two layouts add in different orders
+LOSSES_AGREE = 1e-4
 
 
 def sent_bytes() -> int:
@@ -36,7 +37,7 @@ def sent_bytes() -> int:
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """Return all measurements on these ranks. All ranks get the same result.
+    """Return all measurements on these ranks. All ranks return the same result.
 
     `sizes` maps the size of a message in bytes to the number of times that it is sent, in order to
     measure the link.
@@ -56,8 +57,8 @@ def compare(case: Compared, sizes: dict[int, int]) -> dict:
 
 
 def _row(case: Compared, batch: int, world, axes: dict) -> dict:
-    """Return the tokens/s in each round and the bytes over the link in a step, for both layouts
-    with the global batch size `batch`."""
+    """Return, for both layouts with the global batch size `batch`, the tokens/s in each round, and
+    the bytes that cross the link in a step."""
     sides: dict[str, Callable] = {}
     for way, layout in layouts(world.size, batch).items():
         config = case.config(layout, batch)
@@ -65,7 +66,7 @@ def _row(case: Compared, batch: int, world, axes: dict) -> dict:
         if way not in axes:
             axes[way] = world.split(grid_of(config))
         trainer = _Trainer(config, case.vocab_size, world, axes[way])
-        trainer.measure()  # a warm-up: connects the ranks, and allocates memory
+        trainer.measure()  # a warm-up, which connects the ranks and allocates memory
         sides[way] = trainer.measure
     rounds = [round_of(sides, number) for number in range(case.rounds)]
     for results in rounds:
@@ -87,7 +88,7 @@ def _row(case: Compared, batch: int, world, axes: dict) -> dict:
 
 
 class _Trainer:
-    """The engine of `ptdmpi train` in one layout, on one rank."""
+    """The training engine of `ptdmpi train` with one layout, on one rank."""
 
     def __init__(self, config: Config, vocab_size: int, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
@@ -100,8 +101,8 @@ class _Trainer:
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step. Return the seconds and the loss of the step, and the bytes over the link
-        during the step."""
+        """Train a step. Train a step. Return its seconds, its loss, and the bytes that crossed the
+        link during the step."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()
@@ -115,7 +116,8 @@ class _Trainer:
         return {"step_time_s": time_s, "sent_bytes": control.allreduce(sent), "loss": loss}
 
     def _microbatches(self, step: int) -> list:
-        """Return this data rank's part of a global batch that depends only on the step."""
+        """Return this data rank's part of the global batch of a step; the batch depends only on the
+        step."""
         import torch
 
         from ptdmpi.model.batch import Microbatch
@@ -137,7 +139,7 @@ class _Trainer:
 
 
 def main() -> None:
-    """Run the job on the command line. The first rank prints the results as JSON."""
+    """Do the job that the command line describes. The first rank prints the results as JSON."""
     launch.prepare()
     job = json.loads(sys.argv[1])
     results = compare(Compared(**job["case"]), dict(job["messages"]))

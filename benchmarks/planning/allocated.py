@@ -1,4 +1,4 @@
-"""The bytes of tensors that a function allocates on the host, counted by torch's profiler."""
+"""A count, by torch's profiler, of the bytes of tensors that a function allocates on the host."""
 
 import gc
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes that remain allocated after `work`, and the maximum number of bytes that
-    were allocated at once."""
-    gc.collect()  # free reference cycles of earlier engines now, not during `work`
+    """Call `work`. Return the bytes that remain allocated after the call, and the maximum number of
+    bytes that were allocated at the same time."""
+    gc.collect()  # free earlier engines, which contain reference cycles, now and not during `work`
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -1,12 +1,14 @@
-"""`make calibrate`: compute the efficiency of software relative to data sheets, from published
-files only.
+"""`make calibrate`: compute, only from published files, the fractions of the data sheets' rates
+that software reaches.
 
-The result is written to `src/ptdmpi/presets/efficiency.toml`. Links are fitted to NCCL's all-reduce
-times within a node. Matrix multiplications and memory are fitted to the times of a layer
-(Korthikanti et al. 2022, Table 4), of a small model on one GPU (Narayanan et al. 2021, Figure 7)
-and of matrix multiplications on an A100 (published with Anthony et al. 2024, arXiv 2401.14489).
-Other devices are scaled by their fastest matrix multiplications (Bekman). Attention is fitted to
-FlashAttention-2's own measurements on A100 and H100. Only `FILES` are read.
+The program writes the fractions to `src/ptdmpi/presets/efficiency.toml`. The constants of links are
+fitted to published times of NCCL's all-reduces within a node. The fractions for matrix
+multiplications and memory are fitted to the times of a layer (Korthikanti et al. 2022, Table 4), of
+a small model on one GPU (Narayanan et al. 2021, Figure 7) and of matrix multiplications on an A100
+(published with Anthony et al. 2024, arXiv 2401.14489). For other devices, the fraction for matrix
+multiplications is scaled by the fastest matrix multiplications of the device (Bekman). The fraction
+for attention is fitted to the measurements that FlashAttention-2 publishes for A100 and H100. The
+program reads only the published files in `FILES`.
 """
 
 from collections.abc import Iterator
@@ -40,11 +42,12 @@ HEADER = """\
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
     """Return the constants of the formula T = c + 2 (n - 1) (step + S / (n rate)) for the time of
     an all-reduce of S bytes on n GPUs: the start-up time c, the time `step` of one ring step, and
-    the rate as a fraction of the link's peak. They are fitted by least squares of relative errors.
+    the rate as a fraction of the link's peak. The constants are fitted by least squares of relative
+    errors.
 
     If `known` has c and the time of one ring step, only the rate is fitted, and only to the times
-    of eight GPUs. This is needed for the V100 measurements, which are from a machine without a
-    switch, on which fewer GPUs do not use all links.
+    of eight GPUs. The V100 measurements need this: they are from a machine without a switch, on
+    which fewer GPUs do not use all links.
     """
     rows = [row for row in read(RINGS) if row["gpu"] == gpu]
     if known:
@@ -66,7 +69,7 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
 
 
 def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return the cluster with `values` in its section [efficiency]."""
+    """Return a copy of the cluster whose section [efficiency] has the values `values`."""
     return cluster.model_copy(update={"efficiency": Efficiency(**values)})
 
 
@@ -96,7 +99,7 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def _recomputation(experiment: str) -> str:
-    """Return the mode of recomputation of the experiment with this name in Table 4."""
+    """Return the mode of recomputation of an experiment in Table 4, by the experiment's name."""
     if "ecompute" in experiment and "no recompute" not in experiment:
         return "full" if "full" in experiment else "selective"
     return "selective" if "Selective" in experiment else "none"
@@ -105,7 +108,7 @@ def _recomputation(experiment: str) -> str:
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for the points of Figure 7 of Narayanan et
     al. 2021, a small model on one GPU. The paper does not say whether its FLOP/s include the FLOPs
-    of recomputation. `recomputation` is the assumed case: "counted", as in the file, or "not
+    of recomputation. `recomputation` is the assumed answer: "counted", as the file assumes, or "not
     counted"."""
     for row in published(SMALL):
         if row.calibrates:
@@ -128,7 +131,7 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for causal FlashAttention-2, forward and
     backward, with 16,384 tokens and a total width of all heads of 2,048. The published rate counts
-    the FLOPs of seven matrix multiplications with half of the attention scores."""
+    the FLOPs of seven matrix multiplications, each with half of the attention scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):
         if row["section"] == section:
@@ -142,8 +145,8 @@ def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float,
 
 
 def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[str, float]:
-    """Return `values` with the fitted `attention_fraction`, which is relative to the rate of matrix
-    multiplications."""
+    """Return `values`, extended by the fitted `attention_fraction`, which is relative to the rate
+    of matrix multiplications."""
 
     def of(fraction: float) -> dict[str, float]:
         return {**values, "attention_fraction": fraction}
@@ -167,7 +170,8 @@ def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
     """Return the root mean square error, and the fitted fractions for matrix multiplications and
-    memory. `reading` says whether Figure 7 counts recomputation."""
+    memory. `reading` is the assumption about Figure 7: its FLOP/s have recomputation "counted" or
+    "not counted"."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
@@ -181,11 +185,12 @@ def kernels(
 
 
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
-    """Return the sections of the file to write, and the reading of Figure 7 ("counted" or "not
-    counted") that fits better.
+    """Return the sections of the file to write, and the assumption about Figure 7 ("counted" or
+    "not counted") that fits better.
 
-    The errors of both readings are printed, for gradients of 2 and of 4 bytes. Only one of these
-    two sizes (`gradient_bytes`) is in the scripts of the runs; the other one is for comparison.
+    Print the errors of both assumptions, for gradients of 2 and of 4 bytes. The scripts of the
+    published runs use only one of these two sizes (`gradient_bytes`); the other size is printed for
+    comparison.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")
@@ -206,15 +211,16 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     fitted = fits[reading, size][1]
     values = attention(cluster, "a100", fitted)
     older = {**values, **links("v100", volta.node.link_bytes_per_s, known)}
-    # newer devices use cuDNN's attention by default; the files do not have its rates
+    # newer devices have no entry for attention: they use cuDNN's attention by default, whose rates
+    # are not in the files
     return {"a100": values, "v100": older, **others(fitted)}, reading
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values for devices without published times of a layer. The `gemm_fraction` of such
-    a device is the `gemm_fraction` of the A100, multiplied by a ratio. The ratio compares the
-    fractions of the peak that the fastest matrix multiplications reach on this device and on an
-    A100."""
+    """Return the sections [efficiency] of devices for which no times of a layer are published. The
+    `gemm_fraction` of such a device is the `gemm_fraction` of the A100, multiplied by a ratio. This
+    ratio divides the fraction of the peak that the fastest matrix multiplications reach on this
+    device by the fraction that they reach on an A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }
@@ -226,7 +232,7 @@ def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Write the file, and print it with the errors of all rows."""
+    """Write the file with the fractions, and print it with the errors of all rows."""
     sections, reading = calibrate()
     text = HEADER
     for name, values in sections.items():

@@ -1,10 +1,11 @@
 """`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18), repeated on this
 machine.
 
-The curves show predictions and measurements of a small GPT on two and four ranks: bubbles over the
-batch size, pairs of the three axes, microbatch sizes, recomputation, scatter/gather. The machine is
-probed with the number of ranks that train. Four ranks may share fewer cores. While one of them
-waits, the other ranks then run faster than in the probe, in which all ranks work at the same time.
+The curves show predictions and measurements of a small GPT on two and four ranks. They cover
+bubbles over the batch size, pairs of the three axes, microbatch sizes, recomputation, and
+scatter/gather. `ptdmpi probe` measures the machine with the same number of ranks as the training.
+Four ranks may share fewer cores. While one of four such ranks waits, the other ranks run faster
+than in the probe, in which all ranks work at the same time.
 """
 
 import statistics
@@ -23,13 +24,13 @@ from ptdmpi.plan.show.table import lines
 TURNS = Turns("l=8,h=256,a=4,s=128,V=1024", "fp32", rounds=3, steps=3)
 PICTURE = ROOT / "docs/pictures/curves-here.png"
 BATCHES = (4, 8, 16)
-Point = tuple[str, TimedCase]  # (label on the horizontal axis, case)
+Point = tuple[str, TimedCase]  # a point of a curve: (label on the horizontal axis, case)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel of the picture: the figure of the paper that the panel repeats, and the panel's
-    series by name."""
+    """A panel of the picture: the figure of the paper that the panel repeats, and the series that
+    the panel shows, by name."""
 
     figure: str
     title: str
@@ -118,7 +119,7 @@ CURVES = (
 
 @dataclass(frozen=True)
 class CaseTimes:
-    """The step times of a case: measured, by round, and predicted."""
+    """The step times of a case: the measured time in each round, and the predicted time."""
 
     measured_s: Sequence[float]
     predicted_s: float
@@ -136,7 +137,7 @@ class CaseTimes:
 
 def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
     """Return the measured and predicted step times of every case in the curves for `ranks` ranks. A
-    case that is in several curves is measured once."""
+    case that is in several curves is measured only once."""
     series = [
         points for curve in CURVES if curve.ranks == ranks for points in curve.series.values()
     ]
@@ -203,7 +204,7 @@ def draw(by_ranks: dict[int, dict[TimedCase, CaseTimes]]) -> None:
 
 
 def main() -> None:
-    """Measure, and print tables and draw the picture."""
+    """Measure the curves, print their tables and draw the picture."""
     by_ranks = {ranks: measure(ranks) for ranks in sorted({curve.ranks for curve in CURVES})}
     print(f"{TURNS.model}, {TURNS.precision}, one thread per rank")
     for curve in CURVES:

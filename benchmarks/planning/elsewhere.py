@@ -1,9 +1,10 @@
-"""Predictions of published runs by other programs on other machines. They show the planner's error
-on runs for which it was not calibrated.
+"""Predictions of published runs by other programs on other machines. These predictions show the
+planner's error on runs for which the planner was not calibrated.
 
-A source is a file in `published/` with a row for each run, and a mapping to the planner's inputs.
-The mapping has the stated properties of the machine, and assumptions for unstated properties. No
-constant of the planner was fitted to these rows.
+Each source is a file in `published/` with a row for each run, and a mapping from the rows to the
+planner's inputs. The mapping contains the properties of the machine that the source states, and
+assumptions for properties that the source does not state. No constant of the planner was fitted to
+these rows.
 """
 
 import statistics
@@ -27,18 +28,18 @@ from ptdmpi.plan.machine.cluster import (
     model_of,
 )
 
-# The network in presets/clusters/selene.toml is HDR InfiniBand. These values are for Omni-Path 100,
-# in one direction, from its data sheet.
+# The network in presets/clusters/selene.toml is HDR InfiniBand. The following values are for
+# Omni-Path 100, in one direction, from its data sheet.
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
 # torchtitan shares two properties with ptdmpi: FlashAttention, and float32 gradient sums, layer by
 # layer
 OURS = TRAINER.model_dump()
-# from `make calibrate`, which uses FlashAttention-2's own measurements on an H100
+# computed by `make calibrate` from the measurements that FlashAttention-2 publishes for an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
 # H100 data sheet: matrix multiplications in FP8 have twice the rate, and their operands need half
-# the bytes in shared memory. Attention is computed in bf16, at its own rate.
+# the bytes in shared memory. Attention is computed in bf16, and its rate does not double.
 FP8_H100 = {"peak_flops": {"fp16": 1979e12}, "shared_bytes_per_clock": 256}
 FLASH2_BESIDE_FP8 = {"attention_fraction": 0.25}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
@@ -47,11 +48,12 @@ SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden":
 
 @dataclass(frozen=True)
 class MappedSource:
-    """A file of runs and the mapping of its rows. `device`, `node`, `software` and `efficiency`
-    replace keys in these sections of the preset `cluster`. `layout` and `model` have the keys that
-    all rows share. `chosen` describes the assumptions about properties that the source does not
-    state. If `open_sizes` is True, the source does not state the virtual stages, the microbatch
-    size and the recomputation; then the fastest layout that fits is used."""
+    """A source: a file of published runs, and the mapping of its rows to the planner's inputs.
+    `device`, `node`, `software` and `efficiency` replace keys in these sections of the preset
+    `cluster`. `layout` and `model` have the keys that all rows share. `chosen` describes the
+    assumptions about properties that the source does not state. If `open_sizes` is True, the source
+    does not state the virtual stages, the microbatch size and the recomputation; then the fastest
+    layout that fits is assumed."""
 
     title: str
     file: str
@@ -66,9 +68,10 @@ class MappedSource:
     open_sizes: bool = False
 
     def machine(self, row: Mapping[str, str]) -> Cluster:
-        """Return the cluster for a row. Gradients have 4 bytes if the row's group contains "bf16",
-        because the program of the run adds gradients in float32. Stages are balanced with the
-        embedding if the group contains "embedding", or if the layers cannot be divided evenly."""
+        """Return the cluster on which the run in a row was measured. Gradients have 4 bytes if the
+        row's group contains "bf16", because the program of the run adds gradients in float32.
+        Stages are balanced with regard to the embedding if the group contains "embedding", or if
+        the layers cannot be divided evenly."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:
@@ -87,13 +90,13 @@ class MappedSource:
         )
 
     def model_of(self, row: Mapping[str, str]) -> Model:
-        """Return the model for a row."""
+        """Return the model that the run in a row trained."""
         sizes = {name: int(row[short]) for short, name in SHAPES.items() if row.get(short)}
         return model_of("", {**self.model, **sizes})
 
     def layout_of(self, row: Mapping[str, str]) -> Layout:
-        """Return the layout that the row and `layout` state. Sizes that are not stated have their
-        defaults."""
+        """Return the layout that the row and `layout` state. Sizes that neither of them states have
+        their default values."""
         sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
         schedule = row.get("schedule") or "1f1b"
         stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
@@ -212,8 +215,8 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class MappedRun:
-    """A row and its prediction. Runs with the same value of `ranked` are compared with each
-    other."""
+    """A published run with its measured and its predicted step time. Only runs with the same value
+    of `ranked` are compared with each other."""
 
     layout: Layout
     ranked: tuple[str, ...]
@@ -227,8 +230,8 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the fastest prediction among all legal layouts that fit, with every number of virtual
-    stages, every microbatch size and every mode of recomputation."""
+    """Return the prediction for the fastest layout among all legal layouts that fit, with every
+    number of virtual stages, every microbatch size and every mode of recomputation."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
@@ -256,8 +259,8 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
 
 class Ranking(NamedTuple):
     """Two measures of the agreement of the predicted order with the measured order: Kendall's tau
-    over `pairs` of runs, and the mean regret. The regret is the slowdown of the layout that is
-    predicted to be fastest, relative to the layout that is measured to be fastest."""
+    over `pairs` of runs, and the mean regret. The regret says how much slower the layout that is
+    predicted to be fastest is than the layout that is measured to be fastest."""
 
     tau: float
     pairs: int
@@ -265,8 +268,8 @@ class Ranking(NamedTuple):
 
 
 def rank_correlation(mapped: list[MappedRun]) -> Ranking:
-    """Return the ranking over runs with the same model, batch, day and number of ranks; zeros if no
-    two runs can be compared."""
+    """Return the measures of agreement, computed over runs with the same model, batch, day and
+    number of ranks. All measures are zero if no two runs can be compared."""
     groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
     for run in mapped:
         groups[run.ranked].append(run)

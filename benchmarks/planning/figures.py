@@ -98,7 +98,7 @@ FIGURES = (
 
 
 def value(row: PublishedRun, figure: Figure) -> float:
-    """Return the prediction for a run in the unit of the figure."""
+    """Return the predicted value of a run, in the unit of the figure's vertical axis."""
     price = predicted(row)
     if figure.number == 17:
         return row.batch / price.step_time_s

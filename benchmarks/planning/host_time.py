@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.planning.host_time
 
-The layers are so small that, on the CPU, only the time of Python, autograd and the library's calls
-remains. Launching on a device takes some microseconds more.
+The measured layers are so small that, on the CPU, almost all their time is the time of Python,
+autograd and the library's calls. To launch a kernel on a device takes some microseconds more.
 """
 
 import torch
@@ -24,7 +24,7 @@ MANY = 18
 
 
 def main() -> None:
-    """Measure, and print the time of a layer and of a kernel."""
+    """Measure the host's time, and print it for a layer and for a kernel."""
     torch.set_num_threads(1)
     world = World(MPI.COMM_WORLD)
     bench = Bench(world.split(training_grid(data=1)).world, torch.device("cpu"), 1)

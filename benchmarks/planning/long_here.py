@@ -3,7 +3,8 @@ among several ranks.
 
     . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.planning.long_here 4096
 
-The argument is the length of a sequence, and the number of ranks is the context-parallel size.
+The command-line argument is the length of a sequence. The number of started ranks is the
+context-parallel size.
 """
 
 import json
@@ -29,9 +30,9 @@ STEPS = 4  # the first step is a warm-up, and memory is measured in the last ste
 
 @dataclass(frozen=True)
 class LongStep:
-    """The results of steps with one sequence on `context` ranks. `peak_bytes` and `formula_bytes`
-    are the maximum number of bytes of tensors on a rank in addition to the state, as measured and
-    as predicted. `step_s` is the time in seconds of the fastest step."""
+    """The results of training steps in which `context` ranks share one sequence. `peak_bytes` and
+    `formula_bytes` are the maximum number of bytes of tensors on a rank in addition to the state,
+    as measured and as predicted. `step_s` is the time in seconds of the fastest step."""
 
     context: int
     length: int
@@ -44,11 +45,12 @@ def long_step(context: int, length: int) -> LongStep:
     """Return the measurements of `context` ranks that share a sequence of `length` positions. The
     program exits if ranks fail."""
     text = answer(context, ["-m", "benchmarks.planning.long_here", str(length)])
-    return LongStep(**json.loads(text.splitlines()[-1]))  # the profiler writes lines, too
+    # read only the last line, because the profiler prints lines, too
+    return LongStep(**json.loads(text.splitlines()[-1]))
 
 
 def _measure(length: int) -> None:
-    """Measure one length on a rank; rank 0 prints the result."""
+    """Do the measurement for one length on this rank; rank 0 prints the result."""
     from ptdmpi.comm import launch
 
     launch.prepare()

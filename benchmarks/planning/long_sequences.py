@@ -1,8 +1,9 @@
-"""`python -m benchmarks.planning.long_sequences`: memory and time by the length of a sequence.
+"""`python -m benchmarks.planning.long_sequences`: memory and time of training, depending on the
+length of a sequence.
 
 The command draws docs/pictures/long-sequences.png. The picture has predictions of LLaMA 8B on H100s
-from 2,048 to 1,048,576 positions, and measurements of a small LLaMA on this machine. Times are
-drawn only if nothing else runs on this machine.
+from 2,048 to 1,048,576 positions, and measurements of a small LLaMA on this machine. Measured times
+are drawn only if no other program runs on this machine.
 """
 
 import os
@@ -26,7 +27,8 @@ STEP_TOKENS = 2**22
 LENGTHS = tuple(2**power for power in range(11, 21))
 DATA, TENSOR = 4, 8  # data-parallel and tensor-parallel sizes of the layouts whose memory is drawn
 HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
-QUIET_LOAD = 0.5  # maximum number of processes that run or wait for a core
+# the machine counts as quiet if on average fewer processes than this run or wait for a core
+QUIET_LOAD = 0.5
 GIB, MIB = 2**30, 2**20
 
 
@@ -51,8 +53,8 @@ def memory(length: int) -> dict[str, float]:
 
 
 def best(length: int, *, cuts: bool) -> Price | None:
-    """Return the fastest layout that fits; None if no layout fits. If `cuts` is True, layouts with
-    context parallelism are searched, too."""
+    """Return the price of the fastest layout that fits into memory; None if no layout fits. If
+    `cuts` is True, layouts with context parallelism are searched, too."""
     try:
         return search(pricer(length), Space(RANKS, cuts_sequences=cuts), 1)[0]
     except InputError:
@@ -60,7 +62,8 @@ def best(length: int, *, cuts: bool) -> Price | None:
 
 
 def predictions() -> dict[str, dict[int, Price]]:
-    """Return the best layouts with and without context parallelism (c), by sequence length."""
+    """Return, for each sequence length, the best layouts with and without context parallelism
+    (c)."""
     found: dict[str, dict[int, Price]] = {"c searched": {}, "c = 1": {}}
     for length in LENGTHS:
         for name, cuts in (("c searched", True), ("c = 1", False)):
@@ -71,12 +74,12 @@ def predictions() -> dict[str, dict[int, Price]]:
 
 
 def rate(price: Price) -> float:
-    """Return the tokens per second of a rank."""
+    """Return the predicted tokens per second of a rank."""
     return STEP_TOKENS / price.step_time_s / price.layout.ranks
 
 
 def prediction_table(found: dict[str, dict[int, Price]]) -> list[list[str]]:
-    """Return a table of the best layouts, by sequence length."""
+    """Return a table of the best layouts, with rows for each sequence length."""
     rows = [["s", "", "tokens/s per rank", "memory", "layout"]]
     for length in LENGTHS:
         for name, prices in found.items():

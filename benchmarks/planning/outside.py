@@ -1,7 +1,7 @@
 """Predictions of the published runs in `outside.csv`.
 
-No value of the planner was calibrated on these runs, and no term of the planner's model was chosen
-because of these runs. The runs of 2022 used a newer program, which overlaps all-reduces between
+These runs were not used to calibrate any value of the planner, nor to choose any term of the
+planner's model. The runs of 2022 were made with a newer program, which overlaps all-reduces between
 tensor ranks with the computation of weight gradients.
 """
 
@@ -39,7 +39,7 @@ def runs() -> Iterator[tuple[dict[str, str], Price]]:
 
 
 def outside_table() -> list[list[str]]:
-    """Return a table of the runs."""
+    """Return a table of the runs with their published and predicted step times."""
     rows = [["run", "layout", "batch", "published", "predicted", "error", "source"]]
     for row, price in runs():
         published_s = float(row["step_time_s"])

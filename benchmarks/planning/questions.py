@@ -1,7 +1,7 @@
-"""`make figures`: make the answers and pictures in docs/explanation/questions.md by the commands on
-the page.
+"""`make figures`: compute the answers and pictures in docs/explanation/questions.md by executing
+the commands on the page.
 
-Arguments select questions: `python -m benchmarks.planning.questions size days`.
+Arguments select questions, as in `python -m benchmarks.planning.questions size days`.
 """
 
 import re
@@ -16,13 +16,13 @@ from benchmarks.launch import ROOT
 from ptdmpi.cli import group
 
 PAGE = ROOT / "docs/explanation/questions.md"
-# a command in an indented line, and the code block with its answer
+# pattern: a command in an indented line, and the code block with its answer
 EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
 
 
 def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
-    """Return the page with new answers to its commands, or only to the questions `only`. The
-    pictures of the answers are written to the folder `pictures`."""
+    """Return the text of the page with new answers to its commands, or with new answers only to the
+    questions `only`. The pictures of the answers are written to the folder `pictures`."""
 
     def answer(example: re.Match[str]) -> str:
         arguments = shlex.split(example["question"])

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.planning.ring_error`: the rounding error of ring attention by the number of
-ranks c.
+"""`python -m benchmarks.planning.ring_error`: the rounding error of ring attention, depending on
+the number of ranks c.
 
 The command prints the error of attention and of its gradients in float32, compared with one rank in
-float64, and draws docs/pictures/ring-error.png. If c is 1, the rank uses the usual kernels, without
-a ring.
+float64, and draws docs/pictures/ring-error.png. If c is 1, the single rank uses the usual attention
+kernels, without a ring.
 """
 
 import json
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 PICTURE = ROOT / "docs/pictures/ring-error.png"
 CONTEXTS = (1, 2, 3, 4)
-LENGTHS = (768, 3072)  # for each number of ranks c in CONTEXTS, 2c divides both lengths
+LENGTHS = (768, 3072)  # both lengths are multiples of 2c, for each number of ranks c in CONTEXTS
 SAMPLES, HEADS, KV_HEADS, HEAD_SIZE = 1, 4, 2, 64
-UNIT = 1e-7  # the unit of drawn errors
+UNIT = 1e-7  # the unit in which errors are drawn
 TENSORS = ("output", "dq", "dk", "dv")
 
 
 class Inputs(NamedTuple):
     """Queries, keys and values [batch, heads, tokens, head size], and a gradient of the output, in
-    float64. Float32 can represent every value exactly."""
+    float64. Each value can also be represented exactly in float32."""
 
     q: "Tensor"
     k: "Tensor"
@@ -58,7 +58,7 @@ def differentiated(
 
 
 def exact(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-    """Return causal attention, computed by its definition in the type of its inputs."""
+    """Return causal attention, computed by its definition and in the data type of its inputs."""
     import torch
 
     group = q.shape[1] // k.shape[1]
@@ -72,7 +72,7 @@ def exact(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
 def errors(comm: "MPI.Comm", length: int) -> dict[str, float]:
     """Return the relative error of each tensor in `TENSORS`: the root mean square of the
     differences from float64, divided by the root mean square of the float64 values. All ranks of
-    `comm` call this, and get the same numbers."""
+    `comm` call this function, and get the same numbers."""
     from ptdmpi.comm.mpi import MpiCommunicator
     from ptdmpi.model.kernels import Kernels
     from ptdmpi.model.kernels.attention import AttentionCore
@@ -106,15 +106,15 @@ def errors(comm: "MPI.Comm", length: int) -> dict[str, float]:
 
 
 def measured(context: int, length: int) -> dict[str, float]:
-    """Start `context` ranks, and return their `errors`."""
+    """Start `context` ranks, and return the errors that they compute (see `errors`)."""
     text = answer(context, ["-m", "benchmarks.planning.ring_error", str(length)])
     found: dict[str, float] = json.loads(text.splitlines()[-1])
     return found
 
 
 def draw(found: dict[int, dict[int, dict[str, float]]]) -> None:
-    """Draw the errors, with one panel for each length. `found` maps length, number of ranks and
-    tensor to the error."""
+    """Draw the errors, with one panel for each length. `found` has the errors by length, number of
+    ranks and tensor."""
     from matplotlib.figure import Figure
 
     canvas = Figure(figsize=(7.6, 3.2), dpi=100, layout="constrained")
@@ -135,7 +135,7 @@ def draw(found: dict[int, dict[int, dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, and draw the picture."""
+    """Measure the errors, print a table, and draw the picture."""
     found = {length: {c: measured(c, length) for c in CONTEXTS} for length in LENGTHS}
     rows = [["s", "c", *TENSORS, ""]]
     for length, by_context in found.items():
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def _measure(length: int) -> None:
-    """Measure one length on a rank; rank 0 prints the result."""
+    """Do the measurement for one length on this rank; rank 0 prints the result."""
     from ptdmpi.comm import launch
 
     launch.prepare()

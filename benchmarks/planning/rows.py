@@ -1,8 +1,8 @@
 """The published measurements in `benchmarks/planning/published/`, read as layouts and step times.
 
-A row of the papers' tables and figures states a model, a layout, a batch and a time. If a row does
-not state other values, this module assumes one virtual stage per rank, no overlap of communication,
-and stages of equal size.
+Each row of the papers' tables and figures states a model, a layout, a batch size and a time. If a
+row does not state other values, this module assumes one virtual stage per rank, no overlap of
+communication, and stages of equal size.
 """
 
 import csv
@@ -20,8 +20,8 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run. `dataset` is the table or figure of the run, and `value` is the published
-    value, such as the value on a figure's vertical axis."""
+    """A published run. `dataset` is the table or figure that contains the run, and `value` is the
+    published value, such as the value on a figure's vertical axis."""
 
     dataset: str
     model: Model
@@ -38,14 +38,14 @@ class PublishedRun:
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file, unchanged."""
+    """Return the rows of the published file `name`, unchanged."""
     with open(PUBLISHED / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def published(*names: str) -> Iterator[PublishedRun]:
-    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only the runs in the files
-    `names`."""
+    """Yield those runs of Narayanan et al. 2021 whose layout is stated, or only the runs in the
+    files `names`."""
     for name in names or JUDGED:
         for raw in read(name):
             if raw["t"] and raw["table_ref"].startswith(("Table", "Fig")):
@@ -61,7 +61,8 @@ def _row(raw: dict[str, str]) -> PublishedRun:
         raw["model"], {**sizes, "seq_length": int(raw["s"]), "vocab_size": int(raw["V"])}
     )
     virtual = int(raw["v"] or 1)
-    # Figure 7 does not state the recomputation; without it the largest microbatch would need 190 GB
+    # Figure 7 does not state the mode of recomputation; without recomputation the largest
+    # microbatch would need 190 GB
     full = raw["recompute"].startswith("full") or dataset == "Figure 7"
     layout = Layout(
         tensor=int(raw["t"]),

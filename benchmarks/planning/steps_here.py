@@ -1,4 +1,5 @@
-"""Step times of layouts on this machine, measured in rounds, with ranks that are started once.
+"""Step times of layouts on this machine, measured in rounds. The ranks are started only once, for
+all rounds.
 
 Each round measures all cases, so that a disturbance of the machine affects all cases.
 """
@@ -21,7 +22,7 @@ from ptdmpi.plan.machine.cluster import load_model
 
 @dataclass(frozen=True)
 class TimedCase:
-    """A layout, and its global batch in sequences."""
+    """A case to be measured: a layout, and the global batch size in sequences."""
 
     layout: Layout
     batch: int
@@ -29,8 +30,8 @@ class TimedCase:
 
 @dataclass(frozen=True)
 class Turns:
-    """The model, the number of rounds, and the number of steps of a case in a round. The first of
-    these steps is a warm-up."""
+    """The settings of a measurement: the model, the number of rounds, and the number of steps of a
+    case in a round. The first step of a case in a round is a warm-up."""
 
     model: str
     precision: str
@@ -39,8 +40,9 @@ class Turns:
 
 
 def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
-    """Return the median step time of each case in seconds, by round, on `ranks` ranks with one
-    thread each. A case with fewer ranks runs on the first ranks. The program exits if ranks fail.
+    """Measure the cases on `ranks` ranks with one thread each. Return, for each round, the median
+    step time of each case in seconds. A case that needs fewer ranks runs on the first ranks. The
+    program exits if ranks fail.
     """
     job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
     text = answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)])
@@ -49,7 +51,8 @@ def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list
 
 
 def _measure(text: str) -> None:
-    """Measure all cases on this rank. Rank 0 prints the step times of each case, by round."""
+    """Do the measurement of all cases on this rank. Rank 0 prints, for each round, the step times
+    of the cases."""
     from ptdmpi.comm import launch
 
     launch.prepare()
@@ -79,8 +82,7 @@ def _measure(text: str) -> None:
 
 
 def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
-    """Return the median step time in seconds of a case, in training that starts with new
-    weights."""
+    """Train a case from new initial weights, and return the median step time in seconds."""
     import time
 
     import torch

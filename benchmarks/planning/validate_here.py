@@ -1,8 +1,8 @@
 """`make validate-plan-here`: compare predictions for this machine with measured steps.
 
-The machine is probed on two ranks, then the steps of sixteen layouts on one and two ranks are
-measured. The order of two layouts is compared only if their times differ by more than the spread of
-the rounds.
+`ptdmpi probe` measures the machine with two ranks. Then the steps of sixteen layouts on one and two
+ranks are measured. The predicted order of two layouts is checked only if their measured times
+differ by more than the spread of the rounds.
 """
 
 import itertools
@@ -53,9 +53,10 @@ LAYOUTS = (
 
 
 class Order(NamedTuple):
-    """The agreement of the predicted order with the measured order of layouts: Kendall's tau over
-    `pairs` pairs of layouts (NaN without pairs). `ties` pairs are left out, because their medians
-    differ by at most the larger spread of their rounds."""
+    """The agreement of the predicted order of layouts with their measured order: Kendall's tau over
+    `pairs` pairs of layouts (NaN if there are no pairs). A further `ties` pairs are left out,
+    because the medians of the two layouts differ by no more than the larger spread of their
+    rounds."""
 
     tau: float
     pairs: int
@@ -63,8 +64,8 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return the agreement of the order of predictions with the order of the step times, which were
-    measured in rounds."""
+    """Return the agreement of the order of the predictions with the order of the measured step
+    times; `measured` has the times in each round."""
     signs = []
     ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):
@@ -121,7 +122,8 @@ def probed(ranks: int, precision: str) -> Cluster:
 
 
 def main() -> None:
-    """Probe the machine, predict and measure the layouts, and print the table."""
+    """Measure the machine by `ptdmpi probe`, predict and measure the layouts, and print the
+    table."""
     pricer = Pricer.of(probed(RANKS, PRECISION), load_model(MODEL), BATCH, PRECISION)
     cases = [TimedCase(layout, BATCH) for layout in LAYOUTS]
     measured = measured_steps(RANKS, cases, Turns(MODEL, PRECISION))

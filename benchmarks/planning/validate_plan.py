@@ -1,9 +1,10 @@
 """`make validate-plan`: compare predictions with all published runs, by data set.
 
 The error of a run is its predicted step time divided by its published step time, minus one. An
-error below 0 means that the prediction is too optimistic. The error of the throughput, which gives
-such runs more weight, is listed, too. Runs that were used for calibration are listed without an
-error. A run that is in two figures is counted once in the total of the figures.
+error below 0 means that the prediction is too optimistic. The table also lists the error of the
+throughput, which gives runs with too optimistic predictions more weight. Runs that were used for
+calibration are listed without an error. A run that is in two figures is counted once in the total
+of the figures.
 """
 
 import statistics
@@ -20,7 +21,7 @@ from ptdmpi.plan.show.table import lines
 CLUSTER = "selene"
 PRECISION = "fp16"
 GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 to 18": 8}
-# the layout sizes that a figure varies at each batch size
+# figure -> the sizes of the layout that the figure varies at each batch size
 BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figure 16": "b"}
 
 
@@ -30,7 +31,7 @@ def predicted(row: PublishedRun) -> Price:
 
 
 def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
-    """Return (relative error of the step time, run) for each published run, by data set."""
+    """Return data set -> list of (relative error of the step time, run), for all published runs."""
     by_dataset: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
     figures: dict[str, tuple[float, PublishedRun]] = {}
     for row in published():
@@ -66,8 +67,8 @@ def error_table() -> list[list[str]]:
 
 
 def best_table() -> list[list[str]]:
-    """Return a table of the fastest published and the fastest predicted layout, by figure and
-    batch."""
+    """Return a table with the fastest published layout and the layout that is predicted to be
+    fastest, for each figure and batch size."""
     rows = [["figure", "batch", "varied", "published best", "predicted best", ""]]
     for figure, varied in BEST_OF.items():
         runs = [row for row in published() if row.dataset == figure]
@@ -81,8 +82,8 @@ def best_table() -> list[list[str]]:
 
 
 def memory_table() -> list[list[str]]:
-    """Return a table of predicted memory. All published runs should fit, and the predictions should
-    agree with two memory limits that the paper states."""
+    """Return a table that checks the predicted memory. All published runs should fit, and the
+    predictions should agree with two memory limits that the paper states."""
     runs = [row for row in published() if not row.calibrates]
     prices = [(row, predicted(row)) for row in runs]
     fitting = sum(price.fits for _, price in prices)

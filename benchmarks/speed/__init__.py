@@ -1,2 +1,2 @@
-"""Comparisons of ptdmpi's speed with other trainers and with the time of its matrix multiplications
-alone."""
+"""Comparisons of ptdmpi's speed with the speed of other trainers, and with the time of its matrix
+multiplications alone."""

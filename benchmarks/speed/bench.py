@@ -27,19 +27,19 @@ from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
-ENDING_S = 60.0  # seconds reserved for ending processes that do not end by themselves
+ENDING_S = 60.0  # seconds that are reserved to end processes that do not end by themselves
 TRIALS_SHARE = 0.4  # fraction of a row's time for trials
-# The largest allowed relative difference between two trainers' losses in a step. In bf16 two
-# trainers round the same computation at different points.
+# The largest allowed relative difference between two trainers' losses in a step. The limit for bf16
+# is larger, because two trainers round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of ptdmpi and of another trainer agree in every step,
-    which shows that both trainers do the same computation."""
+    """Raise SideFailed unless the losses of ptdmpi and of another trainer agree in every step.
+    Equal losses show that both trainers do the same computation."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
-        if not abs(a - b) <= limit * abs(b):  # this also rejects NaN
+        if not abs(a - b) <= limit * abs(b):  # in this form, the test also rejects NaN
             raise SideFailed(
                 f"row {row.id}: at step {step} the loss is {a:.7g} here and {b:.7g} in {name}: "
                 f"they differ by more than {limit:g} relative, so it is not the same computation"
@@ -49,9 +49,9 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
 class Contest:
     """All trainers of a row, which run on the same cores and take turns in each round.
 
-    A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and `out`
-    has the reason. If ptdmpi itself fails, the row ends. All waiting ends at the time `end_s` (of
-    time.monotonic).
+    A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and the
+    reason is added to `out`. If ptdmpi itself fails, the measurement of the row ends. The object
+    waits for a trainer at most until the time `end_s` (of time.monotonic).
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
@@ -65,8 +65,8 @@ class Contest:
         self.done: list[dict[str, TimedSteps]] = []
 
     def run(self, wanted: int, until_s: float) -> None:
-        """Measure rounds until `wanted` rounds were undisturbed. Only the first round may end after
-        `until_s` (of time.monotonic)."""
+        """Measure rounds until `wanted` rounds were undisturbed. Begin no further round that would
+        end after `until_s` (of time.monotonic); only the first round may end later."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -117,7 +117,7 @@ class Contest:
 
         round_of({name: partial(train, name) for name in self.sides}, number)
         for name in list(self.sides):
-            # in weak scaling one rank alone trains a smaller model or batch, so its losses differ
+            # in weak scaling, the single rank trains a smaller model or batch, so its losses differ
             if self.sides[name].row.case == self.row.case:
                 with self._or_out(name):
                     check_losses(self.row, name, self.losses[OURS], self.losses[name])
@@ -125,7 +125,8 @@ class Contest:
 
     def _rounds(self, tool: str) -> list[Round]:
         """Return the rounds of ptdmpi and of the trainer `tool`, which may be ptdmpi itself in
-        another layout. The rate of a trainer that never finished a trial is its upper bound."""
+        another layout. If a trainer never finished a trial, its rate in the rounds is the upper
+        bound of its rate."""
         bound = None
         case = self.row.case
         for rival in self.against:
@@ -154,7 +155,7 @@ class Contest:
         )
 
     def results(self, wanted: int) -> list[Result]:
-        """Return a result for each other trainer that was not removed from the row."""
+        """Return the result of the row for each other trainer that was not removed from it."""
         results = []
         for rival in self.against:
             if rival.at_most is None and rival.tool not in self.sides:
@@ -191,8 +192,8 @@ def positive(text: str) -> int:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the program after a signal. An exit also ends the processes of all trainers; the signal
-    alone would not end them."""
+    """Handle a signal: end the program. The program ends by an exit, which also ends the processes
+    of all trainers; the signal alone would not end them."""
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # a second signal must not interrupt the exit
     print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)
@@ -228,8 +229,8 @@ def main() -> None:
         sys.exit(2)
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
-        # the other trainers' matrix multiplications would be scalar code, so the time is better
-        # spent on rounds in fp32
+        # on such a processor the other trainers' matrix multiplications run in scalar code, so the
+        # time is better spent on rounds in fp32
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)
@@ -243,8 +244,8 @@ def all_rows(
 ) -> tuple[list[Result], int]:
     """Measure row after row in the available time, and write the results so far after each row.
 
-    Return the results and the number of rows that failed. For each row or trainer that was not
-    measured, a line is added to `missing`.
+    Return the results, and the number of rows whose measurement failed. For each row or trainer
+    that was not measured, a line is added to `missing`.
     """
     end_s = time.monotonic() + 60 * options.minutes - ENDING_S
     order = [(row.layout, row.precision, tool) for row in every() for tool in row.peers]

@@ -1,5 +1,5 @@
 """The rows of the comparison: one model and batch in several layouts and precisions. For weak
-scaling there is a larger model or batch on two ranks."""
+scaling, two ranks train a larger model or a larger batch."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# The size that is doubled together with the number of ranks, so that each rank has as much work as
-# one rank alone.
+# The size in GptSizes that is doubled together with the number of ranks, so that each rank has as
+# much work as one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # one rank alone with compiled layers
@@ -45,8 +45,8 @@ CUT = "c=2"  # sequences of 4,096 positions, cut in two
 EXPERTS = "moe"  # one rank alone with experts
 ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, EXPERTS)
 # The trainers that are compared with ptdmpi in each layout, and the names of their implementations.
-# For the trainer "ptdmpi" the name is another layout of ptdmpi; the layout of one rank alone gives
-# the scaling.
+# For the trainer "ptdmpi", the name is another layout of ptdmpi. If this layout has only one rank,
+# the comparison gives the scaling efficiency.
 PEERS = {
     "single": {
         "torch": "torch",
@@ -95,8 +95,8 @@ PEERS = {
     CUT: {"torch": "ring attention with torch's SDPA and gloo", "ptdmpi": ALONE},
     **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
 }
-# The settings of the row with experts. Two experts have about as many parameters as the MLP of the
-# other rows.
+# The settings of the row with experts. Two of the experts together have about as many parameters as
+# the MLP of the other rows.
 MIXTURE = {
     "kind": "mistral",
     "experts": 8,
@@ -109,9 +109,9 @@ TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi
 
 @dataclass(frozen=True)
 class GptSizes:
-    """The sizes of a GPT with learned positions, tanh GELU, biases and an untied head, and of its
-    batch. The head is untied because torch's pipeline stages cannot share an embedding table. The
-    row with experts has a Mixtral of these sizes."""
+    """The sizes of a GPT and of its batch. The GPT has learned positions, tanh GELU, biases and an
+    untied head. The head is untied because torch's pipeline stages cannot share an embedding table.
+    The row with experts trains a Mixtral that has these sizes."""
 
     layers: int = 8
     hidden: int = 512
@@ -129,7 +129,8 @@ class GptSizes:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a layout, a precision, and the sizes that are trained."""
+    """A row of the comparison: a layout, a precision, and the sizes of the model and batch that are
+    trained."""
 
     layout: str
     precision: str
@@ -148,8 +149,8 @@ class Row:
 
     @property
     def alone(self) -> "Row":
-        """Return the row for one rank alone. It has the same sizes. In weak scaling, however, the
-        size that `WEAK` names is half as large."""
+        """Return the row for one rank alone. This row has the same sizes. In weak scaling, however,
+        the size that `WEAK` names is half as large."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]
@@ -158,14 +159,14 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Return the name of each other trainer's implementation, by the trainer's name in
-        TOOLS."""
+        """Return name of a trainer in TOOLS -> name of the implementation with which ptdmpi is
+        compared."""
         return PEERS[self.layout]
 
     @property
     def work(self) -> float:
-        """Return the time of one round of all trainers of the row, relative to other rows. bf16 is
-        assumed to take half as long as fp32."""
+        """Return an estimate of the time of one round of all trainers of the row, relative to other
+        rows. The estimate assumes that bf16 takes half as long as fp32."""
         work = 1 / self.sizes.ranks
         if self.layout in WEAK:
             work *= 2
@@ -178,7 +179,7 @@ class Row:
         """Return the configuration of the row. Gradient clipping is off, because torch cannot
         compute the gradient norm over all stages of a pipeline."""
         model = asdict(self.case)
-        # the data, not the configuration, determines the size of the vocabulary
+        # in a configuration, the data determines the size of the vocabulary
         del model["vocab_size"]
         if self.layout == EXPERTS:
             model |= MIXTURE
@@ -209,9 +210,9 @@ class Row:
 
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
-    """Return the sizes for a row with this layout. For weak scaling one of the sizes is doubled.
-    With context parallelism, sequences are eight times as long, at the same number of tokens per
-    step."""
+    """Return the sizes for a row with this layout. For weak scaling, one of the sizes in `case` is
+    doubled. With context parallelism, sequences are eight times as long, and a step has the same
+    number of tokens."""
     if layout == CUT:
         length, size = 8 * case.seq_length, case.global_size // 8
         return replace(case, seq_length=length, global_size=size, micro_size=1)
@@ -252,8 +253,9 @@ def every() -> list[Row]:
 
 
 def select_tools(text: str | None) -> list[str]:
-    """Return the tools that `text`, the value of `--peers`, names, separated by spaces. If `text`
-    is None, return all tools. Raises InputError for a name that is not in TOOLS."""
+    """Return the tools (other trainers) that `text`, the value of `--peers`, names, separated by
+    spaces. If `text` is None, return all tools. Raises InputError for a name that is not in
+    TOOLS."""
     if text is None:
         return list(TOOLS)
     words = text.split()
@@ -276,7 +278,7 @@ class Variant:
     gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, and gradients are
     reduced in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. If
     `reduce_each` is True, gradients are reduced into shards after each microbatch and never stored
-    unsharded. Otherwise they are reduced after the last microbatch.
+    unsharded. If `reduce_each` is False, they are reduced after the last microbatch.
     """
 
     tool: str = "torch"
@@ -304,19 +306,19 @@ class Variant:
 
 
 def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
-    """Return the decisions about the settings with which `tool` trains `row`. A decision is a list
-    of alternatives, and an alternative has fields of a `Variant`.
+    """Return the decisions about the settings with which `tool` trains `row`. Each decision is a
+    list of alternatives, and an alternative is a table with fields of a `Variant`.
 
-    The decisions are made one after another, by measurement, beginning with the first alternatives.
-    Every alternative has fp32 master weights.
+    The benchmark makes the decisions one after another, by measurement, and begins with the first
+    alternative of each decision. Every alternative has fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
     fsdp = tool == "torch" and row.sizes.shards_weights
     if row.precision == "bf16":
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])
-    # Megatron-Core and torchtitan never gather logits, and Megatron-Core divides the sequence only
-    # with its CUDA norms
+    # Megatron-Core and torchtitan need no decision about loss parallelism, because they never
+    # gather logits. Megatron-Core divides the sequence only with its CUDA norms.
     if row.sizes.tensor > 1 and tool == "torch":
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
     if row.sizes.tensor > 1 and tool in ("torch", "torchtitan"):
@@ -327,9 +329,9 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Return token ids [sequences, tokens + 1] for a step, the same for all trainers. A few ids are
-    frequent and most ids are rare (log-uniform). Uniformly distributed ids could not be learned, so
-    the loss would not show a missing update.
+    """Return token ids [sequences, tokens + 1] for a step, the same for all trainers. The ids have
+    a log-uniform distribution: a few ids are frequent, and most ids are rare. Uniformly distributed
+    ids could not be learned, so the loss would not show a missing update.
     """
     import torch
 

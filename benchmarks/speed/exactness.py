@@ -1,4 +1,4 @@
-"""The cost of reproducible sums, and the losses in each precision.
+"""The time and memory that reproducible sums cost, and the losses in each precision.
 
 python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
 python -m benchmarks.speed.exactness leaves [--rounds 5]         # more leaves of the tree
@@ -31,12 +31,12 @@ def reproducible(wanted: int) -> None:
 
 
 def leaves(wanted: int) -> None:
-    """Compare steps whose tree of gradient sums has 8 leaves for each 1024 tokens with steps that
-    have one leaf for 1024 tokens.
+    """Compare training steps in which the tree of gradient sums has 8 leaves for each 1024 tokens
+    with steps in which it has one leaf for 1024 tokens.
 
-    The 8 leaves are whole samples of 64 tokens, so attention is the same in both cases. They
-    represent 8 chunks of a longer sample. In a longer sample each chunk would also have its own
-    part of the gradients of keys and values.
+    The 8 leaves are whole samples of 64 tokens, so attention is the same in both cases. The 8
+    leaves represent 8 chunks of a longer sample. In a real longer sample, each chunk would also
+    have its own part of the gradients of keys and values.
     """
     many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
     few = replace(many, case=replace(many.case, micro_size=16))

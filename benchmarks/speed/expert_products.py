@@ -1,11 +1,12 @@
-"""The time of a layer's experts, compared with the bare matrix products of the same sizes.
+"""The time of a layer's experts, compared with the time of only their matrix products, called the
+bare products.
 
-The experts have the sizes of the row `moe`, and then sizes of many small experts. The experts' time
-includes everything that a layer does with its experts: the router, the selection of rows, the
-activation, the addition of results and all gradients. The bare products are forward, gradient of
-the input and gradient of the weight of each expert, for the same numbers of rows. Both are measured
-in turn, in processor time of one thread, so that other work on the machine hardly disturbs the
-ratio.
+The comparison is done twice: with the sizes of the row `moe`, and with many small experts. The
+experts' time includes everything that a layer does with its experts: the router, the selection of
+rows, the activation, the addition of results and all gradients. The bare products are the products
+of the forward pass, of the input gradients and of the weight gradients of each expert, for the same
+numbers of tokens. The layer's experts and the bare products are measured in turn, in processor time
+of one thread, so that other work on the machine hardly disturbs the ratio.
 
     python -m benchmarks.speed.expert_products
 """
@@ -39,7 +40,8 @@ MANY = {"experts": 64, "experts_per_token": 8, "expert_hidden": 176}
 
 
 class Timed(Kernels):
-    """The usual kernels, which also measure the processor time of their products, in `spent_s`."""
+    """The usual kernels, which also add up the processor time of their matrix products in
+    `spent_s`."""
 
     spent_s = 0.0
 
@@ -65,9 +67,10 @@ class Timed(Kernels):
 
 
 class ExpertTimes(NamedTuple):
-    """The seconds of a layer's experts, of the products among them, of the bare products of all
-    experts, and of the products by torch's grouped product (the forward only, as for
-    `bare_forward_s`)."""
+    """The measured seconds: `experts_s` of all work of a layer's experts, `products_s` of the
+    matrix products in this work, `bare_s` of the bare products. `bare_forward_s` is for the bare
+    products of the forward pass only, and `grouped_forward_s` for the same products by torch's
+    grouped product."""
 
     experts_s: float
     products_s: float
@@ -77,9 +80,10 @@ class ExpertTimes(NamedTuple):
 
 
 def least(work: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the least processor time of each function, in seconds. They run in turn."""
+    """Call the functions in turn, ROUNDS times. Return the smallest processor time of each
+    function, in seconds."""
     times = [[0.0] * ROUNDS for _ in work]
-    for round_ in range(-1, ROUNDS):  # the first round is not counted
+    for round_ in range(-1, ROUNDS):  # the first round is a warm-up, which is not counted
         for number, function in enumerate(work):
             begin = time.process_time()
             function()
@@ -109,7 +113,7 @@ def measure(model: ModelConfig, tokens: int) -> ExpertTimes:
     products: list[float] = []
 
     def experts() -> None:
-        """Run forward and backward, and note the time of the products."""
+        """Run the forward and the backward pass, and store the time of the matrix products."""
         timed.spent_s = 0.0
         mixture(x, router, Chosen()).backward(dy)
         products.append(timed.spent_s)
@@ -121,8 +125,8 @@ def measure(model: ModelConfig, tokens: int) -> ExpertTimes:
 
 
 class Bare:
-    """The bare products of the experts of a layer. Expert e has the rows from `ends[e]` to
-    `ends[e + 1]`."""
+    """The bare matrix products of the experts of a layer. Expert e computes the tokens from
+    `ends[e]` to `ends[e + 1]`."""
 
     def __init__(self, model: ModelConfig, ends: Sequence[int]) -> None:
         self.cuts = [slice(*pair) for pair in pairwise(ends)]
@@ -135,13 +139,14 @@ class Bare:
         self.gradients = [torch.randn(ends[-1], weight.shape[1]) for weight in self.weights]
 
     def forward(self) -> None:
-        """Compute the forward, one product for each expert and each of its linears."""
+        """Compute the products of the forward pass: one product for each expert and each of its
+        linears."""
         for weights, rows in zip(self.weights, self.rows, strict=True):
             for weight, cut in zip(weights, self.cuts, strict=True):
                 _ = rows[cut] @ weight.t()
 
     def both(self) -> None:
-        """Compute the forward and the backward."""
+        """Compute the products of the forward and of the backward pass."""
         self.forward()
         groups = (self.weights, self.sums, self.rows, self.gradients)
         for weights, sums, rows, dy in zip(*groups, strict=True):
@@ -150,7 +155,8 @@ class Bare:
                 total.addmm_(dy[cut].t(), rows[cut])
 
     def grouped(self) -> list[Tensor]:
-        """Compute the forward by torch's grouped product, one call for each linear."""
+        """Compute the products of the forward pass by torch's grouped product, with one call for
+        each linear."""
         return [
             torch._grouped_mm(rows, weights.transpose(1, 2), offs=self.offsets)
             for weights, rows in zip(self.weights, self.rows, strict=True)

@@ -1,13 +1,14 @@
-"""A comparison of the pipeline runner with the simulator, by steps of stages that only sleep, and
-the host's time for an op.
+"""A comparison of the pipeline runner with the simulator, in steps whose stages only sleep, and a
+measurement of the host's time for an op.
 
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
 This command prints, for each schedule, the time of the runner's step and the simulator's makespan.
-It also prints the host's microseconds per action if ops do nothing. With activations of 128 bytes
-this is the time of Python and the message latency. Activations of 1 MiB, as in training, are
-copied, too. A sleep needs no core, so there may be more ranks than cores. Other processes on the
-cores disturb the measurement.
+The command also prints the host's microseconds per action (an op or a message) if ops do nothing.
+With activations of 128 bytes, this time consists of the time of Python and the message latency.
+With activations of 1 MiB, as in training, it also contains the time to copy the activations. A
+sleep needs no core, so there may be more ranks than cores. Other processes on the cores disturb the
+measurement.
 """
 
 import itertools
@@ -54,7 +55,7 @@ class Sleeper:
         return None if silent else self.output
 
     def begin_step(self) -> None:
-        """Do nothing, because a stage keeps no data from the step before."""
+        """Do nothing, because this stage keeps no data from the previous step."""
 
     def forward_microbatch(self, microbatch: object, x: object) -> torch.Tensor | None:
         """Sleep in place of a forward op (F)."""
@@ -95,7 +96,7 @@ class Makespan:
 
 
 def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
-    """Yield the fastest of `repeats` steps for each schedule. All ranks call this."""
+    """Yield, for each schedule, the fastest of `repeats` steps. All ranks call this function."""
     axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
     axis = axes["pipeline"]
     for (kind, virtual), shape in itertools.product(SCHEDULES, SHAPES):

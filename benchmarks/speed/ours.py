@@ -35,7 +35,7 @@ REPEATS = 6
 
 
 class OurTrainer:
-    """The engine of `ptdmpi train` on one rank."""
+    """ptdmpi's trainer on one rank: the engine of `ptdmpi train`."""
 
     def __init__(self, row: Row, world: World) -> None:
         config = row.config
@@ -88,7 +88,7 @@ class OurTrainer:
         dtype = data_types(self.row.precision).compute
         ways = (*ATTENTION.values(), AttentionByProducts(keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
-        # the queries of a context rank attend to the keys of all ranks
+        # divide only once, because the queries of a context rank attend to the keys of all ranks
         return once * layers * self.microbatches / self.row.sizes.context
 
     def _gemm_time_s(self) -> float:
@@ -123,8 +123,9 @@ def _settled(row: Row, world: World) -> HostChoice:
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Return the shortest time in seconds of the output x W^T, the input gradient dy W and the
-    weight gradient dy^T x together. Each product uses the faster kernel."""
+    """Measure the products of a linear: the output x W^T, the input gradient dy W and the weight
+    gradient dy^T x. Return the shortest time of all three together, in seconds. Each product is
+    computed by its fastest kernel."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
@@ -145,7 +146,7 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
-    """Return the shortest time in seconds of causal attention, forward and backward."""
+    """Measure causal attention, forward and backward, and return the shortest time in seconds."""
     if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
@@ -165,8 +166,8 @@ def _time_s(work: Callable[[], object]) -> float:
 
 
 def run(row: Row, serve: Callable[[OurTrainer], None]) -> None:
-    """Build the trainer of a row on this rank, and pass it to `serve`. All ranks end when one
-    fails."""
+    """Build the trainer of a row on this rank, and pass it to `serve`. If one rank fails, all ranks
+    end."""
     world = World()
     with fail_together(world):
         serve(OurTrainer(row, world))

@@ -1,5 +1,5 @@
-"""Other trainers in pinned versions. Each trainer is installed into its own folder when a row needs
-it. All trainers use the project's torch."""
+"""The installation of other trainers in pinned versions. Each trainer is installed into its own
+folder when a row needs it. All trainers use the project's torch."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
 BUILT = "built"
-# The pinned packages that a trainer needs in addition to the packages of `make setup`. torch is not
-# listed.
+# The pinned packages that a trainer needs in addition to the packages of `make setup`. torch itself
+# is not listed, so all trainers use the project's torch.
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "deepspeed==0.19.0",
@@ -36,18 +36,19 @@ PINS: dict[str, tuple[str, ...]] = {
 
 
 class PeerMissing(Exception):
-    """An error: another trainer cannot be installed on this machine. The message is the reason."""
+    """The error that another trainer cannot be installed on this machine. The message gives the
+    reason."""
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
     """Install the trainers in `tools` that are not installed yet. Return the reason for each
-    trainer that cannot be installed. The installations together may take a third of the time until
+    trainer that cannot be installed. All installations together may take a third of the time until
     `end_s` (of time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
-        # a process that was ended while it compiled has left this lock, for which other processes
-        # would wait
+        # this lock remains from a process that was ended while it compiled; other processes would
+        # wait for it
         lock.unlink()
     end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
     while left:
@@ -103,7 +104,7 @@ def environment(tool: str) -> dict[str, str]:
     """Return the environment variables that the processes of `tool` need."""
     if tool not in PINS:
         return {}
-    # the packages of `tool` come before the project's packages; DeepSpeed compiles an extension
-    # when it starts
+    # Python finds the packages of `tool` before the project's packages. DeepSpeed compiles an
+    # extension when it starts.
     path = os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])
     return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(FOLDER / tool / BUILT)}

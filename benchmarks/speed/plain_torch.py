@@ -1,5 +1,4 @@
-"""Plain torch over gloo as another trainer, with each layout implemented by torch's own
-features."""
+"""A trainer in plain torch over gloo, in which torch's own features implement each layout."""
 
 import contextlib
 import os
@@ -45,8 +44,8 @@ SCHEDULES = {
 
 
 def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups. Only parameters with two dimensions have weight
-    decay."""
+    """Return the parameter groups for the optimizer. Only parameters with two dimensions have
+    weight decay."""
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         # fused kernels do not accept a mixture of DTensors and other tensors
@@ -84,8 +83,8 @@ def layers_of_stages(row: Row) -> list[range]:
 
 
 class Optimizer:
-    """Fused AdamW on `parameters`, or, if `masters` is True, on fp32 master copies of the
-    parameters.
+    """The optimizer fused AdamW. It updates `parameters`, or, if `masters` is True, fp32 master
+    copies of the parameters.
 
     If `divided` is True, each data rank updates a part of the parameters and sends it to all other
     data ranks.
@@ -184,8 +183,8 @@ class AccumulatingTrainer:
 
 
 class PipelineTrainer:
-    """One rank of torch.distributed.pipelining. The stages have the same layers as ptdmpi's
-    stages."""
+    """One rank of a trainer that uses torch.distributed.pipelining. The stages have the same layers
+    as ptdmpi's stages."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config = row.config
@@ -245,7 +244,7 @@ def _local(loss: Tensor) -> Tensor:
 
 
 def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Divide an undivided model over `mesh` by torch's own parallel styles."""
+    """Divide a complete model over the ranks of `mesh`, by torch's own tensor-parallel styles."""
     between = Shard(1) if variant.sequence_parallel else Replicate()
     plan: dict = {"embedding.word": RowwiseParallel(input_layouts=Replicate())}
     if variant.sequence_parallel:
@@ -305,16 +304,16 @@ def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | Pipe
 
 
 def connect_alone() -> None:
-    """Make a process group of one process, unless a group exists already. Some tools always need a
-    group."""
+    """Create a process group of this one process, unless a group exists already. Some tools need a
+    process group even on one rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
     """Connect the ranks over gloo, and call `serve`. The environment variables RANK and WORLD_SIZE
-    have the number of this rank and of all ranks. The ranks find each other through the file
-    `store`."""
+    have the number of this rank and the number of all ranks. The ranks find each other through the
+    file `store`."""
     torch.set_num_threads(row.config.run.threads)
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])

@@ -4,7 +4,7 @@ planner.
 . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.speed.resident --zero 3
     [--hidden 640] [--layers 8] [--vocabulary 32000] [--lora 8 [--base nf4]]
 
-One process measures one setting, because a process's peak never decreases.
+Each process measures only one setting, because the peak memory of a process never decreases.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
 
 MIB = 2**20
-SEQUENCE = 64  # short sequences, because the state is measured, and not the activations
+# short sequences, because the memory of the state is measured, not the memory of activations
+SEQUENCE = 64
 STEPS = 2
 PRECISION = "bf16"
 

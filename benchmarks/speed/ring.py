@@ -1,10 +1,12 @@
-"""Causal ring attention in plain torch, with which ptdmpi's context parallelism is compared.
+"""Causal ring attention in plain torch; the benchmark compares ptdmpi's context parallelism with
+it.
 
-torch's own context parallelism has handlers for the kernels of GPUs only (torch 2.13,
+torch's own context parallelism supports only the kernels of GPUs (torch 2.13,
 distributed/tensor/experimental/_context_parallel). This module uses the same method as torch and
 ring-flash-attention. Keys and values are sent around a ring over gloo while the rank computes with
-torch's fused kernel for CPUs. The results are merged by their log-sum-exp in float32. The sequence
-is cut into 2c chunks for c ranks, and each rank has two chunks in zigzag order.
+torch's fused kernel for CPUs. The results for the keys of different ranks are merged by their
+log-sum-exp in float32. The sequence is cut into 2c chunks for c ranks, and each rank has two chunks
+in zigzag order.
 """
 
 from typing import Any, NamedTuple
@@ -19,15 +21,15 @@ attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def positions(rank: int, ranks: int, length: int) -> Tensor:
-    """Return the positions, ascending, of a rank's two chunks of a sequence."""
+    """Return the positions of the two chunks of a sequence that a rank has, in ascending order."""
     chunks = torch.arange(length).chunk(2 * ranks)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
 class _Block(NamedTuple):
-    """The block of attention between this rank's queries and the keys of one rank. It has the
-    slices of the queries and of the keys that are computed, and says whether there is a causal
-    mask."""
+    """A block of attention: this rank's queries attend to the keys of one rank. The block has the
+    slices of the queries and of the keys that are computed, and a flag whether the mask is
+    causal."""
 
     queries: slice
     keys: slice
@@ -49,22 +51,22 @@ class _Travelling:
 
     def __init__(self, tensor: Tensor) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.sent = tensor  # keeps the tensor alive until it is sent
+        self.sent = tensor  # this attribute keeps the tensor alive until it is sent
         self.received = torch.empty_like(tensor)
         sends = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks)
         receives = dist.P2POp(dist.irecv, self.received, (rank - 1) % ranks)
         self.works = dist.batch_isend_irecv([sends, receives])
 
     def wait(self) -> Tensor:
-        """Return the tensor that arrived."""
+        """Wait for the tensor of the previous rank, and return it."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 class RingAttention(Function):
-    """softmax(q k^T) v for q, k and v [batch, heads, tokens / ranks, head size] at this rank's
-    `positions`."""
+    """An autograd function that computes softmax(q k^T) v, for q, k and v [batch, heads, tokens /
+    ranks, head size] at this rank's `positions`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ class RingAttention(Function):
             )
             dq[:, :, queries] += part[0]
             gradients[:, :, :, keys] += torch.stack(part[1:])
-            gradients = _Travelling(gradients).wait()  # after the last step at their own rank again
+            # after the last step, the gradients have arrived at the rank of their keys and values
+            gradients = _Travelling(gradients).wait()
             if travelling is not None:
                 both = travelling.wait()
         dk, dv = gradients.to(q.dtype)

@@ -15,16 +15,16 @@ from typing import Any
 from ptdmpi.base.disk import write_whole
 
 FOREIGN_LIMIT = 0.05  # number of cores
-# Instructions for bf16. A processor's name does not show whether it has them. Without them torch's
-# bf16 matrix multiplications are scalar code.
+# Instructions for bf16. The name of a processor does not show whether it has these instructions.
+# Without these instructions, torch's bf16 matrix multiplications run in scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True)
 class Round:
     """The measurements of ptdmpi and of another trainer (the peer) in one round. `foreign_share` is
-    the number of cores that other processes used while a trainer of the round ran, the greatest
-    over the trainers."""
+    the number of cores that other processes used while a trainer of the round ran (the greatest
+    number over the trainers)."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -44,8 +44,8 @@ class Round:
 @dataclass(frozen=True)
 class LeastTimes:
     """The seconds of a step's GEMMs of linear layers alone (`gemm_s`), and of GEMMs and attention
-    together (`both_s`), on one rank. They are the least of several measurements with the fastest
-    known kernels, so no step takes less."""
+    together (`both_s`), on one rank. Each time is the smallest of several measurements with the
+    fastest known kernels, so no step can take less time."""
 
     gemm_s: float
     both_s: float
@@ -59,9 +59,9 @@ def busy_cpu_s(stat: str | None = None) -> float:
     """Return the CPU time that processes on this machine have used since boot, according to the
     text of /proc/stat.
 
-    The result includes stolen time, because another guest of the host used it. It does not include
-    the time of interrupts, which belong to no process. The benchmark itself causes the interrupts
-    of the loopback network.
+    The result includes stolen time, which is the time that another virtual machine on the same host
+    used. The result does not include the time of interrupts, which belong to no process. (The
+    benchmark itself causes interrupts, by the loopback network.)
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])
@@ -70,7 +70,7 @@ def busy_cpu_s(stat: str | None = None) -> float:
 
 def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
     """Return the number of cores that other processes used during `wall_s` seconds. The number is
-    at least 0, although clock ticks are coarse."""
+    never negative, although the clock ticks of /proc/stat are coarse."""
     return max(0.0, (busy_s - own_s) / wall_s)
 
 
@@ -80,13 +80,13 @@ def enough(rounds: Sequence[Round], wanted: int) -> bool:
 
 
 def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
-    """Return the `wanted` least disturbed rounds, which count for the result."""
+    """Return the `wanted` least disturbed rounds; the result is computed from these rounds."""
     return sorted(rounds, key=lambda r: r.foreign_share)[:wanted]
 
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """A trial of one variant of another trainer on a small batch. If the trial was given up,
+    """A trial of one variant of another trainer on a small batch. If the trial was stopped early,
     `finished` is False, and the rate is an upper bound."""
 
     tokens_per_s: float
@@ -95,8 +95,8 @@ class PeerTrial:
 
 @dataclass(frozen=True)
 class Constants:
-    """The values of a row that do not belong to a single round. Memory is the greatest over the
-    ranks of a trainer."""
+    """The values of a row that do not belong to a single round. The memory of a trainer is the
+    greatest memory of its ranks."""
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: the peer did not finish
@@ -134,8 +134,8 @@ class Result:
     # if False, peer_tokens_per_s is an upper bound, and ratios are lower bounds
     peer_finished: bool
     measured: str
-    # True if the peer's matrix multiplications in this type are scalar code on this machine, so
-    # that the comparison says little
+    # True if, on this machine, the peer's matrix multiplications in this data type run in scalar
+    # code, so that the comparison says little
     scalar: bool
 
 
@@ -197,10 +197,10 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str, str]]) -> None:
-    """Write `results` into the file, in one step.
+    """Write `results` into the file of results, in one step.
 
-    Rows of the file that were not measured again remain, if they were measured on the same machine.
-    `order` lists the (layout, precision, tool) of all rows.
+    Earlier rows of the file that were not measured again remain in the file if they were measured
+    on the same machine. `order` lists the (layout, precision, tool) of all rows.
     """
     here = machine()
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -224,7 +224,7 @@ def _percent(share: float) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the results as text."""
+    """Return the results of all rows as text, for the terminal."""
     units = f"instructions of this processor for bf16: {machine()['bf16']}"
     head = (
         f"{'layout':12} {'type':5} {'tokens/s':>9} {'peer':>9} {'ratio':>6} {'min':>6} {'max':>6} "

@@ -1,5 +1,5 @@
-"""The sides of a row. A side is one of the compared trainers: a group of processes that train when
-a command asks for it."""
+"""The sides of a row. A side is one of the trainers that a row compares: a group of processes,
+which train when they get a command."""
 
 import contextlib
 import json
@@ -25,26 +25,27 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
-LAUNCHER_END_S = 0.5  # time for a launcher to end after the end of all its ranks
+LAUNCHER_END_S = 0.5  # seconds in which a launcher may end after all its ranks have ended
 POLL_S = 0.5  # seconds between two checks for processes that have ended without an answer
 
 
 class SideFailed(Exception):
-    """An error: a side has ended or hangs. The message has the output of the side."""
+    """The error that a side has ended or hangs. The message has the output of the side."""
 
 
 class SideTooSlow(SideFailed):
-    """An error: a side did not answer within its time limit and was ended."""
+    """The error that a side did not answer within its time limit; the side was ended."""
 
 
 class TimeIsOver(Exception):
-    """An error: the benchmark's time is over. The side for which the benchmark waited was ended."""
+    """The error that the benchmark's time is over. The side for which the benchmark was waiting has
+    been ended."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
     """The results of the steps that a side trained for one command. `foreign_share` is the number
-    of cores that other processes used."""
+    of processor cores that other processes used during these steps."""
 
     time_s: float  # seconds from the first rank's start to the last rank's end
     losses: list[float]
@@ -55,10 +56,10 @@ class TimedSteps:
 class Side:
     """A context manager that starts all ranks of one side of a row, and ends them.
 
-    If `variant` is None, the side is ptdmpi, which mpirun starts. Otherwise the tool of the variant
-    is started as one process per rank. All processes have the environment of jobs/mpi-env.sh, and
-    sleep while they wait for a command. After `end_s` (of time.monotonic) waiting raises
-    TimeIsOver.
+    If `variant` is None, the side is ptdmpi, which mpirun starts. If it is not None, the tool of
+    the variant is started, with one process per rank. All processes have the environment of
+    jobs/mpi-env.sh, and sleep while they wait for a command. A wait that lasts longer than until
+    `end_s` (of time.monotonic) raises TimeIsOver.
     """
 
     def __init__(self, row: Row, variant: Variant | None, end_s: float = math.inf) -> None:
@@ -156,8 +157,8 @@ class Side:
         )
 
     def limits(self) -> LeastTimes:
-        """Measure the least times of a step, and return the times of the rank with the most
-        work."""
+        """Measure the minimum times of a step (see `LeastTimes`), and return the times of the rank
+        with the most work."""
         times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
         return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 
@@ -169,9 +170,9 @@ class Side:
             raise SideFailed(self._story(f"is gone ({error})")) from error
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
-        """Return a rank's answer. Raises SideTooSlow after `end_s` (of time.monotonic). Also raises
-        SideFailed when any rank has ended, because the awaited rank may wait forever for the ended
-        rank."""
+        """Wait for the answer of a rank, and return it. Raises SideTooSlow after `end_s` (of
+        time.monotonic). Raises SideFailed if any rank has ended, because the awaited rank may wait
+        forever for the ended rank."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:
@@ -223,8 +224,8 @@ class Side:
 
 
 def family_cpu_s() -> float:
-    """Return the CPU time of this process and of all its descendants. The descendants include
-    waiting sides, in which gloo's threads wake up a hundred times per second."""
+    """Return the CPU time of this process and of all its descendants. The descendants include the
+    processes of waiting sides, in which gloo's threads wake up a hundred times per second."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(process.user + process.system for process in times)

@@ -1,9 +1,9 @@
 """`python -m benchmarks.speed.start [--rounds 5]`: the time from mpirun to the end of the first
 step, and the minimum that any trainer needs for this.
 
-The run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`). In alternation
-with this run, the same number of processes import only torch and mpi4py. The minimum is the time of
-these imports plus the time of a later step, as recorded by the run.
+The measured run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`). In
+alternation with this run, the same number of processes import only torch and mpi4py. The minimum is
+the time of these imports plus the time of a later step, as recorded by the run.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def first_step_s() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure alternately, and print each round and the median."""
+    """Measure the run and the imports alternately, and print each round and the median."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -68,7 +68,8 @@ def main() -> None:
         bare = imports_s()
         first, step = first_step_s()
         shares.append(first / (bare + step))
-        warm = "" if number else " (not counted)"  # the first round reads its files from the disk
+        # leave out the first round, which reads its files from the disk
+        warm = "" if number else " (not counted)"
         print(f"first step {first:.2f} s, imports {bare:.2f} s, a step {step:.3f} s{warm}")
     counted = shares[1:]
     print(

@@ -13,7 +13,7 @@ WARM_STEPS = 1
 TRIAL_MICROBATCHES = 2  # microbatches per data rank
 GIVE_UP = 2.0  # give up a variant that takes this many times as long as the tool's fastest variant,
 GIVE_UP_OURS = 3.0  # or a variant that takes this many times as long as ptdmpi
-FIRST_STEP_S = 5.0  # additional time for the first step
+FIRST_STEP_S = 5.0  # additional seconds for the first step
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ def rivals(
 
 
 class Trials:
-    """The trials of all rows. A `cast` that was given up in one row is not tried in other rows.
+    """The trials of all rows. A `cast` whose trial was stopped early in one row is not tried in
+    other rows.
 
-    After `until_s` (of time.monotonic; set for each row) no new trial begins. Then the fastest
-    variant so far is used, or the first variant if none was tried, and `untried` counts the other
-    variants. All waiting ends at the time `end_s`.
+    After `until_s` (of time.monotonic; set for each row) no new trial begins. After that time, the
+    fastest variant so far is used, or the first variant if none was tried; `untried` counts the
+    variants that were not tried. The object waits for a trainer at most until the time `end_s`.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:
@@ -76,8 +77,8 @@ class Trials:
         self.untried = 0
 
     def rival(self, row: Row, tool: str, tokens_per_s: float) -> Rival:
-        """Return the tool with its fastest variant for the row. `tokens_per_s` is ptdmpi's rate in
-        the trials."""
+        """Return the tool, with its fastest variant for this row, as a `Rival`. `tokens_per_s` is
+        ptdmpi's rate in the trials."""
         best, tried = self.fastest(row, tool, tokens_per_s)
         name = row.peers[tool]
         if best is None:
@@ -98,9 +99,9 @@ class Trials:
         """Return the fastest variant, chosen decision by decision, and all trials by the names of
         their variants.
 
-        If ptdmpi's rate `tokens_per_s` is given, variants that are much slower are given up, too.
-        The variant is None if all variants were given up (for example in bf16 on a CPU without bf16
-        instructions).
+        If `tokens_per_s`, ptdmpi's rate, is above 0, trials of variants that are much slower than
+        ptdmpi are stopped early, too. The variant is None if the trials of all variants were
+        stopped early (for example in bf16 on a CPU without bf16 instructions).
         """
         decisions = choices(row, tool)
         best = Variant(tool)
@@ -112,8 +113,8 @@ class Trials:
                 continue  # a single alternative needs no trial
             ways = [replace(best, **change) for change in alternatives]
             for way in ways:
-                # if all casts were given up, try the last cast nevertheless, because its trial
-                # gives the upper bound
+                # if no cast has finished its trial in other rows, try the last cast nevertheless,
+                # because its trial gives the upper bound
                 hopeless = (tool, way.cast) in self.hopeless and way is not ways[-1]
                 if way not in tried and not hopeless:
                     self._try(row, way, tried, tokens_per_s)
@@ -140,8 +141,8 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure one variant of a tool. The measurement ends early if the tool does not reach
-    `at_least` tokens per second."""
+    """Try one variant of a tool, and return the trial. The measurement ends early if the tool does
+    not reach `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:
@@ -161,7 +162,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
 
 
 def short(row: Row) -> Row:
-    """Return the row with a smaller batch, for trials."""
+    """Return a copy of the row with a smaller batch, which is used for trials."""
     global_size = TRIAL_MICROBATCHES * row.case.micro_size * row.sizes.data
     return replace(row, case=replace(row.case, global_size=global_size))
 

@@ -1,1 +1,2 @@
-"""Other trainers of the same GPT. Each file has the trainer of one rank."""
+"""Other trainers of the same GPT. Each file of this folder contains one of these trainers, as the
+code of one rank."""

@@ -31,7 +31,8 @@ class ZeroTrainer:
         deepspeed = _imported(rank)
         config = row.config
         model = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
-        # stage 0 would be DistributedDataParallel, which is measured with plain torch
+        # use at least stage 1 of ZeRO: stage 0 would be DistributedDataParallel, which the rows of
+        # plain torch measure
         self.engine = _engine(deepspeed, row, variant, model, zero=max(1, row.sizes.zero))
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -50,9 +51,9 @@ class ZeroTrainer:
 
 
 class StageTrainer:
-    """DeepSpeed's PipelineModule with its 1F1B schedule, on one rank, cut at the same layers as
-    ptdmpi. With bf16 weights, the gradients are added up in float32, and the master weights are
-    float32."""
+    """DeepSpeed's PipelineModule with its 1F1B schedule, on one rank. The stages have the same
+    layers as ptdmpi's stages. With bf16 weights, the gradients are added up in float32, and the
+    master weights are float32."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row
@@ -60,7 +61,7 @@ class StageTrainer:
         deepspeed = _imported(rank)
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        # each stage is one layer for DeepSpeed, so that a rank builds only its own stage
+        # DeepSpeed sees each stage as a single layer, so that a rank builds only its own stage
         stages = [
             LayerSpec(Gpt, row.config, layers, row.case.vocab_size, False)
             for layers in layers_of_stages(row)

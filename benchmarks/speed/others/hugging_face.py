@@ -19,8 +19,8 @@ from ptdmpi.model.random import initial
 
 
 class TransformersTrainer:
-    """The trainer of the single rank. It trains microbatches in a loop, with scaled dot product
-    attention and without a key-value cache."""
+    """The trainer of the single rank, with transformers' model. The trainer trains microbatches in
+    a loop, with scaled dot product attention and without a key-value cache."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row

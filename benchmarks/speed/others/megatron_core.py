@@ -2,8 +2,9 @@
 reductions, with the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
 Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else of
-Megatron-Core is changed. The ranks then compute as on a GPU, but with Megatron-Core's
-implementations in plain torch instead of its CUDA kernels (Apex, Transformer Engine).
+Megatron-Core is changed. With these replacements, the ranks compute as on a GPU, but with
+Megatron-Core's implementations in plain torch instead of its CUDA kernels (Apex, Transformer
+Engine).
 """
 
 import functools
@@ -95,8 +96,8 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class MegatronTrainer:
-    """The trainer of Megatron-Core on one rank. Weights are bf16 or fp32. Their gradients are added
-    up in float32 buffers, which are reduced after the last microbatch."""
+    """The trainer of Megatron-Core on one rank. Weights are bf16 or fp32. The gradients of the
+    weights are added up in float32 buffers, which are reduced after the last microbatch."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         stand_in()
@@ -163,7 +164,7 @@ class MegatronTrainer:
 
 
 def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """Return the model's output for the next microbatch and its loss function, as the schedules of
+    """Return the model's output for the next microbatch, and the loss function, as the schedules of
     Megatron-Core require."""
     inputs, labels = next(data)
     length = inputs.shape[1]
@@ -172,7 +173,7 @@ def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callab
 
     def loss(of_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = of_tokens.float().mean()
-        # copy the loss, because the schedule divides the first value in place
+        # copy the loss, because the schedule divides the first returned value in place
         return mean, {"loss": mean.detach().clone()}
 
     return model(inputs, positions, hidden, labels=labels), loss
@@ -209,7 +210,7 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
-        # Megatron-Core's fused functions are CUDA kernels, or need a compiler
+        # disable fused functions: in Megatron-Core they are CUDA kernels, or need a compiler
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -257,8 +258,8 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
-    """Load this rank's slices of the weights of `plain_torch`. Megatron-Core and `plain_torch` both
-    order the rows of qkv by heads."""
+    """Load this rank's slices of the weights of `plain_torch`. Both Megatron-Core and `plain_torch`
+    order the rows of the weight for queries, keys and values (qkv) by heads."""
     # layers are numbered from 0 in each chunk
     first = chunk.decoder.layers[0].layer_number - 1
     for name, parameter in chunk.named_parameters():

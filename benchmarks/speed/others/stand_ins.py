@@ -17,6 +17,6 @@ class _Kernels(types.ModuleType):
 def for_torchtitan() -> None:
     """Make the CPU the device that torchtitan finds in this process."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    # this module is for expert parallelism, which no row of the benchmark uses
+    # this module implements expert parallelism, which no row of the benchmark uses
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _Kernels(kernels)

@@ -2,11 +2,11 @@
 and loss, combined as in torchtitan's trainer, with the initial weights of `plain_torch`'s GPT and
 torch's fused AdamW.
 
-torchtitan's trainer needs a CUDA device. `stand_ins.py`, called before torchtitan is imported,
-replaces the functions of devices and of Triton that torchtitan's modules need and torch for CPUs
-does not have. torchtitan lacks three modules of this GPT: learned positions, an MLP of two
-matrices, and attention without rotary positions. These modules are made by small changes to
-torchtitan's own classes.
+torchtitan's trainer needs a CUDA device. The module `stand_ins.py` is called before torchtitan is
+imported. It replaces the functions of devices and of Triton that torchtitan's modules need and that
+torch for CPUs does not have. torchtitan does not have three modules that this GPT needs: learned
+positions, an MLP of two matrices, and attention without rotary positions. These modules are made by
+small changes to torchtitan's own classes.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ ENDS = {
 
 
 class PositionedEmbedding(Embedding):
-    """torchtitan's embedding plus a learned row for each position."""
+    """torchtitan's embedding, to which a learned vector for each position is added."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
@@ -82,7 +82,8 @@ class PositionedEmbedding(Embedding):
         position = self.position
         if isinstance(position, DTensor):
             position = position.to_local()
-        if self.tp_group is not None:  # the results of the tensor ranks are summed
+        # divide the positions, because the results of the tensor ranks are summed
+        if self.tp_group is not None:
             position = position / dist.get_world_size(self.tp_group)
         return super().forward(input) + position
 
@@ -125,10 +126,10 @@ class Mlp(Module):
 class TitanTrainer:
     """The trainer of torchtitan on one rank.
 
-    Losses are sums over the tokens of the complete batch. Parameters are sharded over the data
-    ranks, even if there is only one data rank, because torchtitan computes in bf16 with float32
-    master weights only if parameters are sharded. Gradients are reduced into shards after each
-    microbatch.
+    Losses are sums over tokens, divided by the number of tokens in the complete batch. Parameters
+    are sharded over the data ranks, even if there is only one data rank, because torchtitan
+    computes in bf16 with float32 master weights only if parameters are sharded. Gradients are
+    reduced into shards after each microbatch.
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -166,8 +167,8 @@ class TitanTrainer:
             parameters += part.parameters()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # without this setting the all-reduce would multiply by torchtitan's factor of
-                    # 1, which gloo does not support
+                    # without this setting, the all-reduce would also multiply by torchtitan's
+                    # factor of 1; gloo does not support such a factor
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 
@@ -317,15 +318,15 @@ def _norm(row: Row) -> LayerNorm.Config:
 
 def _with_bias(norm: LayerNorm.Config) -> None:
     """Set the sharding of a norm's bias to the sharding of its weight. torchtitan's norms have no
-    bias, so torchtitan has no rule for it."""
+    bias, so torchtitan has no rule for the sharding of a bias."""
     states = norm.sharding_config.state_shardings
     states["bias"] = states["weight"]
 
 
 @torch.no_grad()
 def _load(model: nn.Module, row: Row) -> None:
-    """Load the weights of `plain_torch`. torchtitan and `plain_torch` both order the rows of qkv by
-    heads."""
+    """Load the weights of `plain_torch`. Both torchtitan and `plain_torch` order the rows of the
+    weight for queries, keys and values (qkv) by heads."""
     config = row.config
     whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
     weights = dict(whole.named_parameters())

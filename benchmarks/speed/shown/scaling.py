@@ -8,7 +8,8 @@ from ptdmpi.plan.shape.flops import model_flops
 
 
 def share(result: Result) -> float:
-    """Return the FLOP/s per rank in a row divided by the FLOP/s of a single rank; 1 is ideal."""
+    """Return the scaling efficiency of a row: the FLOP/s per rank divided by the FLOP/s of a single
+    rank. 1 is ideal."""
     row = Row(result.layout, result.precision, grown(result.layout, GptSizes()))
     return result.ratio_median * _per_token(row) / _per_token(row.alone) / row.sizes.ranks
 

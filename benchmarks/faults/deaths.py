@@ -1,5 +1,5 @@
-"""The file that records how often killed runs under `ptdmpi run` died, and counts of these deaths
-by kind of run and by fault."""
+"""The file that records the deaths of runs that the benchmark has killed under `ptdmpi run`, and
+counts of these deaths by kind of run and by fault."""
 
 import json
 import statistics

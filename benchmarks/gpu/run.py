@@ -205,9 +205,9 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows to keep after a part was measured again. The result has all rows of `now`,
-    the new measurement. A row that was done in `before`, but is not done in `now`, is kept from
-    `before`."""
+    """Return the rows to keep after a part was measured again. These are the rows of `now`, the new
+    measurement. A row that was done in `before`, but is not done in `now`, is kept from `before`
+    instead."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 

@@ -91,9 +91,9 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages. Return the messages; if the record has a text "system", a system message
-    with this text comes first. Raise BadConversation if "system" is no text, or if the messages
-    begin with a system message, too."""
+    """Return the messages. If the record has a text "system", a system message with this text comes
+    first. Raise BadConversation if "system" is no text, or if the messages begin with a system
+    message, too."""
     text = record.get("system")
     if not text:
         return messages

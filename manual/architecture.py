@@ -48,7 +48,7 @@ def drawing() -> str:
 
 
 def _band(picture: Drawing, y: float, height: float, folders: dict[str, str]) -> None:
-    """Draw one layer: a box for each of its folders, and the purpose of each folder."""
+    """Draw one layer of the package: a box for each folder, with the folder's purpose."""
     picture.box((MARGIN, y, WIDTH - 2 * MARGIN, height), PALE)
     width = (NAMES - GAP) / len(folders) - GAP
     first_line = y + height / 2 - LINE * (len(folders) - 1) / 2 + 4

@@ -1,8 +1,8 @@
 """Generate the configuration reference from the pydantic models of `ptdmpi.config`.
 
-Types, defaults and limits come from the models. Error messages about combinations of keys come from
-the source of `ptdmpi.config`. The meaning of each key comes from `keys.toml`. A test compares the
-keys in `keys.toml` with the models.
+Types, defaults and limits come from these models. Error messages about combinations of keys come
+from the source of `ptdmpi.config`. The meaning of each key comes from `keys.toml`. A test compares
+the keys in `keys.toml` with the models.
 """
 
 import ast
@@ -44,7 +44,8 @@ RESOLVED_EARLY = {("model", "preset")}
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """Return the model of each section, in the order of a configuration file."""
+    """Return the pydantic model of each section of a configuration, in the order of a configuration
+    file."""
     models: dict[str, type[BaseModel]] = {}
     for name, field in Config.model_fields.items():
         models[name] = field.annotation
@@ -158,7 +159,7 @@ def _shown(value: Any) -> str:
 
 
 def _kinds() -> str:
-    """Return the table of the defaults that each kind of model sets."""
+    """Return the table of the defaults that each value of the key `model.kind` sets."""
     keys = dict.fromkeys(key for table in MODEL_KINDS.values() for key in table)
     lines = ["### Kinds of model\n", "| key | " + " | ".join(MODEL_KINDS) + " |"]
     lines.append("|---" * (len(MODEL_KINDS) + 1) + "|")

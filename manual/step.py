@@ -69,8 +69,8 @@ def _lane(picture: Drawing, rank: int, order: tuple[Op, ...], times: dict[Op, In
 def _messages(
     picture: Drawing, rank: int, program: Program, times: dict[Op, Interval], width: float
 ) -> None:
-    """Draw an arrow of width `width` for each message that the rank sends. The arrow begins at the
-    end of the op whose output is sent."""
+    """Draw an arrow of horizontal length `width` for each message that the rank sends. The arrow
+    begins at the end of the op whose output is sent."""
     for action in program:
         if isinstance(action, Send):
             below = action.peer > rank

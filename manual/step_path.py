@@ -15,8 +15,8 @@ SOURCE = ROOT / "src" / "ptdmpi"
 
 
 class StepPart(NamedTuple):
-    """A part of a step: its name, a description of the work, and the files with its code, in
-    reading order."""
+    """A part of a training step: its name, a description of its work, and the files with its code,
+    in reading order."""
 
     name: str
     happens: str
@@ -88,8 +88,8 @@ def code_lines_of(name: str) -> int:
 
 
 def total(count: Callable[[str], int] = lines_of) -> int:
-    """Return the number of non-blank lines of all files in PARTS, or the sum of another `count` of
-    a file's lines."""
+    """Return the number of non-blank lines of all files in PARTS, or, if `count` is another
+    function of a file, the sum of its results."""
     return sum(count(name) for part in PARTS for name in part.files)
 
 

@@ -33,8 +33,8 @@ class Drawing:
         )
 
     def text(self, x: float, y: float, words: str, style: Style | None = None) -> None:
-        """Add a line of text at x, y. The anchor of the style says whether the baseline begins,
-        ends or is centred there."""
+        """Add a line of text at x, y. The anchor of the style says whether the line of text begins
+        at x, ends at x or is centred at x."""
         style = style or Style()
         self.shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{style.size:g}" fill="{style.color}" '

@@ -24,8 +24,8 @@ class FileLock:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self) -> bool:
-        """Try to take the lock. Return True if this process has it now, False if another process
-        has it.
+        """Try to take the lock. Return True if this process has the lock now, False if another
+        process has the lock.
 
         The call returns at once in both cases.
         """
@@ -51,8 +51,8 @@ class FileLock:
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Return True if the path still names this file. If the file was removed or replaced, other
-        processes would lock another file."""
+        """Return True if the path still names this file. If False, the file was removed or
+        replaced, and other processes would lock another file than this process."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:

@@ -89,8 +89,8 @@ def take_base(
     parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
-    The hash is used only if the checkpoint records no tokenizer. Raise InputError, on every rank,
-    if the checkpoint cannot be used.
+    The hash is used only if the checkpoint of the base does not record its tokenizer. Raise
+    InputError, on every rank, if the checkpoint cannot be used.
     """
     path = Path(course.config.adapt.base)
     form = LowBit.of(course.config.quantize)

@@ -1,5 +1,5 @@
-"""The files of a checkpoint: logical tensors cut into slices (`Box`). The checksum of a slice is
-computed while the slice is written or read.
+"""The files of a checkpoint: logical tensors, which are the unsharded tensors of the model, cut
+into slices (`Box`). The checksum of a slice is computed while the slice is written or read.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
 any tool can open it. This module writes the safetensors format itself for two reasons: the
@@ -41,9 +41,9 @@ from ptdmpi.plan.layer.low_bit import LowBit
 # Data is written in chunks of this size: a chunk stays in the processor's cache between the
 # computation of its checksum and its write.
 CHUNK_BYTES = 1 << 20
-# A rank may need runs of bytes with gaps between them. Gaps up to this size are read, too: the disk
-# reads complete blocks anyway, and skipping such a small gap by a separate read call would not be
-# faster. Larger gaps are not read.
+# The bytes that a rank needs from a file may have gaps between them. Gaps up to this size are read,
+# too: the disk reads complete blocks anyway, and skipping such a small gap by a separate read call
+# would not be faster. Larger gaps are not read.
 GAP_BYTES = 4096
 
 

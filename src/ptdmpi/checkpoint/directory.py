@@ -11,8 +11,8 @@ may be removed.
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named at that time
 
 When all files of a checkpoint are on the disk, one rename gives its directory the name
-`step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename takes this name away. A
-crash therefore never leaves an incomplete checkpoint in a directory called `step-NNNNNNNN`.
+`step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename gives its directory another
+name. A crash therefore never leaves an incomplete checkpoint in a directory called `step-NNNNNNNN`.
 """
 
 import os

@@ -232,7 +232,7 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
 
 def _relative(absolute: float, magnitude: float) -> float:
     """Return an absolute difference divided by the greatest magnitude. If the magnitude is 0,
-    return infinity, or 0 for no difference."""
+    return 0 for equal tensors, otherwise infinity."""
     if magnitude:
         return absolute / magnitude
     return math.inf if absolute else 0.0

@@ -21,10 +21,10 @@ from ptdmpi.plan.shape import parameters
 class Resumption:
     """The start of a run from a checkpoint. Every rank calls every method.
 
-    `followed` is the checkpoint that `checkpoint.resume` names, if an earlier start has resumed
-    from it and this start resumes from the run's own newest checkpoint. `mean_of` is the number of
-    replicas that the checkpoint stores separately, if the run continues from their mean; otherwise
-    0.
+    If an earlier start has already resumed from the checkpoint that `checkpoint.resume` names, this
+    start resumes from the run's own newest checkpoint, and `followed` is the named checkpoint.
+    `mean_of` is the number of replicas that the checkpoint stores separately, if the run continues
+    from their mean; otherwise 0.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return the progress of the copy, or None if no copy exists or can be read.
 
-        The copy was made by an earlier start of the same job. If that start began anew or from
-        another checkpoint that `checkpoint.resume = wanted` names, and has not saved a checkpoint
-        yet, the next save renames the checkpoints that the run does not continue.
+        The copy was made by an earlier start of the same job. That start may have begun anew, or
+        from another checkpoint that `checkpoint.resume = wanted` names. If it has not saved a
+        checkpoint yet, the next save renames the checkpoints that the run does not continue.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):
@@ -160,8 +160,8 @@ class Resumption:
 
     def _went_on_from(self, wanted: str) -> bool:
         """Return True if the run has resumed from `wanted` and has saved a checkpoint since then. A
-        batch job that is started again has the same command, and must in that case continue from
-        the run's own newest checkpoint."""
+        batch job that is started again has the same command as before, but must continue from the
+        run's own newest checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
     def _candidates(self, wanted: str) -> list[Path]:

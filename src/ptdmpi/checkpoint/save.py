@@ -1,5 +1,5 @@
-"""Saving of checkpoints. A checkpoint consists of logical tensors, which a run with any layout can
-read.
+"""Saving of checkpoints. A checkpoint consists of logical (unsharded) tensors, which a run with any
+layout can read.
 
 A checkpoint is a directory `step-00000100/` with one safetensors file of each rank and
 `manifest.json`. The manifest lists every logical tensor (`weights/NAME`, `exp_avg/NAME`,
@@ -248,8 +248,8 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Return True if all ranks have written their files. When this becomes true, the thread of
-        rank 0 begins to publish the checkpoint."""
+        """Return True if all ranks have written their files. When all ranks have written their
+        files, the thread of rank 0 begins to publish the checkpoint."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):

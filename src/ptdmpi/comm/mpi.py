@@ -1,8 +1,9 @@
 """The `mpi` transport (`wire`): MPI sends host tensors as bytes.
 
-MPI only sends bytes, and torch computes the sums. For this reason bfloat16 needs no MPI type, the
-terms of every sum are added in ascending order of ranks, and the result does not depend on the MPI
-library's choice of algorithm. Tensors on other devices are copied to the host before they are sent.
+MPI only sends bytes, and torch computes the sums. Because torch computes the sums, bfloat16 needs
+no MPI type, the terms of every sum are added in ascending order of ranks, and the result does not
+depend on the MPI library's choice of algorithm. Tensors on other devices are copied to the host
+before they are sent.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ from ptdmpi.comm.communicator import (
 # Up to this size an all-reduce by an exchange of full tensors is faster than one by a
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for an all-reduce in a group of two ranks. In such a group, both methods send the
-# same number of bytes, but the exchange of full tensors needs half as many messages.
+# The same limit for an all-reduce in a group of two ranks. Between two ranks, both methods of an
+# all-reduce send the same number of bytes, but the exchange of full tensors needs half as many
+# messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024

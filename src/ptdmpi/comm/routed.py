@@ -30,7 +30,7 @@ class Carrier(Protocol):
         the group."""
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
-        """Begin to fill `result` with the `flat` of every rank, in rank order."""
+        """Begin to fill `result` with the tensors `flat` of all ranks, in rank order."""
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         """Begin to fill `result` with this rank's part of the sum."""

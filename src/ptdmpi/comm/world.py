@@ -237,9 +237,9 @@ class World:
 
     def abort_wires(self) -> None:
         """End all operations on this rank's device after a rank has failed. Any thread may call
-        this method. Without this call, a thread that waits for the device would wait for a message
-        that never comes. After this call, messages can be sent only through MPI, until a new
-        `World` opens the connections again."""
+        this method. If the operations were not ended, a thread that waits for the device could wait
+        for a message that never comes. After this call, messages can be sent only through MPI,
+        until a new `World` opens the connections again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
@@ -285,8 +285,8 @@ def end_together(world: World) -> None:
 
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """Return a context that ends every rank when one rank fails inside it: within seconds, with a
-    non-zero exit code and with the failing rank's name in the output.
+    """Return a context in which the failure of one rank ends all ranks. They end within seconds,
+    with a non-zero exit code, and the output names the rank that has failed.
 
     If all ranks have found the same input error (SharedInputError), they exit with code 2. After
     all other errors MPI_Abort is called, with code 2 for an input error that only this rank has

@@ -28,7 +28,8 @@ def command() -> None:
     a dense model into a mixture of experts.
 
     No MPI or GPU is needed. Each conversion from or to Hugging Face checks that both models give
-    the same logits for fixed prompts. If they do not, it writes nothing and the exit code is 1.
+    the same logits for fixed prompts. If the logits differ, the command writes nothing, and the
+    exit code is 1.
     """
 
 

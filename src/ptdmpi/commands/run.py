@@ -98,7 +98,7 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
 
 def _require_layout(tree: dict[str, Any], ranks: int) -> None:
     """Raise InputError, before a launcher is started, if the model cannot be trained on `ranks`
-    ranks. The message has all mistakes in the configuration, as that of `ptdmpi train`."""
+    ranks. The message has all mistakes in the configuration, like the message of `ptdmpi train`."""
     try:
         resolve(tree, ranks)
     except InputError:

@@ -28,9 +28,9 @@ LETTERS = {
 
 
 class Dealing(NamedTuple):
-    """How the experts of a layer are distributed: over `ranks` ranks. If `whole` is True, each
-    expert is on one of `tensor` tensor ranks; otherwise all tensor ranks divide the width of each
-    expert, and `tensor` is 1."""
+    """The distribution of the experts of a layer over `ranks` ranks. If `whole` is True, experts
+    are not divided, and each expert is on one of `tensor` tensor ranks. If `whole` is False, all
+    tensor ranks divide the width of each expert, and `tensor` is 1."""
 
     ranks: int = 1
     whole: bool = False

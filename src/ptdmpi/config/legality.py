@@ -19,16 +19,18 @@ MOST_FORWARDS = 250_000
 
 
 def shard_groups(data: int, context: int) -> list[int]:
-    """Return the legal sizes of a shard group in ascending order. A shard group has some context
-    ranks of one data rank, or all context ranks of some data ranks.
+    """Return the legal sizes of a shard group in ascending order. A shard group consists of some
+    context ranks at one position on the data axis, or of all context ranks at several positions on
+    the data axis.
     """
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
 def expert_groups(layout: Layout) -> list[int]:
     """Return, in ascending order, the legal numbers of ranks over which experts are distributed, in
-    a layout with the other sizes of `layout`. If experts are not divided over the tensor ranks,
-    such a group has some tensor ranks, or all tensor ranks of a group of context and data ranks."""
+    a layout with the other sizes of `layout`. If tensor ranks do not divide experts, these ranks
+    are some of the tensor ranks, or all tensor ranks at several positions on the context and data
+    axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 

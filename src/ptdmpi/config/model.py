@@ -266,7 +266,7 @@ class ModelConfig(Section):
             layers = range(self.layers)
         if self.experts and self.moe_every > 1:
             return merged(LayerRun(self.kind_of(layer), 1) for layer in layers)
-        # the kind of a layer changes at most at these layers
+        # only these layers can be of another kind than the layer before
         changes = [self.adapt.first_layer]
         if self.experts:
             changes.append(self.dense_layers)

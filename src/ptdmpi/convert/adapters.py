@@ -249,7 +249,8 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
         a, b = place.low_rank(adapter.tensors)
         return rows + adapt.scale * (b.double()[there] @ a.double())
     factors = place.factors(adapter.tensors).double()
-    if place.by_rows:  # the factors multiply the input, and the bias is added later
+    # the factors multiply the input of the linear layer, so they do not change the bias
+    if place.by_rows:
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])
 

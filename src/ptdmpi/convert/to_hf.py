@@ -78,9 +78,9 @@ def to_hf(
     data types. The default of `like` is `source` itself, or the directory that the run began from,
     if `from_hf` wrote one of them. Without such a directory the files of the model are made from
     [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps
-    the types. With `quantized`, the quantized weights of the checkpoint stay quantized
-    (`packed.py`); otherwise they are dequantized. `kind` selects the stored values that become the
-    weights: the trained weights, or the moving average of the weights.
+    the types. If `quantized` is True, the quantized weights of the checkpoint stay quantized
+    (`packed.py`); if it is False, they are dequantized. `kind` selects the stored values that
+    become the weights: the trained weights, or the moving average of the weights.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
@@ -178,8 +178,8 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of the original model that `from_hf` read, with the heads and keys that
-    the trained model has now. Raise InputError if the original model has a head for a task but the
+    """Return the contents of the original model that `from_hf` read, but with the heads and the
+    keys of the trained model. Raise InputError if the original model has a head for a task but the
     trained model predicts tokens."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:

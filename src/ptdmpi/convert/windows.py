@@ -40,8 +40,8 @@ def require_whole(config: ConfigJson, key: str, value: Any) -> int:
 
 
 def sliding_layers(model: ModelConfig) -> list[bool]:
-    """Return True for each layer that has the window of [model], else False. A layer has the window
-    even if the window is longer than a sample."""
+    """Return one value for each layer: True if the layer has the attention window that [model]
+    gives, otherwise False. A layer has the window even if the window is longer than a sample."""
     layers = range(model.layers)
     named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
     if isinstance(model.sliding_layers, str):

@@ -67,11 +67,11 @@ class TrainBatches:
     """The training microbatches of one data rank.
 
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
-    trains on global samples k*B to (k+1)*B - 1. If `order` starts later in the run, steps and
-    samples are counted from the start of `order`. Microbatch j of a step contains the samples j*b
-    to (j+1)*b - 1 of the step, and data rank r has the contiguous block of microbatches r*m to
-    (r+1)*m - 1. So the samples of a step and their order do not depend on the layout (data-parallel
-    size d, tensor-parallel size t, pipeline-parallel size p).
+    trains on global samples k*B to (k+1)*B - 1. If `order` starts at a later step of the run, the
+    steps k and the samples in this formula are counted from the start of `order`. Microbatch j of a
+    step contains the samples j*b to (j+1)*b - 1 of the step, and data rank r has the contiguous
+    block of microbatches r*m to (r+1)*m - 1. So the samples of a step and their order do not depend
+    on the layout (data-parallel size d, tensor-parallel size t, pipeline-parallel size p).
     """
 
     def __init__(
@@ -143,11 +143,12 @@ class TrainBatches:
         block = self._block
         if k not in block.steps:
             steps = 1
-            if k == block.steps.stop:  # steps are requested in order, so read the next ones, too
+            # steps are requested in ascending order, so read several steps at a time
+            if k == block.steps.stop:
                 steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
                 block = self._read(k, steps)
-            except InputError:  # the bad token may be in a later step, so read step k alone
+            except InputError:  # the illegal token may belong to a later step, so read step k alone
                 block = self._read(k, 1)
             self._block = block
         first = (k - block.steps.start) * self._count
@@ -219,8 +220,8 @@ class Prefetcher:
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # The executor has one worker, so that steps are read in order, and `TrainBatches` needs to
-        # cache only the block that it read last.
+        # The executor has one worker thread, so that steps are read in order. Therefore
+        # `TrainBatches` caches only the block of steps that it read last.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):

@@ -26,8 +26,8 @@ class Windows:
         self._datasets = datasets
         self._locate = locate
         self._length = length
-        # The cache contains maps of shards. The cache wraps a plain function, so it has no
-        # reference to this object.
+        # The cache contains maps of shards. The cache wraps a function that does not belong to this
+        # object, so the cache does not keep this object alive.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:
@@ -104,9 +104,9 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 
 def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return a copy of the microbatch with document numbers, so that attention and positions start
-    again in each document. If no row contains more than one document, return the microbatch
-    unchanged.
+    """Return a copy of the microbatch in which each token has the number of its document. With
+    these numbers, attention and positions begin anew in each document. If no row contains more than
+    one document, return the microbatch unchanged.
 
     The label of a document's last token gets the weight 0, because this label is the first token of
     another document.

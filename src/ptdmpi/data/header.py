@@ -1,4 +1,4 @@
-"""The header of a shard: its sizes, offsets and attributes, but not its tokens.
+"""The header of a shard: its sizes, offsets and attributes. The tokens are not part of the header.
 
 The header is read from the shard's own file, or from the list that `ptdmpi-data` writes into the
 folder of the shards. A shard is one HDF5 file with attributes and several datasets. The dataset

@@ -173,15 +173,16 @@ class MaskedSamples:
         """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
         few less.
 
-        The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has the
-        number of words that was sampled for it, or the greatest smaller number that still fits.
-        `words` has, for each segment, the positions of the first tokens of its words and the end of
-        the segment; `chances` has the random numbers for the order and for the lengths, float [2,
-        at least the number of words].
+        The masked tokens are n-grams of complete words, chosen in random order. For each n-gram,
+        the number of words n is a random number; n is reduced if so many words would exceed
+        `budget` or the segment. `words` has, for each segment, the positions of the first tokens of
+        its words and the end of the segment; `chances` has the random numbers for the order and for
+        the lengths, float [2, at least the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])
-        # for each word, the number of the first word that belongs to the next segment
+        # for each word, the index of the first word of the next segment, which an n-gram must not
+        # reach
         limit = np.repeat(np.cumsum([len(own) for own, _ in words]), [len(own) for own, _ in words])
         grams = np.searchsorted(self.ngram_limits, chances[1, : len(first)], side="right") + 1
         taken = np.zeros(len(first), dtype=bool)
@@ -210,6 +211,7 @@ def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
     """Return `count` random numbers in [0, 1) for sample `number`. The numbers are the same on
     every machine. The random generator is Philox, which computes each number from a counter,
     without state (Salmon et al. 2011)."""
-    # seed and sample number are the key, so no two samples share a stream of random numbers
+    # the key of the generator consists of seed and sample number, so that each sample has random
+    # numbers of its own
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

@@ -2,9 +2,9 @@
 the number of the sample in this dataset.
 
 Only one period of the mixture (the repeating sequence of datasets) is stored. Other trainers store
-shuffled index files; ptdmpi computes the order by a keyed permutation. So start-up time and memory
-do not depend on the size of the corpus, and resuming needs only one integer, the number of consumed
-samples.
+shuffled index files; ptdmpi computes the order by a keyed permutation. Start-up time and memory
+therefore do not depend on the size of the corpus. Resuming needs only one integer, the number of
+consumed samples.
 """
 
 import heapq
@@ -56,8 +56,9 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     2^bits) for every key.
 
     The low half of a word has bits//2 bits, and the high half has the remaining bits. Rounds change
-    the two halves alternately (an alternating, unbalanced network). So an odd number of bits needs
-    no padding, and 2^bits is less than twice the number of values that `permute` needs.
+    the two halves alternately (an alternating, unbalanced network). Because the halves may have
+    unequal lengths, an odd number of bits needs no padding, and 2^bits is less than twice the
+    number of values that `permute` needs.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)

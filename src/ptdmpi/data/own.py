@@ -177,8 +177,8 @@ def in_order(
 
 
 def _counted(row: Row, counts: bool) -> Row:
-    """Return the row unchanged if `counts` is True; otherwise return it with weights of 0 for its
-    labels."""
+    """If `counts` is True, return the row unchanged. If `counts` is False, return the row with
+    weights of 0 for all labels."""
     if counts:
         return row
     return row[0], np.zeros(len(row[0]) - 1, dtype=np.float32)

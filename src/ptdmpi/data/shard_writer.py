@@ -2,11 +2,11 @@
 leaves no incomplete shard.
 
 HDF5 needs the length of a contiguous dataset before its data, but a stream knows the length only at
-its end. So the writer first makes an empty HDF5 file, and then appends the tokens by plain writes,
-at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset of the right
-length at this offset, without writing its content. The writer finds the offset in advance, by
-making such a dataset in an empty HDF5 file in memory. When the real dataset is made, the writer
-checks that HDF5 has used the same offset.
+its end. The writer therefore first makes an empty HDF5 file, and then appends the tokens by plain
+writes, at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset of
+the right length at this offset, without writing its content. The writer finds the offset in
+advance, by making such a dataset in an empty HDF5 file in memory. When the real dataset is made,
+the writer checks that HDF5 has used the same offset.
 """
 
 import io
@@ -82,10 +82,10 @@ class ShardWriter:
     `with` block raises an exception, or if a write fails. The writer needs memory for one buffer,
     for 8 bytes per document, and, for a shard with rows, for one byte per token.
 
-    The methods of `ShardWriter` raise InputError in three cases. The file cannot be written, for
-    example on a full disk. A token id is outside the vocabulary; a later call may raise this error,
-    because short blocks are collected first. The shard would be empty, or its last document has no
-    end.
+    The methods of `ShardWriter` raise InputError in three cases: if the file cannot be written, for
+    example on a full disk; if a token id is outside the vocabulary; and if the shard would be
+    empty, or its last document has no end. The error about a token id may be raised by a later
+    call, because short blocks are collected first.
     """
 
     def __init__(
@@ -249,7 +249,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Close and remove the temporary file."""
-        # closing flushes the stream, and the write may fail again, for example on a full disk
+        # closing the stream writes its buffer, and this write may fail, too, for example on a full
+        # disk
         with suppress(OSError):
             self._stream.close()
         self._discard()
@@ -260,7 +261,7 @@ class ShardWriter:
     def _failure(self, error: Exception) -> InputError:
         """Return an InputError with the reason of a failed write: the system's message in the error
         of HDF5, or the first line of the error if there is no such message."""
-        text = str(error)  # HDF5 reports the chain of its calls down to the call that failed
+        text = str(error)  # the message of HDF5 lists nested calls, down to the call that failed
         reason = text.partition("\n")[0]
         if match := re.search(r"error message = '([^']+)'", text):
             reason = match[1]

@@ -213,10 +213,10 @@ class Dataset:
     def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
         """Find the shards of a directory, and check that their headers agree.
 
-        With `use_mmap=False` tokens are read by the system call pread, for file systems on which
-        mapping is slow. With `verified`, reading raises InputError for tokens of a damaged block
-        (see `blocks`). Raise InputError if shards differ in tokenizer, vocabulary size, eod_id,
-        length of rows or pairs. Also raise the same errors as `find_headers`.
+        If `use_mmap` is False, tokens are read by the system call pread; use this on file systems
+        on which memory mapping is slow. With `verified`, reading raises InputError for tokens of a
+        damaged block (see `blocks`). Raise InputError if shards differ in tokenizer, vocabulary
+        size, eod_id, length of rows or pairs. Also raise the same errors as `find_headers`.
         """
         self.directory = Path(directory)
         self.headers = find_headers(directory)

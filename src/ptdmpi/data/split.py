@@ -18,7 +18,7 @@ class SplitOrder(SampleOrder):
     blocks have the same number of datasets. The B = `global_size` samples of step k are cut into
     `ranks` equal blocks, and data rank r trains on block r, as without a split. Each data rank has
     an order of its own: a `SampleOrder` of its datasets with their weights. In step k it trains on
-    B / ranks samples of this order, beginning with sample k B / ranks. So global sample n is still
+    B / ranks samples of this order, beginning with sample k B / ranks. Global sample n is therefore
     a pure function of seed, n and the number of data ranks, and does not depend on the tensor- and
     pipeline-parallel sizes.
     """

@@ -4,8 +4,8 @@ special tokens.
 A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
 into tokens. Some vocabularies mark tokens that continue a word (WordPiece, Devlin et al. 2019) or
 tokens that end a word; then these marks decide where words begin. If no token of the vocabulary
-contains a blank, each token is a word. The rule for words is derived at each start from the
-`tokenizer.json` in the folder of the shards; the byte tokenizer needs no file.
+contains a blank, each token is a word. Each start of a run determines from the `tokenizer.json` in
+the folder of the shards where words begin; the byte tokenizer needs no file.
 """
 
 import json
@@ -38,9 +38,10 @@ class MaskingVocabulary:
     that show which tokens begin words.
 
     `size` is the size of the model's vocabulary: the number of ids in the shards, plus the number
-    of special tokens that the shards lack. A random token that replaces a masked token has an id
-    below `drawn`. `begin`, `separator` and `mask` are ids. `inner` and `open` are bool [size]:
-    token B continues the word of the token A before it if `inner[B]` and `open[A]` are True.
+    of special tokens that the shards lack. If masking replaces a token by a random token, the id of
+    the random token is below `drawn`. `begin`, `separator` and `mask` are ids. `inner` and `open`
+    are bool [size]: token B continues the word of the token A before it if `inner[B]` and `open[A]`
+    are True.
     """
 
     size: int

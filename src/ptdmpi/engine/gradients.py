@@ -71,9 +71,9 @@ class CopiedShares:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
         If each slice is on c of the t tensor ranks, there are t / c different slices. The message
-        has room for all these slices, and each rank sends zeros for the slices that it does not
-        have. The message is t / c times as long as an all-reduce among c ranks would need, but it
-        is sent only once in a step and needs no further communicators.
+        contains all t / c slices, and each rank sends zeros for the slices that it does not have.
+        The message is t / c times as long as an all-reduce among c ranks would need, but it is sent
+        only once in a step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
@@ -152,10 +152,10 @@ class GradientReduction:
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
-        # A data-parallel method that only sums may be the first step. A method that does more is
-        # the last step, because it needs the results of the other steps. If the norm of this
-        # replica's own gradient is measured, the method is also the last step, because this norm is
-        # computed just before the last step.
+        # A data-parallel method that only sums may be the first step. A data-parallel method that
+        # does more than sum is the last step, because it needs the results of the other steps. If
+        # the norm of this replica's own gradient is measured, the method is also the last step,
+        # because this norm is computed just before the last step.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
@@ -184,9 +184,10 @@ class GradientReduction:
     def global_norm(self) -> Tensor:
         """Return the 2-norm of the full model's gradient. The result is bitwise equal on all ranks.
 
-        First the norm of each parameter's gradient is computed, from the norms of its rows. The
-        result is the norm of these norms, in alphabetical order of the parameters, as in
-        torch.nn.utils.clip_grad_norm_. Copies of a parameter on several ranks contribute only once.
+        First the norm of each parameter's gradient is computed, from the norms of the rows of the
+        flat buffer. The result is the norm of the norms of all parameters, in alphabetical order of
+        the parameters, as in torch.nn.utils.clip_grad_norm_. Copies of a parameter on several ranks
+        contribute only once.
         """
         norms = self._counted_norms()
         # pad the norms, because ranks have unequal numbers of norms and an all-gather needs equal
@@ -214,8 +215,8 @@ class GradientReduction:
         if self.axes["tensor"].size == 1:
             return norms
         # If the tensor axis divides a parameter, the squared norms of its slices are added;
-        # otherwise this rank's own norm is used. All squares are sent, including unused ones, so
-        # that the message has the same length on all ranks.
+        # otherwise this rank's own norm is used. The squared norms of all parameters are sent,
+        # although some are not used, so that the message has the same length on all ranks.
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(self._whole, norms, squares.sqrt())
 

@@ -120,7 +120,7 @@ class Muon:
             for matrix in self.matrices:
                 if matrix.name not in parcels.away:
                     self._move(matrix, arriving, rate * matrix.share)
-            # `arriving` now has updates, which have replaced the momentum from which they were
+            # `arriving` now contains updates: each has replaced the momentum from which it was
             # computed
             parcels.travel(arriving, leaving)
             for matrix in self.matrices:

@@ -3,10 +3,10 @@ rank.
 
 The host does the update, chunk by chunk: gradients are copied to the host, and the updated weights
 are copied back to the device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for the
-gradients at the same point at which it waits for the loss and the norm. The length of a chunk is a
-multiple of ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk
-is read and the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021,
-arXiv 2104.07857, section 5.2.2).
+gradients, the loss and the norm together, once in a step. The length of a chunk is a multiple of
+ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk is read and
+the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021, arXiv
+2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -149,8 +149,9 @@ class FileStorage(Storage):
 
     The tensors are memory mappings of the file. A checkpoint and the recovery after a loss of ranks
     read these tensors slice by slice, as they read tensors in memory. `let_go` frees the memory
-    that the reading needs. The update reads and writes the file by system calls, because a disk
-    error then raises an exception; with a memory mapping it would send a signal.
+    that the reading needs. The update reads and writes the file by system calls, so that a disk
+    error raises an exception. With a memory mapping, a disk error would send a signal that ends the
+    process.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -61,7 +61,8 @@ class Runner:
     gradients of activations, over the pipeline axis.
 
     The `hooks` are called before and after each op, in their order. `most_in_flight` is the maximum
-    number of microbatches whose activations were stored at the same time in the last `run`.
+    number of forward passes whose activations were stored at the same time in the last `run`,
+    summed over the stages.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with watch.span("receive", str(source), peer):
             handle.wait()
-        # a message that is not scattered needs no gather, so no time is recorded
+        # a message that is not scattered over the tensor ranks needs no gather, so no span is
+        # recorded for a gather
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with watch.span("gather", str(source)):

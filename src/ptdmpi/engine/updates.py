@@ -44,7 +44,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # the function needs a separate tensor with the number of updates for each tensor
+        # torch's function needs, for each tensor, a tensor of its own with the number of updates
         [updates.clone() for _ in group.masters],
         # use torch's fused kernel, which rounds the last elements of a tensor differently (see
         # `ALIGNMENT` in plan/shape)

@@ -1,8 +1,8 @@
 """An adapter for lm-evaluation-harness (Gao et al. 2021). The adapter answers the three kinds of
 requests of the harness with a model in any parallel layout.
 
-Rank 0 runs the harness and makes the requests. The other ranks take part in the computation of each
-answer until rank 0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
+Rank 0 runs the harness and makes the requests. All other ranks help to compute each answer, until
+rank 0 has no more requests. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Task files for models with a classification or multiple-choice head, converted to sequences. Each
 JSON line has one or two texts with a label, or a question with its candidates (possible answers).
 
-If the texts are too long for a sequence, the passage (the first text) is cut at its end. If that is
-not enough, the question is also cut at its end. A candidate is never cut. The result has the number
-of sequences that were cut.
+If the texts are too long for a sequence, the passage (the first text) is cut at its end. If the
+sequence is still too long, the question is also cut at its end. A candidate is never cut. The
+result has the number of sequences that were cut.
 """
 
 import hashlib

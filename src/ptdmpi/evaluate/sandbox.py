@@ -65,8 +65,8 @@ class Sandbox:
         """Run a Python program and return its outcome.
 
         The outcome PASSED means that the program ran to its end. TIMEOUT means that the program
-        took too long. KILLED means that the program ended without a verdict. In all other cases the
-        result is the name of the exception that ended the program. Raises the same errors as
+        took too long. KILLED means that the program ended without a verdict. Any other outcome is
+        the name of the exception that ended the program. Raises the same errors as
         `without_network`.
         """
         prefix = () if self.network else without_network()

@@ -155,7 +155,7 @@ class TransportGroup(ProcessGroup):
             if kind in (Kind.SUM, Kind.AVG, Kind.PREMUL_SUM) and flat.dtype is not torch.bool:
                 part = self.comm.reduce_scatter(flat)
             else:
-                # [size, n]: from every rank, the part that this rank must reduce
+                # [size, n]: row k comes from rank k, and this rank reduces the rows
                 swapped = self.comm.all_to_all(flat)
                 part = REDUCED[kind](swapped)
             if kind == Kind.AVG:

@@ -52,7 +52,7 @@ class Connection(Protocol):
         communicator."""
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
-        """Fill `result` with the `flat` of every rank, in rank order."""
+        """Fill `result` with the tensors `flat` of all ranks, in rank order."""
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
         """Fill `result` with this rank's part of the sum."""

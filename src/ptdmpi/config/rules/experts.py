@@ -195,7 +195,8 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # the gradient of an expert is computed from the tokens of several data ranks, even before
         # the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
-    # data ranks answer different questions, so they would not exchange tokens equally often
+    # data ranks would answer different questions, and so would exchange the tokens of experts a
+    # different number of times
     yield from _sending(sections)
 
 

@@ -1,5 +1,5 @@
-"""A helper for rules about several sections. Such a rule is checked only if all its sections could
-be read.
+"""A helper for rules about several sections. A rule about several sections is checked only if all
+these sections could be read.
 """
 
 from collections.abc import Callable, Iterator

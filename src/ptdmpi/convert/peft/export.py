@@ -36,9 +36,9 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
 
     `base_name` is the name or the path of the base model of `transformers`, which the files store.
     By default it is the name on the hub from which the base was converted, or else the path of the
-    base. `kind` says which stored values are exported: the adapters' weights or their running
-    average. Raise InputError for adapters that are missing or damaged, or that `peft` cannot
-    represent; then `target` is not written.
+    base. `kind` selects the stored values that are exported: the trained weights of the adapters,
+    or the moving average of the weights. Raise InputError for adapters that are missing or damaged,
+    or that `peft` cannot represent; then `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt

@@ -90,7 +90,8 @@ class Calibration:
         return sums
 
     def advance(self, stage: Stage) -> None:
-        """Replace the activations by the layer's outputs, computed with its present weights."""
+        """Replace the stored activations by the outputs of the layer, which is computed with its
+        present weights."""
         self.activations = list(self._outputs(stage))
 
     def _outputs(self, stage: Stage) -> Iterator[Tensor]:
@@ -100,8 +101,8 @@ class Calibration:
 
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Add X^T X of a linear layer's input X to the sum of this layer. PyTorch calls this function
-    as a hook."""
+    """Add X^T X, for the input X of a linear layer, to the sum that belongs to this linear layer.
+    PyTorch calls this function as a hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()
     if name in sums:

@@ -1,7 +1,7 @@
 """Compressors of gradients. A compressor encodes rows of numbers as packed bytes, and decodes the
 bytes again. The error of each compressor has a known bound.
 
-A compressor always works on a compression block, which is a part of a logical parameter (see
-`units`). Therefore the result of a compressor depends neither on the layout nor on the other
-parameters of the rank.
+A compressor works on compression blocks, each of which is a part of one logical (unsharded)
+parameter (see `units`). Therefore the result of a compressor depends neither on the layout nor on
+the other parameters of the rank.
 """

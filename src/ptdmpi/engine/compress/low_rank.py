@@ -23,8 +23,8 @@ class LowRank:
 
     The contraction delta (see `Compressor`) depends on x, and on how far the columns of P are from
     the first singular vectors of x. If P consists of the first singular vectors, delta is at least
-    rank / min(lines, length). If the matrices change slowly from step to step, P approaches their
-    first singular vectors. In the first step delta may be 0.
+    rank / min(lines, length). P approaches the first singular vectors of x over the steps, if x
+    changes slowly from step to step. In the first step delta may be 0.
     """
 
     rank: int
@@ -49,8 +49,8 @@ class LowRank:
         self, x: Tensor, second: Tensor, data: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the next
-        factor `second`, [n, length, rank]. The sum takes two all-reduces over the data axis, with
-        rank (lines + length) numbers for each tile in total."""
+        factor `second`, [n, length, rank]. The function does two all-reduces over the data axis.
+        Together they send rank (lines + length) numbers for each tile."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())

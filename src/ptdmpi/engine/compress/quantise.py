@@ -123,14 +123,13 @@ class Sign(Quantiser):
 
 class Rounded(Quantiser):
     """A compressor that rounds each element to the nearest multiple of (the block's greatest
-    magnitude / q), of which there are 2 q + 1. For int8 q is 127, and for int4 q is 7. Each block
-    has its own scale.
+    magnitude / q), of which there are 2 q + 1. The number q is 127 for int8, and 7 for int4. Each
+    block has its own scale.
 
     The element of greatest magnitude is exact. The error of any other element is at most half the
     distance of two neighbouring multiples, and at most the magnitude of the element. From these
-    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). The error is as
-    large as this delta permits if all other elements lie in the middle between zero and the first
-    multiple.
+    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). This delta
+    cannot be improved: it is reached if all other elements are half of the first multiple.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -3,8 +3,8 @@ become zero.
 
 The `ratio` of sent elements times the block's length d is in general not an integer. Therefore
 floor(ratio d + u) elements of the block are sent, where u is a uniform random number in [0, 1) that
-is the same on all data ranks. With this rule, ratio d elements are sent on average for blocks of
-any length.
+is the same on all data ranks. On average, ratio d elements are therefore sent, for blocks of any
+length d.
 """
 
 import math

@@ -27,8 +27,8 @@ class Choco(Decentralized):
     Each replica has a copy of the public weights of each neighbour. A copy is bitwise equal to the
     public weights on the neighbour itself, because both replicas add the same decoded numbers. The
     copies are not part of the saved state: the public weights are sent once, uncompressed, before
-    the first exchange after a start. A run may therefore resume, or continue with fewer replicas,
-    on any graph.
+    the first exchange after a start. Because no copies are saved, a run may resume on another
+    graph, or continue with fewer replicas.
 
     The initial values of the public weights are the initial weights, which are the same on all
     replicas; in the paper they are zero.

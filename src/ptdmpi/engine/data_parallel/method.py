@@ -38,7 +38,8 @@ class Replica:
 
 
 class DataParallel(OpHook):
-    """A data-parallel method. In this base class each replica trains alone on its own samples.
+    """A data-parallel method. With the base class itself, replicas exchange nothing: each replica
+    trains on its own samples.
 
     `differs`: the axes of the process grid along which ranks may have different weights (and
     moments) for the same parameters. `differs` is ("replicate",), or () if all replicas are equal,

@@ -68,7 +68,8 @@ class BegunSums:
         self.end()
 
     def forget(self) -> None:
-        """Do nothing, because `wait` was called before the gradients were set to zero."""
+        """Do nothing: no sum can be incomplete, because `wait` was called before the gradients were
+        set to zero."""
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:

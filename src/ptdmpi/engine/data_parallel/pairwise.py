@@ -1,5 +1,6 @@
 """Sums of all gradients by messages between pairs of ranks. The result is bitwise equal to the
-result of the method `all_reduce`. About as many bytes are sent as in the textbook algorithms."""
+result of the method `all_reduce`. The methods of this module send about as many bytes as the
+textbook algorithms."""
 
 from collections.abc import Iterator
 

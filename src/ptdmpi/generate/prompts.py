@@ -17,8 +17,8 @@ PROMPT = "prompt"
 class Given:
     """A prompt that a user has given.
 
-    `fields` are the other fields of the prompt's JSON object. `place` is the file and the line, for
-    error messages.
+    `fields` are the other fields of the prompt's JSON object. `place` names the file and the line
+    of the prompt, for error messages.
     """
 
     text: str

@@ -225,8 +225,8 @@ class StoredAdapter:
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
     """Return the adapters in the newest complete checkpoint of `path`.
 
-    State of the kind `kind` is used as their weights. Raises InputError if the checkpoint has no
-    adapters, or no such state.
+    State of the kind `kind` is used as the weights of the adapters. Raises InputError if the
+    checkpoint has no adapters, or no such state.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -283,7 +283,8 @@ def loaded_layer(
 
 
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
-    """Raise InputError unless the checkpoint has exactly these weights in these shapes."""
+    """Raise InputError unless the checkpoint has exactly the weights `needed`, in their declared
+    shapes."""
     for name, declaration in needed.items():
         reader.require(key(WEIGHTS, name), declaration.shape)
     known = {key(WEIGHTS, name) for name in needed}

@@ -136,8 +136,8 @@ def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
 def find_chat(
     stored: StoredModel, text: Text, adapter: StoredAdapter | None = None
 ) -> ChatTemplate | None:
-    """Return the chat template with which the model was trained; None if it was trained without
-    one.
+    """Return the chat template with which the model was trained; None if the model was trained
+    without a chat template.
 
     `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`.
     Without an adapter's template, the result is the template of the conversations on which ptdmpi

@@ -1,5 +1,5 @@
-"""The tokenizer of a stored model. The shards on which the model was trained name it, or it is
-among the files of a converted model."""
+"""The tokenizer of a stored model. The shards on which the model was trained name the tokenizer. A
+converted model has a file of its tokenizer."""
 
 import hashlib
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
 def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
     """Return the file of the tokenizer that made a shard of the model.
 
-    Raises InputError if no file with its SHA-256 is found.
+    Raises InputError if no file with the SHA-256 of this tokenizer is found.
     """
     for path in _candidates(header, stored):
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == (

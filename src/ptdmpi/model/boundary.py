@@ -96,8 +96,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """A function whose output has no values, so that it can be the end of a graph. The backward of
-    this function reads the gradient from a `Departure`."""
+    """An autograd Function whose output has no values, so that the graph can end with it. The
+    backward of this function reads the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

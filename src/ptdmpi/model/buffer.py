@@ -203,13 +203,13 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a placeholder for a weight that is not gathered at present. The placeholder has the
-    weight's shape and uses no memory. All its elements are NaN, so that a use by mistake is
-    noticed."""
+    weight's shape and uses no memory. All elements of the placeholder are NaN, so that a use by
+    mistake is noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:
-    # ptdmpi's own layers have already added their gradients, and return none to autograd
+    # ptdmpi's own layers have already added their gradients, and return no gradient to autograd
     if parameter.grad is not None:
         gradient = parameter.grad
         parameter.grad = None

@@ -41,8 +41,8 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # a token's document starts at the last document start up to this token, which the
-        # cumulative maximum finds
+        # the document of a token starts at the last position up to the token at which a document
+        # starts; the cumulative maximum finds this position
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -75,8 +75,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of answers in a microbatch of b sequences of s tokens: document 2 i of a row has
-    the preferred answer, and document 2 i + 1 the other answer.
+    """The pairs of answers in a microbatch of b sequences of s tokens: in each sequence, document 2
+    i has the preferred answer of pair i, and document 2 i + 1 has the other answer.
 
     `answers` [s, b] has the number of each label's answer: 2 n for the preferred answer of pair n,
     2 n + 1 for the other answer, and -1 for a label with weight 0. `references` [s, b] are the
@@ -103,7 +103,8 @@ class Pairs:
         return cls(answers.t().contiguous(), references.t().contiguous(), len(known), len(known))
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return, for each answer, the sum of the `values` [s, b] of its labels: [pairs, 2]."""
+        """Add the `values` [s, b] of the labels of each answer. Return the sums of both answers of
+        each pair, [pairs, 2]."""
         numbers = torch.arange(2 * self.size, device=values.device)[:, None, None]
         # index_add is not used, because its order of additions on GPUs changes from run to run
         sums = torch.where(self.answers == numbers, values, 0.0).sum((1, 2))

@@ -1,8 +1,8 @@
 """The order of a rank's parameters in one flat buffer. The buffer is divided into shard units, and
 ZeRO divides each shard unit into equal shards.
 
-A shard unit is gathered or reduced in one operation. Each rank of the shard group owns one shard of
-every shard unit (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+A shard unit is gathered or reduced by one collective. Each rank of the shard group owns one shard
+of every shard unit (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,9 +66,10 @@ class Portion:
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard unit: consecutive entries at [start, stop) of the flat buffer. Parameters with weight
-    decay come first. `apart` has the axes over which the gradients of these entries are not summed,
-    because the ranks along these axes have different parameters (see `Declaration`)."""
+    """A shard unit: consecutive entries (parameters) at the positions [start, stop) of the flat
+    buffer. Parameters with weight decay come first. `apart` has the axes over which the gradients
+    of these entries are not summed, because the ranks along these axes have different parameters
+    (see `Declaration`)."""
 
     name: str
     start: int
@@ -283,7 +284,7 @@ def unit_number(units: Sequence[Unit], entry: Entry) -> int:
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
     """Create the entry (the position in the flat buffer) of each parameter, one after the other
-    from `start` on. Return the end of the last entry."""
+    from `start` on. Return the end of the last entry in the flat buffer."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

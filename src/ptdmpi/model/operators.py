@@ -73,8 +73,9 @@ class Context:
 
 
 class Build(NamedTuple):
-    """The inputs from which a layer's modules are made, in addition to the row of each module. If
-    `selective` is True, the core of attention is recomputed in the backward."""
+    """The inputs from which a layer's modules are made, in addition to the row of each module (the
+    description of its operator). If `selective` is True, the core of attention is recomputed in the
+    backward."""
 
     model: ModelConfig
     axis: TensorAxis
@@ -268,7 +269,7 @@ def drop_hidden(
 class RowStep(NamedTuple):
     """A row (the description of an operator) and the function that computes the operator.
     `compute(*inputs, context)` returns the output of the operator, or a tuple of outputs. `last`
-    has the names of the inputs that no later row reads."""
+    has the names of the inputs that no later operator reads."""
 
     row: Operator
     compute: Callable[..., Tensor | tuple[Tensor, ...]]

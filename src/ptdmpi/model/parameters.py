@@ -89,7 +89,7 @@ class Declaration:
     axis. If `partial_gradient` is True, each tensor rank applies the parameter only to its own
     heads, and the gradient must always be summed over the tensor axis. If `trains` is False, the
     parameter has no gradient, no master weight and no moments. `low_bit` is the quantized form that
-    matrix multiplications use; a parameter that does not train is also stored in this form.
+    matrix multiplications use. If the parameter does not train, it is also stored in this form.
     """
 
     shape: tuple[int, ...]
@@ -118,9 +118,9 @@ class Declaration:
     @property
     def cut_by(self) -> tuple[str, ...]:
         """Return the axes along which ranks have different parts of the parameter's state. Along
-        the pipeline axis and the axes in `apart`, ranks have different parameters; along the other
-        returned axes, they have different slices of the same parameter. Along all axes that are not
-        returned, ranks have the same slice."""
+        the pipeline axis and the axes in `apart`, ranks have different parameters; along all other
+        returned axes, ranks have different slices of the same parameter. Along all axes that are
+        not returned, ranks have the same slice."""
         by_split = () if self.split is None else TENSOR_AXES
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 

@@ -2,8 +2,8 @@
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
 number of the dropout in the layer, sample, position, channel); for attention weights, the head and
-the position of the key replace the channel. The mask of each element is a hash of these
-coordinates. Every layout and every recomputation therefore computes the same mask, and no state of
+the position of the key replace the channel. The mask of each element is a hash of its coordinates
+in this list. Every layout and every recomputation therefore computes the same mask, and no state of
 a random generator is needed.
 """
 
@@ -204,6 +204,6 @@ def fold(key: int, *numbers: int) -> int:
 
 
 def dropout(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """Return `x` with zeros where the mask is False. The other elements are scaled so that the
-    expected value does not change."""
+    """Return `x` with zeros where the mask is False. Elements for which the mask is True are scaled
+    so that the expected value does not change."""
     return x * keep * (1.0 / (1.0 - rate))

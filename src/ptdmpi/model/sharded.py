@@ -71,8 +71,8 @@ class GatheredWeights:
         self._there: dict[int, tuple[Tensor, Handle]] = {}
 
     def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
-        """Return the numbers of the shard units that contain these parameters, in ascending order.
-        Quantized parameters are skipped, because they are not sharded."""
+        """Return the numbers of the shard units that contain the given parameters, in ascending
+        order. Quantized parameters are skipped, because they are not sharded."""
         buffer = self.buffer
         units = set[int]()
         for entry in (
@@ -85,12 +85,12 @@ class GatheredWeights:
         return sorted(units)
 
     def hold_all(self) -> None:
-        """Gather all shard units."""
+        """Gather the weights of all shard units."""
         self.hold(range(len(self.units)), ())
 
     def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
-        """Gather the shard units `now`, begin to gather the shard units `ahead`, and drop all other
-        units."""
+        """Gather the weights of the shard units `now`, begin to gather the weights of the shard
+        units `ahead`, and drop the weights of all other shard units."""
         for unit in self._there.keys() - {*now, *ahead}:
             self._drop(unit)
         for unit in (*now, *ahead):
@@ -100,7 +100,8 @@ class GatheredWeights:
             self._there[unit][1].wait()
 
     def drop(self) -> None:
-        """Drop all gathered shard units. Call this method when the weights have changed."""
+        """Drop the gathered weights of all shard units. Call this method when the weights have
+        changed."""
         for unit in list(self._there):
             self._drop(unit)
 

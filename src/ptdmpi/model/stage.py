@@ -158,9 +158,9 @@ class Stage(nn.Module):
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return this stage's output. On the last stage these are the logits for this rank's part
-        of the vocabulary, at all positions [s, b, V/t] or at the k masked positions of each
-        sequence [k, b, V/t]."""
+        """Return the output of this stage (on the last stage, the logits). On the last stage, the
+        output has the logits for this rank's part of the vocabulary, at all positions [s, b, V/t]
+        or at the k masked positions of each sequence [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
@@ -174,7 +174,7 @@ class Stage(nn.Module):
         self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
     ) -> Tensor:
         """Return the output of this stage's layers for the token ids (first stage), or for the
-        stage's input `x` (other stages). On the last stage the final norm is applied, too."""
+        stage's input `x` (other stages). On the last stage, the final norm is also applied."""
         if self.embedding is not None:
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)

@@ -48,8 +48,8 @@ class Kept:
     """The properties of a kind of state. `differs` has the axes along which replicas have different
     values. `begins` determines the values before the first step, and after a resume from a
     checkpoint without this kind: zeros, or the values of the weights. If `needed` is True, a run
-    cannot resume from a checkpoint without this kind. `names` has the parameters that have this
-    kind; None means all parameters."""
+    cannot resume from a checkpoint without this kind of state. `names` has the parameters that have
+    this kind of state; None means all parameters."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -92,7 +92,8 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Return the name of this tensor in files (see the function `key`)."""
+        """Return the name that the logical tensor has in checkpoint files (see the function
+        `key`)."""
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
@@ -131,8 +132,8 @@ class Kind:
 
 
 class State:
-    """The training state for the parameters of a buffer. `kinds` has the kinds of state by name.
-    The argument `kinds` does not contain the weights, which are added.
+    """The training state for the parameters of a buffer. The attribute `kinds` has the kinds of
+    state by name. The argument `kinds` does not contain the weights, which are added.
 
     `borrowed` has the names of parameters of which this rank has a second copy, such as a tied
     table on the last pipeline rank. `differs` has the axes along which replicas have different
@@ -228,7 +229,7 @@ class State:
 
     @property
     def flats(self) -> list[Tensor]:
-        """Return all flat tensors of the state. Ranks that have the same part of the state have
+        """Return all flat tensors of the state. Ranks that have the same part of the state return
         equal tensors."""
         return [part for kind in self.kinds.values() for part in kind.parts]
 
@@ -345,8 +346,8 @@ class State:
         self.buffer.refresh_weights(written)
 
     def let_go(self) -> None:
-        """Free memory after pieces were read. A state that is stored in a file need not stay in
-        memory."""
+        """Free memory that reading the pieces of the state has used. A state that is stored in a
+        file need not stay in memory."""
         self.buffer.storage.let_go()
 
 
@@ -385,9 +386,9 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Assemble logical tensors from the pieces of all ranks. All pieces are of one kind. Return the
-    tensors by the name of the parameter, and the names of the tensors whose copies on several ranks
-    are not bitwise equal. Tensors and names are sorted by name.
+    """Assemble logical tensors from the pieces of all ranks. All pieces belong to one kind of
+    state. Return the tensors by the name of the parameter, and the names of the tensors whose
+    copies on several ranks are not bitwise equal. Tensors and names are sorted by name.
 
     An element that no rank has is NaN, so that every comparison with it fails.
     """

@@ -45,7 +45,7 @@ class Table(nn.Module):
         self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
 
     def first(self, count: int) -> Tensor:
-        """Return the first `count` rows, [count, hidden]."""
+        """Return the first `count` rows of the table, [count, hidden]."""
         return self.weight[:count]
 
     def forward(self, rows: Tensor) -> Tensor:

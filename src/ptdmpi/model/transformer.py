@@ -83,7 +83,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     def dimension(turns: float) -> float:
         """Return the number of the dimension whose frequency makes `turns` turns within the
-        original length. In general it is not an integer."""
+        original length. In general this number is not an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -137,8 +137,8 @@ class Block(nn.Module):
 
     def compiled_by(self, backend: str) -> None:
         """Compile the layer's training pass to one forward and one backward graph, with the given
-        `backend` of torch.compile. Layers of the same shape share the graphs. The first forward
-        raises an exception if an operation cannot be part of the graph."""
+        `backend` of torch.compile. Layers of the same shape use the same two graphs. The first
+        forward raises an exception if an operation cannot be part of the graph."""
         # loading torch's compiler takes seconds, so it is loaded only here
         compiler.settle(torch.compiler.assume_constant_result)
         self._compiled = torch.compile(
@@ -263,8 +263,8 @@ class SentenceOrder(nn.Module):
 
 class Classes(nn.Module):
     """The linear that computes scores [1, b, n] of sequences from the activations [1, b, h] at one
-    position of each sequence. A sequence has a score for each of n classes. If the sequence is one
-    of several candidate answers, it has one score (n = 1).
+    position of each sequence. A sequence has a score for each of n classes. If sequences are
+    candidate answers, each sequence has one score (n = 1).
 
     In a masked language model, a pooler and dropout come before the linear (Devlin et al. 2019,
     sections 4.1, 4.4).

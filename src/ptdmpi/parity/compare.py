@@ -78,9 +78,9 @@ def left_out(models: Iterable[ComparedModel]) -> list[str]:
     """Return the names of the biases of queries, keys and values. Comparisons leave out the
     elements of these biases that belong to keys.
 
-    A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
-    gradient of a key bias is therefore zero, and the computed gradient consists only of rounding
-    errors.
+    A key bias adds the same number to all scores of a query, and this number cancels in the
+    softmax. The true gradient of a key bias is therefore zero, and the computed gradient consists
+    only of rounding errors.
     """
     layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
@@ -120,8 +120,8 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
-    """Return the greatest difference. NaN is treated as the greatest value; a plain `max` could
-    ignore it."""
+    """Return the greatest difference. NaN is treated as the greatest value, because the plain
+    function `max` could ignore a NaN."""
 
     return max(
         all_differences,

@@ -4,7 +4,8 @@ layouts.
 Most faults occur only in a combination of two settings. Examples are sequence parallelism with
 dropout, and an uneven split with a tied embedding. The cases therefore cover all pairs of settings,
 but not all combinations (Cohen et al. 1997, "The AETG system"). The candidates are few enough to be
-listed. The greedy choice needs no random numbers, so it gives the same set on every machine.
+listed. The layouts are chosen by a greedy method without random numbers, so the set is the same on
+every machine.
 """
 
 import itertools
@@ -348,7 +349,7 @@ def _mildest(values: dict[str, Any]) -> Case:
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     """Return the indices of some rows of a table of candidate cases. The chosen rows together
-    contain every pair of values that occurs in any row. `costs` has the cost of each row.
+    contain every pair of values that occurs in any row. `costs` has the training cost of each row.
 
     In each turn, the chosen row is the one with the greatest number of new pairs divided by the
     root of its cost. Compared with a rule that ignores the costs, this rule chooses a third more

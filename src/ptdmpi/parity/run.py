@@ -175,7 +175,7 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
 class Blocks:
     """The world divided into blocks of equal size, on which small layouts work at the same time.
 
-    Training runs with the same grid of ranks share their communicators, since MPI libraries can
+    Training runs with the same grid of ranks use the same communicators, because MPI libraries can
     create only a limited number of communicators.
     """
 

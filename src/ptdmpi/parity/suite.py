@@ -32,7 +32,8 @@ TWICE = "A second run of one layout"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a case with the case `base`, whose training must have the same bits.
+    """A comparison of a case with another case, `base`. The results of both training runs must have
+    the same bits.
 
     `attempt` is the number of a repetition, if the same training run is done twice and the results
     are compared.

@@ -32,11 +32,11 @@ class RowCounts(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """The interface of the exchange of a microbatch's rows between ranks. The rank has T tokens
-    with k experts each. The experts of this rank compute R rows, each with j weights. `held` says
-    which of these rows belong to which expert of this rank; its expert numbers are local to the
-    rank and start from 0. `counts` has the numbers of rows that ranks send to each other; None if
-    nothing is sent."""
+    """The interface of the exchange of a microbatch's rows (activations of tokens) between ranks.
+    The rank has T tokens with k experts each. The experts of this rank compute R rows, each with j
+    weights. `held` says which of these rows belong to which expert of this rank; its expert numbers
+    are local to the rank and start from 0. `counts` has the numbers of rows that ranks send to each
+    other; None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -70,7 +70,7 @@ class LocalDispatch:
         self.held = held
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return the rows unchanged, because no rows are sent."""
+        """Return the rows unchanged, because no rows are sent to other ranks."""
         return rows
 
     def pairs(self, values: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ class ExpertAxis:
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
-        """Exchange the numbers of rows that each rank has for each expert. Return the counts of
-        this rank."""
+        """Exchange the numbers of rows that each rank has for each expert. Return the numbers of
+        rows that this rank sends and receives."""
         leaving = chosen.flatten().bincount(minlength=experts)
         arriving = self.comm.all_to_all(leaving).view(self.size, -1)
         return RowCounts(leaving.tolist(), arriving.tolist())

@@ -125,8 +125,8 @@ class MixturePass:
 
     @property
     def keeps_rows(self) -> bool:
-        """Return True if the gradient of an expert's parameter needs the expert's input. All
-        experts have the same kinds of parameters."""
+        """Return True if the gradient of an expert's parameter needs the expert's input. The result
+        is the same for all experts, because they all have the same kinds of parameters."""
         return self.experts[0].up.keeps_input
 
     @property
@@ -289,9 +289,9 @@ class Gradients(NamedTuple):
 
 class _Mixture(Function):
     """The full computation of a mixture: gather the input, route it, compute the experts, and add
-    and reduce their outputs. For the backward it saves this rank's positions of the input, the
-    router's outputs, the choice of experts, and the outputs of the experts' first linears. The
-    input is not saved if no gradient of a parameter needs it."""
+    and reduce their outputs. For the backward, the function saves the input at this rank's
+    positions, the router's outputs, the choice of experts, and the outputs of the experts' first
+    linears. The input is saved only if the gradient of a parameter needs the input."""
 
     @staticmethod
     def forward(

@@ -113,8 +113,8 @@ class SequenceLoads(NamedTuple):
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, sequences: int) -> Self:
-        """Return the loads in the choice [T, k] of T tokens, the positions [s, sequences] in
-        row-major order."""
+        """Return the loads of the experts in each sequence, for the choice [T, k] of T tokens. The
+        tokens are the positions [s, sequences] in row-major order."""
         tokens, each = chosen.shape
         sequence = torch.arange(tokens, device=chosen.device) % sequences
         pairs = (sequence.unsqueeze(-1) * experts + chosen).flatten()

@@ -11,11 +11,11 @@ same activations, and tensor rank r takes the r-th block of positions. The token
 experts and back, so its output is complete on the rank that has routed it. Without sequence
 parallelism the outputs of all tensor ranks are then gathered. A gradient takes the same path. The
 gradient of the output is complete on every rank that has the position, so each rank takes the
-gradient at its own positions, and sends it to the experts. The gradient of the input is complete at
-these positions, and is gathered if every rank needs it. With whole experts, no activation and no
-gradient of an activation is therefore summed over the tensor axis. The gradients of the router and
-of the experts are sums over tokens, so the gradients of all ranks that have the same parameters are
-added at the end of the step.
+gradient at its own positions, and sends it to the experts. Each rank then has the complete gradient
+of the input at its own positions. The gradient is gathered if every rank needs it at all positions.
+With whole experts, no activation and no gradient of an activation is therefore summed over the
+tensor axis. The gradients of the router and of the experts are sums over tokens, so the gradients
+of all ranks that have the same parameters are added at the end of the step.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ class TensorTokens:
 
     def loads(self, chosen: Tensor, experts: int, sequences: int) -> SequenceLoads:
         """Return the loads of `experts` experts in whole sequences, for the choice [T, k] of this
-        rank's tokens. If tensor ranks route different tokens of the same sequences, their counts
-        are added; these are integers, so the sum is exact."""
+        rank's tokens. If tensor ranks route different tokens of the same sequences, the counts of
+        all tensor ranks are added. Counts are integers, so the sum is exact."""
         loads = SequenceLoads.of(chosen, experts, sequences)
         if not self.apart:
             return loads

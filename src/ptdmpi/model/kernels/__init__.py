@@ -7,8 +7,8 @@ replaces the object.
 
 A CPU without bfloat16 or float16 instructions computes products of these types with scalar code
 (measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such a CPU
-the operands are converted to float32 first, and the result is rounded once. The values are the same
-as on hardware with float32 accumulators.
+the operands are converted to float32 first, and the result is rounded once. The results are the
+same as on hardware with float32 accumulators.
 
 On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
 tensors for its own backward pass. In ptdmpi each of these operations is one autograd Function,
@@ -118,7 +118,7 @@ class Kernels:
         inputs]. `total` is [outputs, inputs], in float32 or wider."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # compute product and sum in one kernel, if the types allow it
+        # if the types allow it, one kernel computes the product and adds it
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):

@@ -196,7 +196,7 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """Return the kernel of this kind that the run has used so far (`kept`). If no kernels are
+    """Return the kernel of the kind `kind` that the run has used so far (`kept`). If no kernels are
     stored for the run, return the fastest kernel (`fresh`)."""
     if "attention" not in kept:
         return fresh
@@ -262,9 +262,9 @@ def _kept(folder: Path) -> Stored | None:
 
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
-    """Return a context in which torch tries these attention backends in their order. If `backends`
-    is empty, torch chooses the backend. The order applies to the whole process, because it is a
-    setting of torch."""
+    """Return a context in which torch tries the attention backends `backends` in this order. If
+    `backends` is empty, torch chooses the backend. The order applies to the whole process, because
+    it is a setting of torch."""
     if not backends:
         yield
         return

@@ -12,7 +12,8 @@ BACKEND = "inductor"
 
 def missing(device_type: str) -> str:
     """Return the name of a tool, such as "triton", that torch.compile needs for a device and that
-    this rank does not have. Return "" if no tool is missing. This function imports no package."""
+    this rank does not have. Return "" if no tool is missing. This function searches for packages
+    without importing them."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":

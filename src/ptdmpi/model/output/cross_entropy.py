@@ -45,8 +45,8 @@ def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Te
 
 
 def _chunks(flat: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `flat` [s b, V/t]. One slice at a time is converted to a wider
-    type."""
+    """Yield slices of the rows of `flat` [s b, V/t]. The callers convert one slice at a time to a
+    wider type."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
@@ -67,7 +67,8 @@ def _wide(chunk: Tensor) -> Tensor:
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
     """Return, for each row of `flat` [s b, V/t], the greatest logit over all ranks' columns, and
     the label's logit, which is 0 if this rank does not have the label's column. The callers
-    subtract the greatest logit so that exponentials do not overflow; it cancels in the loss."""
+    subtract the greatest logit so that exponentials do not overflow. In the loss, the greatest
+    logit cancels."""
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = _wide(flat.amax(-1))
     target = _wide(flat.gather(-1, local)[:, 0])

@@ -2,8 +2,8 @@
 its terms are counted, and under which key the metrics record it.
 
 To add a loss, add an entry to `LOSS_KINDS`, and return the loss under its name from the method
-`losses` of an output (`ptdmpi.model.output.heads`). The code for counts, weights, sums and records
-iterates over the entries.
+`losses` of an output (`ptdmpi.model.output.heads`). The code that counts, weights, adds and records
+losses iterates over the entries of `LOSS_KINDS`.
 """
 
 import math
@@ -36,7 +36,7 @@ class SummedLoss:
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
-        """Return the loss over the terms of both losses."""
+        """Return the sum of two losses: a loss over the terms of both."""
         return SummedLoss(self.sum + other.sum, self.count + other.count)
 
 

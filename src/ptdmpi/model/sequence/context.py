@@ -69,8 +69,8 @@ class ContextAxis:
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
-        """Return the tensor `whole` [s, ...], which is in the order of positions, in the order of
-        the ranks that have its chunks. This method is the inverse of `in_order`."""
+        """Reorder the tensor `whole` [s, ...] from the order of positions to the order of the ranks
+        that have its chunks. Return the result. This method is the inverse of `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 

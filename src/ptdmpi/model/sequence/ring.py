@@ -151,13 +151,13 @@ def _visits(axis: ContextAxis, here: Tensor) -> Iterator[_Visit]:
 
 
 class _Arriving(NamedTuple):
-    """A tensor that is being received from the previous rank of the ring."""
+    """A tensor that this rank is receiving from the previous rank of the ring."""
 
     tensor: Tensor
     handle: Handle
 
     def wait(self) -> Tensor:
-        """Return the tensor when it has arrived."""
+        """Wait until the tensor has arrived, and return it."""
         self.handle.wait()
         return self.tensor
 
@@ -176,9 +176,9 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of a block of keys and values on their way around the ring. The gradients are
-    sent around the ring after the block. Each rank adds its contribution to them, and at the end
-    they arrive at the rank to which the block belongs."""
+    """The gradients of a block of keys and values, while they are sent around the ring. The
+    gradients are sent around the ring after the block. Each rank adds its contribution to them, and
+    at the end they arrive at the rank to which the block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -276,8 +276,8 @@ class _Queries:
 
 
 def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield the same as the function `blocks`, but with at most QUERY_BLOCK queries in each block,
-    even if queries see all keys."""
+    """Yield the blocks of queries that the function `blocks` yields, but with at most QUERY_BLOCK
+    queries in each block, even if queries see all keys."""
     for queries, keys, mask in blocks(q, seen):
         rows, heads, places = queries
         for first in range(places.start, places.stop, QUERY_BLOCK):

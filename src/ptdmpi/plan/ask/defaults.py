@@ -53,8 +53,8 @@ def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """Return a pricer of the model named `model` on the cluster named `cluster`, in the cluster's
     usual precision.
 
-    If `batch` is None, it is `default_batch`. Raises InputError for unknown names, and for a model
-    that is no preset and has no batch.
+    If `batch` is None, the result of `default_batch` is used. Raises InputError for unknown names,
+    and for a model that is no preset and has no batch.
     """
     machine = load_cluster(cluster)
     size = batch or default_batch(model)

@@ -70,8 +70,8 @@ class LayoutRequest:
     order: str = ORDERS[0]
 
     def space(self, ranks: int) -> Space:
-        """Return the set of layouts on `ranks` ranks among which this request lets the search
-        choose."""
+        """Return the set of layouts on `ranks` ranks that the search may choose for this
+        request."""
         return Space(
             ranks,
             schedule=self.schedule,
@@ -127,8 +127,8 @@ class LayoutPlan:
     numbers: dict[str, Any]
 
     def draw(self, step: str | None, memory: str | None, trace: str | None) -> None:
-        """Write a picture of the layout's step, a picture of its memory, and a trace of the step.
-        An output without a path is not written.
+        """Write a picture of the layout's step, a picture of its memory, and a trace of the step. A
+        picture or a trace without a path is not written.
 
         Raise InputError if the step has too many microbatches to be drawn.
         """
@@ -221,11 +221,11 @@ def _pricer(request: LayoutRequest) -> Pricer:
 
 
 def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
-    """Return the layout `text` with the settings of the request. Raises InputError if it is
+    """Return the layout `text` with the settings of the request. Raises InputError if the layout is
     illegal.
 
-    If the request does not set sequence parallelism or scatter/gather, they are set as in the
-    fastest layout that fits.
+    If the request does not set sequence parallelism or scatter/gather, these two settings are
+    chosen so that the layout fits and is the fastest.
     """
     layout = complete(
         parse(text),

@@ -20,7 +20,8 @@ LATENCY = 10  # factor by which latencies are multiplied
 
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:
-    """Return the cluster with the rates of adapters and of links divided by these numbers."""
+    """Return a copy of the cluster in which the rates of network adapters are divided by
+    `adapters`, and the rates of links by `links`."""
     node = cluster.node
     rates = {
         "adapter_bytes_per_s": node.adapter_bytes_per_s / adapters,
@@ -116,7 +117,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
     """Return the changed machines by name, after the cluster itself. Networks of two tiers are
     included if `pod_nodes` is given.
 
-    Raises InputError for a measured machine, because its times are tables without rates to change.
+    Raises InputError for a measured machine, because the times of a measured machine are tables and
+    contain no rates that could be changed.
     """
     cluster = pricer.cluster
     precision = pricer.machine.dtype

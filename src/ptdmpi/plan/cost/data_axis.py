@@ -67,7 +67,7 @@ class StagePlaces(NamedTuple):
 class DataAxis:
     """Seconds of a rank's messages over the data axis, for one model on one machine.
 
-    The argument `elements` of its methods is always the number of parameters of one rank.
+    The argument `elements` of the methods is always the number of parameters of one rank.
     """
 
     def __init__(self, machine: Machine, model: Model) -> None:
@@ -177,7 +177,7 @@ class DataAxis:
         shards = layout.sharing.gradient_shards
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
         one_node = layout.ranks <= self.cluster.node.devices
-        # the two ranks are on the same node, or on two nodes
+        # the first and the last stage are on the same node, or on two nodes
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
     # -- in the ops ------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ class DataAxis:
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering a unit's weights, and of summing its gradient. To sum the
-        gradient, a rank clears and fills a buffer of the whole unit. A reduce-scatter follows, and
-        the rank adds the result to its shard."""
+        """Return two times in seconds: of gathering the weights of a unit (such as a layer), and of
+        summing its gradient. To sum the gradient, a rank clears and fills a buffer of the whole
+        unit. The buffer is then reduce-scattered, and the rank adds the result to its shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -296,7 +296,8 @@ class DataAxis:
                 pair = self._tensor_pair_s(size, group)
                 gathered_s, summed_s = gathered_s + count * pair[0], summed_s + count * pair[1]
         layers_alone = held._replace(first=False, last=False)
-        for units in self._frozen(layers_alone):  # each unit is gathered as one tensor
+        # each unit (such as a layer) is gathered as one tensor
+        for units in self._frozen(layers_alone):
             gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)
         if held.first or held.last:
             table_s = self._tensor_pair_s(self._table_elements(held.tensor), group)

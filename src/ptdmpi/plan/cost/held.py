@@ -14,13 +14,13 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
+OF_EXPERTS = " experts"  # the name of a unit that consists of experts ends with this text
 
 
 class HeldParts:
     """The stages and parts of a model that each rank of a layout holds. A place is the embedding, a
-    layer or the head. `ends` has the parts by name of embedding and head, and `of_kind` has the
-    parts of each kind of layer."""
+    layer or the head. `ends` has the parts of the embedding and of the head by name, and `of_kind`
+    has the parts of each kind of layer."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -85,13 +85,13 @@ class HeldParts:
         that data ranks send in one message.
 
         Elements are rounded up so that a unit divides into `shards` equal shards. If `apart` is
-        False, all parts form one unit. If it is True (ZeRO 2 and 3, and exchanges that overlap the
-        forward), each layer, the embedding and the head is a unit. A tied table is a separate unit
-        if there are several shards. If a rank has both the embedding and the head, the gradient
-        from the head is always a separate unit without weights (`SECOND`). If experts are
-        distributed over ranks, they are in separate units (`of_experts`). If `trains` is False, the
-        units contain the frozen weights that ZeRO 3 gathers, and their names begin with "frozen".
-        Quantized weights are in no unit.
+        False, all parts form one unit. If `apart` is True (ZeRO 2 and 3, and exchanges that overlap
+        the forward), each layer, the embedding and the head is a unit. A tied table is a separate
+        unit if there are several shards. If a rank has both the embedding and the head, the
+        gradient from the head is always a separate unit without weights (`SECOND`). If experts are
+        distributed over ranks, these experts are in separate units (`of_experts`). If `trains` is
+        False, the units contain the frozen weights that ZeRO 3 gathers, and their names begin with
+        "frozen". Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}

@@ -58,7 +58,7 @@ class Footprint:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts of a rank's memory at its peak, in bytes, by name. The part "copies" is
-        missing if there are no copies."""
+        left out if the state is not copied to host memory."""
         every = {name: count for name, count in asdict(self).items() if name != "host"}
         if not self.copies:
             del every["copies"]
@@ -86,7 +86,7 @@ class StateBytes(NamedTuple):
 
     @property
     def on_device(self) -> int:
-        """Return the bytes on the device."""
+        """Return the bytes of weights, gradients and optimizer state on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -229,9 +229,9 @@ class MemoryModel:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`
         microbatches.
 
-        The result is the maximum over the rank's ops. During an op the rank needs the tensors that
-        are kept for the microbatches in flight, the working memory of the op, and an activation and
-        a gradient for each neighbouring stage.
+        The result is the largest memory during any op of the rank. During an op the rank needs the
+        tensors that are kept for the microbatches in flight, the working memory of the op, and an
+        activation and a gradient for each neighbouring stage.
         """
         kept, working = self._held(layout, rank, microbatches)
         weights, gradients, optimizer, host = self._state(layout, rank)
@@ -468,8 +468,8 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
     """Return all working memory of a rank, in bytes: the larger of two amounts. The first amount is
     needed during the backward (`working`, `beside_bytes`). The second amount is needed after the
     backward, when no activations are kept, by messages of data ranks or by an update of whole
-    matrices. If messages overlap with the forwards, their memory is added to the first amount.
-    Copies of the weights of neighbours are added to both amounts.
+    matrices. If messages overlap with the forwards, the memory of the messages is added to the
+    first amount. Copies of the weights of neighbours are added to both amounts.
     """
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

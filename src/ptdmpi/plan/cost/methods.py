@@ -15,7 +15,7 @@ and its codes (compressed gradients or weights) have C bytes:
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
 A decentralized step may send codes instead of weights; W in the table is then C. If a local step
-sends codes, they are gathered.
+sends codes, the codes are gathered.
 
 The bytes that a rank sends are the mean over ranks. In this trainer's ring, every slice of the
 gradients starts at rank 0, so that the ring gives the same sums as all_reduce
@@ -269,8 +269,8 @@ class MethodAxis(DataAxis):
 
         The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
         has been summed over all ranks. The sums are then sent to all ranks, which takes the same
-        number of messages. If a slice is larger than the largest message, there are several such
-        rounds.
+        number of messages. If a slice is larger than the largest message, all of this is repeated
+        for several smaller slices.
         """
         n = group.ranks
         if n == 1:

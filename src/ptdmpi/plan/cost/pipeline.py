@@ -1,9 +1,9 @@
 """The time of a pipeline's step in seconds, from the schedule that the runner executes and the
 times of the stages.
 
-`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
-on integers instead of `Op` objects. Tensor ranks and data ranks do the same work at the same time,
-so one pipeline represents all pipelines.
+`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search,
+`makespan_s` works on integers instead of `Op` objects. Tensor ranks and data ranks do the same work
+at the same time, so one pipeline represents all pipelines.
 """
 
 from dataclasses import dataclass, replace
@@ -106,9 +106,9 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A schedule of integers instead of `Op` objects. `orders` has each rank's ops as (number of
-    the op, number of the op that produces its input or -1, index in `ops` of its stage and kind),
-    and `count` is the number of all ops."""
+    """A schedule in which integers represent the ops, instead of `Op` objects. `orders` has each
+    rank's ops as (number of the op, number of the op that produces its input or -1, index in `ops`
+    of its stage and kind), and `count` is the number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -183,8 +183,9 @@ class _Pass:
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
-        """Return the seconds at which the last rank is done. Raises DeadlockError if ranks wait for
-        each other in a circle; its message names the schedule's `kind`."""
+        """Return the time, in seconds, at which the last rank has run all its ops. Raises
+        DeadlockError if ranks wait for each other in a circle; its message names the schedule's
+        `kind`."""
         while self.runnable:
             self._advance(self.runnable.pop())
         if self.waiting:

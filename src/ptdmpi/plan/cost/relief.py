@@ -122,9 +122,9 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     """Yield, for each set of changes that makes the run fit, the new settings and the memory that
     the run then needs.
 
-    Small sets of changes come before larger sets. Sets of one size are sorted by the time that
-    their changes add to a step. Sets of changes that need more ranks come last. No set of changes
-    contains another set, and no two sets change the same keys.
+    Small sets of changes come before larger sets. Sets with equally many changes are sorted by the
+    time that these changes add to a step. Sets of changes that need more ranks come last. No set of
+    changes contains another set, and no two sets change the same keys.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:

@@ -48,8 +48,9 @@ class KindBytes:
     """Bytes of activations of one microbatch in a layer of one kind.
 
     `modes` has the bytes by mode of recomputation. `idle` is the largest number of bytes that the
-    forward of such a layer needs if it has no backward. `operands` and `adds` are the bytes of the
-    operands that a split backward keeps, and the working memory of W (gradients of the weights).
+    forward of a layer of this kind needs if the layer has no backward. `operands` and `adds` are
+    the bytes of the operands that a split backward keeps, and the working memory of W (gradients of
+    the weights).
     """
 
     modes: dict[str, LayerBytes]
@@ -402,7 +403,7 @@ def trained_kind(kind: LayerKind) -> LayerKind:
 def segments(runs: Runs, layout: Layout, start: int) -> Iterator[tuple[LayerKind, str, int]]:
     """Yield (kind, mode of recomputation, number of layers) for each group of neighbouring layers
     of one kind and mode, in the order of the layers. `start` is the number of the first layer of
-    `runs`. All these layers have a backward."""
+    `runs`. All layers in `runs` have a backward."""
     most = layout.recompute_layers if layout.recompute == "full" else None
     for kind, count in runs:
         recomputed = count if most is None else min(max(0, most - start), count)

@@ -126,7 +126,8 @@ class Message:
 class Item:
     """A tensor that stays in memory, with `elements` elements of `element_bytes` bytes each.
 
-    `kept_up_to` is the last mode of recomputation (none, selective, full) that keeps it.
+    `kept_up_to` is the last mode of recomputation, in the order none, selective, full, that keeps
+    the tensor.
     """
 
     name: str

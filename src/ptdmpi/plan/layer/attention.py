@@ -30,8 +30,8 @@ FUSED_KEYS = 2048
 FUSED_HEADS = 4
 # Bytes per score that are moved in (forward, backward): by the fused kernel, and by separate
 # kernels if scaling, mask and softmax are not fused. The separate kernels convert to float32,
-# scale, mask, take the softmax, and convert to half precision. In the backward they first copy the
-# masked gradient. The numbers assume scores of two bytes.
+# scale, mask, take the softmax, and convert to half precision. In the backward, the separate
+# kernels first copy the masked gradient. The numbers assume scores of two bytes.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
@@ -241,8 +241,8 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors that are kept for the backward. The output of attention is one of them
-        if the next linear keeps it as its input, or if the backward of the kernel reads it."""
+        """Yield the tensors that are kept for the backward. The output of attention is kept if it
+        is the input that the next linear keeps, or if the backward of the kernel reads it."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0

@@ -2,9 +2,9 @@
 result.
 
 The loss converts logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
-core's caches. On a device it is 64 MiB, so that kernels are few and long. The value for devices was
-chosen by reasoning, not by measurement. Attention by matrix products computes the scores of one
-block of queries at a time.
+core's caches. On a device a chunk is 64 MiB, so that there are few kernels, each with much work.
+The size of a chunk on devices was chosen by reasoning, not by measurement. Attention by matrix
+products computes the scores of one block of queries at a time.
 """
 
 HOST_ELEMENTS = 2**18

@@ -62,8 +62,8 @@ class CoreShape(NamedTuple):
         heads, key heads) of its tensor rank.
 
         With "all_gather" and "ring" a context rank computes all heads for its own queries. With
-        "ulysses" it computes 1/c of the heads for all queries, where c is the number of context
-        ranks.
+        "ulysses" a context rank computes 1/c of the heads for all queries, where c is the number of
+        context ranks.
         """
         heads, kv_heads = heads_of_both
         length, c = sizes.model.seq_length, sizes.layout.context
@@ -105,7 +105,7 @@ class _Exchange(Operator, ABC):
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
     """The gather of the keys and values of all positions from the context ranks. Only the method
-    "all_gather" needs it.
+    "all_gather" needs this gather.
 
     The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2).
@@ -196,8 +196,9 @@ class JoinHeads(_Dealing):
     """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
     rank's positions.
 
-    If the kernel of attention keeps its outputs, their memory is freed, and the backward sends them
-    back before their gradients. `feeds_kept` is True if the next linear keeps its input.
+    If the kernel of attention keeps its outputs, the memory of these outputs is freed. In the
+    backward, ranks first send the outputs back, and then their gradients. `feeds_kept` is True if
+    the next linear keeps its input.
     """
 
     feeds_kept: bool = True

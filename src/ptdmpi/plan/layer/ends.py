@@ -114,7 +114,7 @@ class SelectPositions(Operator):
 
     If `predicted` is True, the masked positions, which the head predicts, are selected. If
     `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
-    operator before this one trains. `feeds_trained` is True if a trained linear reads the selected
+    earlier operator trains. `feeds_trained` is True if a trained linear reads the selected
     activations, so that they are kept.
     """
 

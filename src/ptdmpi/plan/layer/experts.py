@@ -33,7 +33,7 @@ LOAD_BYTES = 8  # the number of tokens of an expert
 # rows (tokens of its experts).
 FULLEST = 2
 # Number of passes over the scores of all experts: for their softmax, the choice of experts, and the
-# order of the tokens.
+# sorting of the tokens by expert.
 SCORE_PASSES = 4
 
 
@@ -43,8 +43,8 @@ class MixExperts(Operator):
     hidden size] -> [rows, hidden size].
 
     If experts are distributed over e ranks, the time assumes that all experts have equally many
-    tokens, so a rank computes as many rows as without expert parallelism. The memory is for
-    `FULLEST` times this number of rows, or for the largest possible number of rows if that is
+    tokens, so a rank computes as many rows as without expert parallelism. The memory is predicted
+    for `FULLEST` times this number of rows, or for the largest possible number of rows if it is
     smaller.
 
     `up` and `down` are the two linears of each of `count` experts, with the activation `function`
@@ -115,7 +115,7 @@ class MixExperts(Operator):
         return 0.0 if self.up.trains else self._of_base()
 
     def _of_base(self) -> int:
-        """Return the multiplications per token without those of adapters."""
+        """Return the multiplications per token, without the multiplications of adapters."""
         each = self.up.inputs * sum(self.up.outputs) + self.down.inputs * sum(self.down.outputs)
         return self.router.inputs * self.count + self.chosen * each
 
@@ -298,9 +298,9 @@ class MixExperts(Operator):
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
         the counts of rows, the rows, their weights and the results. The backward sends the
-        gradients of results, rows and weights; if nothing before the operator trains, only the
-        gradients of results. The sizes of these messages are means, because the
-        number of rows that a rank sends depends on the experts that its tokens choose."""
+        gradients of results, rows and weights; if nothing before the operator trains, it sends only
+        the gradients of results. The sizes of these messages are means, because the number of rows
+        that a rank sends depends on the experts that its tokens choose."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return

@@ -1,7 +1,7 @@
 """Parameters, FLOPs, messages and memory of a model. Each of these quantities is a sum or a maximum
 over the model's operators.
 
-Time is also a sum over operators. `plan.cost.layer` computes it, because the times of kernels
+Time is also a sum over operators. `plan.cost.layer` computes the time, because the times of kernels
 depend on the machine.
 """
 
@@ -60,8 +60,8 @@ def messages(
     """Yield the messages of these operators in a phase.
 
     `input_trains` is True if a part before these operators trains, so that the first operator also
-    computes the gradient of its input. If it is False, only the operators after the first trained
-    operator compute the gradient of their input.
+    computes the gradient of its input. If `input_trains` is False, only the operators after the
+    first trained operator compute the gradient of their input.
     """
     for row, trains in with_inputs(rows, input_trains):
         yield from row.messages(sizes, phase, trains)
@@ -172,14 +172,14 @@ class LayerBytes:
 
 
 def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
-    """Return the memory of a layer under recomputation `mode`. The maximum in its backward is found
-    by visiting its operators from the last to the first.
+    """Return the memory of a layer under recomputation `mode`. The largest memory during the
+    layer's backward is found by visiting the operators from the last to the first.
 
     During the backward of an operator the layer needs the working memory of this operator, the
     gradient of the residual stream, and the recomputed tensors. The tensors of later sublayers have
-    already been freed. In the same sublayer, the inputs of later operators have been freed, too,
-    except the input of the next operator: its memory is counted as still in use, because the
-    gradient of this input has the same size.
+    already been freed. In the same sublayer, the inputs of later operators have also been freed,
+    except the input of the next operator. The memory of this input is counted as still in use,
+    because the gradient of this input has the same size.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)

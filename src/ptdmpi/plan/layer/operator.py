@@ -1,8 +1,8 @@
 """An operator: one entry ("row") in the description of a model, with methods that return its costs.
 
 An operator reads named values and writes named values. A sublayer in `describe.py` is an ordered
-list of operators. `ptdmpi.model.operators` has one module or function for each kind of operator,
-which computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over operators
+list of operators. For each kind of operator, `ptdmpi.model.operators` has a module or a function
+that computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over operators
 (`folds.py`), which use only the methods of this class.
 """
 

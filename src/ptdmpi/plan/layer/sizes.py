@@ -92,7 +92,7 @@ class Sizes:
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 
     def rows(self, rows: Rows) -> int:
-        """Return the number of rows of the kind `rows`."""
+        """Return the number of rows that a tensor with the kind of rows `rows` has on this rank."""
         match rows:
             case "whole":
                 return self.tokens

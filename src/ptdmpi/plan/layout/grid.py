@@ -49,14 +49,13 @@ class Axis:
         return self.other_parameters and (self.sums_losses or self.cuts_width)
 
 
-# The axes of this trainer. The first axis varies fastest: consecutive ranks are neighbours on it.
-# Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
-# 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
-# microbatch, is last. The tensor ranks form two axes. Along the first, ranks have different
-# experts; along the second, ranks have slices or copies of the same experts. The context ranks form
-# three axes: along the first, ranks have different experts; along the second, ranks shard the state
-# (`zero`); along the third, ranks have copies of the state. The data ranks form three axes in the
-# same way.
+# The axes of this trainer. Consecutive ranks are neighbours on the first axis. Consecutive ranks
+# share a node, so the axis that communicates most is first (Narayanan et al. 2021, arXiv
+# 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per microbatch, is
+# last. The tensor ranks form two axes. Along the first, ranks have different experts; along the
+# second, ranks have slices or copies of the same experts. The context ranks form three axes: along
+# the first, ranks have different experts; along the second, ranks shard the state (`zero`); along
+# the third, ranks have copies of the state. The data ranks form three axes in the same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),
@@ -102,7 +101,8 @@ Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, c
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """A process grid: the names and sizes of its axes. The first axis varies fastest.
+    """A process grid: the names and sizes of its axes. Along consecutive ranks, the coordinate on
+    the first axis changes first.
 
     `Grid({"tensor_slice": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the axis
     "tensor_slice". Raises InputError unless each size is at least 1.
@@ -122,7 +122,7 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the names of the axes; the first axis varies fastest."""
+        """Return the names of the axes. Consecutive ranks are neighbours on the first axis."""
         return tuple(axis for axis, _ in self.sizes)
 
     @property
@@ -131,8 +131,8 @@ class Grid:
         return math.prod(size for _, size in self.sizes)
 
     def resized(self, axis: str, size: int) -> "Grid":
-        """Return a copy of this grid in which `axis` has the size `size`. The grid must have this
-        axis."""
+        """Return a copy of this grid in which `axis` has the size `size`. The grid must already
+        have the axis `axis`."""
         return Grid({**dict(self.sizes), axis: size})
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -185,8 +185,8 @@ class Grid:
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """Return the ranks in the group of `rank` that has the name `group`, ascending.
 
-        The result is empty if `rank` is in no such group. Only the group "ends" may be empty: it
-        has the first and the last rank of a pipeline of at least 2 ranks.
+        The result is empty if `rank` is in no group with this name. Only the group "ends" may be
+        empty: it has the first and the last rank of a pipeline of at least 2 ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -255,7 +255,7 @@ class Grid:
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """Return the identifiers of all parts of the state. Together these parts are the whole
+        """Return the identifiers of all parts of the state. All parts together are the whole
         state."""
         cuts = (range(size) for axis, size in self.sizes if axis_named(axis).cuts_state)
         return set(itertools.product(*cuts))

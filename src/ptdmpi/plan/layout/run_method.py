@@ -41,8 +41,7 @@ class RunMethod:
     less per element of a matrix. The run has `steps` steps. If the run measures the consensus
     distance in some steps, its last step is one of these steps. The norm of each rank's own
     gradient is computed every `noise_every` steps, or never if this is 0. A node keeps `copies`
-    files in its memory for each of its ranks. Each of these files has the rank's shard of a
-    checkpoint.
+    files in its memory for each of its ranks. Each file has the rank's shard of a checkpoint.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)

@@ -33,7 +33,7 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
 
 def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) -> int:
     """Return the largest data-parallel size that is possible with `ranks` surviving ranks; 0 if
-    they cannot hold the model.
+    these ranks are too few to hold the model.
 
     `model_ranks` is the number of ranks of one replica. `most` is the data-parallel size with which
     the run began. `sequences` is the number of microbatches in the global batch, which the
@@ -94,7 +94,7 @@ def _in_replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
 
 def _fast(grid: Grid, rank: int) -> tuple[int, ...]:
     """Return the ranks that should share a node with `rank`: the other ranks of its tensor group,
-    which communicates most."""
+    because this group communicates the most."""
     return grid.members(rank, TENSOR)
 
 

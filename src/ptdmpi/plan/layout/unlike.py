@@ -93,7 +93,7 @@ def _even_ranks(
 ) -> None:
     """Move single layers between neighbouring stages. A move is made if it lowers the largest work
     of a rank, or if it keeps this maximum and lowers the largest work of a stage. The first `fixed`
-    ends do not move."""
+    stages keep their ends."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

@@ -210,7 +210,8 @@ class Cluster(FrozenTable):
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the size of its vocabulary. In a training run the data determines this size."""
+    """A model and the size of its vocabulary. In a training run, the data determines the size of
+    the vocabulary."""
 
     name: str
     config: ModelConfig
@@ -323,8 +324,8 @@ def _value(text: str) -> Any:
 
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:
-    """Return the model with the given keys of [model] and vocab_size. Other keys have their
-    defaults.
+    """Return the model with the given keys of [model] and vocab_size. Keys that are not given have
+    their default values.
 
     Raises InputError for illegal values.
     """

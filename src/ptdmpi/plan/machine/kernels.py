@@ -65,7 +65,7 @@ class Machine:
     def stream_s(self, moved_bytes: float) -> float:
         """Return the seconds of a kernel that reads and writes `moved_bytes` in total.
 
-        The time of its computation is ignored.
+        The time in which the kernel computes is ignored.
         """
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
 
@@ -241,8 +241,8 @@ class Machine:
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
         """Return the seconds of an all-reduce.
 
-        Within a node the all-reduce is a ring of 2 (n - 1) steps on n ranks. Over several nodes it
-        is NCCL's fastest algorithm.
+        Within a node the all-reduce is a ring of 2 (n - 1) steps on n ranks. Over several nodes,
+        the time is that of NCCL's fastest algorithm.
         """
         if group.ranks == 1:
             return 0.0

@@ -45,8 +45,9 @@ class Moment(NamedTuple):
     store holds tensors of one kind (an inventory, see `OpKind`) for one stage.
 
     `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
-    op needs no working memory. `held` has one number for each store of the `Flight`. The numbers
-    include the microbatch of the running op, unless this op frees one store and fills another.
+    op needs no working memory. `held` has the number of microbatches for each store of the
+    `Flight`. The numbers include the microbatch of the running op, unless this op frees one store
+    and fills another.
     """
 
     working: tuple[str, int]

@@ -1,5 +1,5 @@
-"""The memory that a rank holds while it executes its ops in order. All predictions of memory follow
-these rules."""
+"""The memory that a rank holds while it executes its ops in order. All predictions of memory use
+the functions of this file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -45,10 +45,10 @@ def gathers(
 ) -> Iterator[str]:
     """Yield the units that a rank gathers during its ops, in order.
 
-    A unit is gathered if it was not in memory before. `uses` has the units of each place. `passes`
-    has, for each op, its places in the order of the forward, and its step (see `at_hand`). The
-    places of a backward do not include an embedding that only looks up rows, because its backward
-    needs no weights.
+    A unit (parameters that are sent in one message) is gathered if its weights are not yet in
+    memory. `uses` has the units of each place. `passes` has, for each op, its places in the order
+    of the forward, and its step (see `at_hand`). The places of a backward do not include an
+    embedding that only looks up rows, because its backward needs no weights.
     """
     there: set[str] = set()
     for places, step in passes:

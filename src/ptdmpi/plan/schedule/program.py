@@ -65,13 +65,13 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     The programs cannot deadlock, even if every message blocks its sender and its receiver, and
     carries no tag. Consider the first unfinished action in the total order. Each rank that takes
     part in this action has done all its earlier actions. All of these ranks have therefore reached
-    the action, and the action proceeds. For the same reason messages between two ranks match in
-    order. This proof also holds on devices that execute queues (`tests/plan/schedule/_queues.py`).
-    The proof also holds for collectives that are called inside an op or started at its end: all
-    replicas execute the same program, so such a collective has the same position as its op in the
-    total order. No other Compute comes between the Compute of an op and the Send of its output, so
-    an output is sent as soon as it is computed. Raises DeadlockError if the schedule itself waits
-    in a circle.
+    the action, and the action proceeds. Messages between two ranks match in order, because both
+    ranks follow the same total order. This proof also holds on devices that execute queues
+    (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are called inside
+    an op or started at its end: all replicas execute the same program, so such a collective has the
+    same position as its op in the total order. No other Compute comes between the Compute of an op
+    and the Send of its output, so an output is sent as soon as it is computed. Raises DeadlockError
+    if the schedule itself waits in a circle.
     """
     # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
     # real ops
@@ -131,7 +131,7 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     Raises DeadlockError, which names the current action of each unfinished rank. Raises
     MismatchError in these cases: a Receive gets the message of another op; a message is never
     computed or never used; a Compute runs before its inputs are computed or requested; an op is
-    missing, is computed twice, or is on another rank than other ops of its stage.
+    missing, is computed twice, or is on a different rank than other ops of its stage.
     """
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()

@@ -1,6 +1,7 @@
 """Simulation of a schedule with given costs: a timeline of each rank's ops and waits.
 
-A training run also records a `Timeline`, so one function draws both planned and measured steps.
+A training run also records a `Timeline`, so the same function draws planned steps and measured
+steps.
 """
 
 import json
@@ -212,8 +213,9 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     this op have arrived.
 
     A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
-    it, and its transfer occupies neither rank. Each op is visited once, and once more if it had to
-    wait. Raises DeadlockError if the orders of the ranks wait for each other in a circle.
+    it, and its transfer occupies neither rank. Each op is visited once, or twice if it had to wait
+    at the first visit. Raises DeadlockError if the orders of the ranks wait for each other in a
+    circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline

@@ -15,7 +15,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.kernels import USUAL
 
 TRIALS = 5
-TRIAL_S = 2e-3  # short work is repeated until a trial takes this long
+TRIAL_S = 2e-3  # work that takes less time is repeated until a trial takes this long
 MOST_REPEATS = 200
 
 

@@ -103,7 +103,8 @@ def measured_here(
     world: "World", axes: "Axes", config: Config, dtype: torch.dtype, *, say: Callable[[str], None]
 ) -> Entries:
     """Return the measurements of this machine for the layers of `config`, from the cache of rank 0
-    or measured now. All ranks call this, and get the same result. `say` prints one line.
+    or from a measurement that is made now. All ranks call this, and get the same result. `say`
+    prints one line.
 
     The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, return
     an empty dict; kernels are then chosen from the table of the package.

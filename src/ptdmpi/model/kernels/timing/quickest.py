@@ -71,8 +71,8 @@ class TimedSizes:
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
-    """Time the kernels with numbers of type `dtype`. Return one entry of each kind (attention,
-    linear, gelu), for processors like this one.
+    """Time the kernels with numbers of type `dtype`. Return one entry of the kernel table for each
+    kind of kernel (attention, linear, gelu), for processors like this one.
 
     Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result on any
     rank.
@@ -104,7 +104,7 @@ def _rounds(kernel: HostAttention) -> bool:
 
 
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry for causal attention."""
+    """Return the entry of the kernel table for causal attention."""
     ways = _attention_ways(dtype)
     times = _attention_times(bench, dtype, sizes)
     library = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
@@ -161,7 +161,7 @@ def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) ->
 
 
 def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry for GELU."""
+    """Return the entry of the kernel table for GELU."""
     x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
     exact = gelu(x.detach().double(), "gelu")
     times = []
@@ -178,8 +178,8 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry for linears: for each matrix multiplication, the size from which on oneDNN
-    is faster."""
+    """Return the entry of the kernel table for linears: for each kind of matrix multiplication, the
+    size from which on oneDNN is faster."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)

@@ -50,7 +50,7 @@ def query_factor(model: ModelConfig) -> float:
 
 def require_unpacked(model: ModelConfig) -> None:
     """Raise InputError if muP has a factor for the weights of the queries. Quantized weights cannot
-    be multiplied by it."""
+    be multiplied by a factor."""
     if query_factor(model) != 1.0 and not model.qk_norm:
         raise InputError(
             f"model.mup_base_head_size = {model.mup_base_head_size}: the queries change, so they "

@@ -1,9 +1,10 @@
 """A trained model for inference: forward passes over the tensor axis and the pipeline axis.
 
 The ranks with the same data rank have one complete model, divided over the tensor axis and the
-pipeline axis. Each such group of ranks computes different batches. The model has no gradients,
-optimizer or schedule: each stage sends its activations to the next stage, and then computes its
-next batch. The weights of the model are loaded from a checkpoint: of a run, or of a conversion.
+pipeline axis. Different groups of ranks, each with one complete model, compute different batches.
+The model has no gradients, optimizer or schedule: each stage sends its activations to the next
+stage, and then computes its next batch. The weights of the model are loaded from a checkpoint: of a
+run, or of a conversion.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,7 +94,7 @@ class InferenceModel:
 
     def share(self, value: Any) -> Any:
         """Return the `value` of the rank for which `decides` is True. All ranks of this model
-        return it."""
+        return the same value."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -111,8 +112,8 @@ class InferenceModel:
         """Return the activations [positions, sequences, hidden size] for the ids [positions,
         sequences], on the last stage; None on other stages.
 
-        With a cache, the ids follow the tokens in the cache and attend to them. Without a cache,
-        each column of the ids is a sequence from its first token.
+        With a cache, the ids follow the tokens in the cache, and attend to these tokens. Without a
+        cache, each column of the ids is a sequence from its first token.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
@@ -253,8 +254,8 @@ def open_inference(
 
     `layout` is text such as "t=2,p=2". If `layout` is None, the model has the tensor and pipeline
     sizes of the training run if these ranks can be divided so; otherwise every rank has a complete
-    model. If `precision` is None, it is the precision of the training run. `classifies` is True if
-    the model must have a head for a task, and False if it must predict tokens. `adapter` is the
+    model. If `precision` is None, the precision of the training run is used. `classifies` is True
+    if the model must have a head for a task, and False if it must predict tokens. `adapter` is the
     path of adapters that are added to the model. `kind` is the kind of state that is loaded as the
     weights, for example their moving average. With `adapter`, `kind` is a kind of state of the
     adapters.
@@ -318,7 +319,7 @@ def _opened(
     kind: str,
 ) -> _Opened:
     """Read everything that `open_inference` needs, except the weights. Raises InputError if there
-    is no such model, or if it does not fit the arguments."""
+    is no model at the given path, or if the model does not fit the arguments."""
     stored = open_model(path, kind if adapter is None else WEIGHTS)
     trained = stored.tree.get("precision", {}).get("compute", "fp32")
     sizes = _sizes(stored, ranks, layout)

@@ -81,8 +81,8 @@ class StoredModel:
 
     @property
     def task(self) -> TaskConfig:
-        """Return the task of the model's head; its `kind` is "none" if there is no such head.
-        Raises InputError if [task] and the head contradict each other."""
+        """Return the task of the model's head; its `kind` is "none" if the model has no head for a
+        task. Raises InputError if [task] and the head contradict each other."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
@@ -131,7 +131,7 @@ def kind_of(average: bool) -> str:
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
     """Return the manifest of a checkpoint, in which the state of `kind` replaces the weights.
 
-    Raises InputError if the manifest is damaged, or the checkpoint has no such state.
+    Raises InputError if the manifest is damaged, or the checkpoint has no state of the kind `kind`.
     """
     manifest = sound_manifest(checkpoint)
     if kind == WEIGHTS:
@@ -226,7 +226,7 @@ def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
     """Return the adapters in the newest complete checkpoint of `path`.
 
     State of the kind `kind` is used as the weights of the adapters. Raises InputError if the
-    checkpoint has no adapters, or no such state.
+    checkpoint has no adapters, or no state of the kind `kind`.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)

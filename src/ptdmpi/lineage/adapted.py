@@ -12,7 +12,8 @@ from ptdmpi.config.section import OnResume
 # The key of a manifest whose value is the section [adapt] of the run, with the checkpoint of the
 # frozen base model.
 KEY = "adapt"
-# A key inside the entry KEY: the section [task] of the run, if the run had one.
+# A key inside the manifest's entry `KEY`; its value is the section [task] of the run, if the run
+# had one.
 TASK = "task"
 NO_TASK = TaskConfig()
 # Keys of [adapt] that may change between two starts of a run.

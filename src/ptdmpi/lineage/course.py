@@ -24,7 +24,7 @@ class Course:
         # the settings are read now, because the files that they name may be edited later
         self.settings = settings(config)
         self.answer = Answer(now)
-        self.base: Base | None = None  # the frozen base model of adapters
+        self.base: Base | None = None  # The frozen base model of adapters.
         # the chosen kernels for each kind of operation; empty until kernels are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None

@@ -80,9 +80,9 @@ class Stretch:
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """Return the order of the samples of this stretch. `epochs` has the maximum number of
-        epochs for each dataset; None means that there is no maximum. Raises the same errors as
-        `SampleOrder`."""
+        """Return the order of the samples of this stretch (steps whose samples have one order).
+        `epochs` has the maximum number of epochs for each dataset; None means that there is no
+        maximum. Raises the same errors as `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
             Part(
@@ -124,7 +124,8 @@ class TrainedOn:
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return this object as JSON, for a manifest or a record; `from_json` reads the JSON."""
+        """Return this `TrainedOn` as JSON, for a manifest or a record; `from_json` reads the
+        JSON."""
         return asdict(self)
 
     @classmethod

@@ -30,7 +30,7 @@ from ptdmpi.plan.shape.parameters import is_of_expert
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
     """Return a linear whose outputs are divided over the tensor axis, with its adapters. Raise
-    TypeError if `parts[name]` does not describe a linear that is divided in this way."""
+    TypeError if `parts[name]` does not describe a linear whose outputs are divided."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,

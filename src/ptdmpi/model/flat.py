@@ -232,10 +232,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry that this rank updates. This rank also has the gradient of
-        this part, summed over all ranks. For the second use of a tied table, return the part whose
-        gradient this rank has; for a frozen entry, return the part that it stores. Return None if
-        this rank has no part of the entry."""
+        """Return the part of an entry (a parameter in the buffer) that this rank updates. This rank
+        also has the summed gradient of the part that it updates. For the second use of a tied
+        table, return the part whose gradient this rank has; for a frozen entry, return the part
+        that it stores. Return None if this rank has no part of the parameter."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -257,28 +257,28 @@ class FlatOrder:
         )
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slices of an entry that are in different shards of its shard unit, each with
-        the number of its shard. The entry must belong to a parameter that trains."""
+        """Return the slices of an entry (a parameter in the buffer) that are in different shards,
+        each with the number of its shard. The entry must belong to a parameter that trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
-        """Yield this rank's part of each entry that trains, or only of the entries with the given
-        `names`."""
+        """Yield this rank's part of each parameter that trains, or only of the parameters with the
+        given `names`."""
         for name in self.entries if names is None else names:
             held = self.own_part(self.entries[name])
             if held is not None:
                 yield held
 
     def own_frozen(self) -> Iterator[OwnPart]:
-        """Yield this rank's part of each frozen entry."""
+        """Yield this rank's part of each frozen parameter."""
         parts = map(self.own_part, self.frozen.values())
         return (held for held in parts if held is not None)
 
 
 def unit_number(units: Sequence[Unit], entry: Entry) -> int:
-    """Return the number of the shard unit that contains an entry."""
+    """Return the number of the shard unit that contains an entry (a parameter in the buffer)."""
     return next(n for n, unit in enumerate(units) if entry.start < unit.stop)
 
 

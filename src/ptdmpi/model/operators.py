@@ -117,8 +117,8 @@ class Heads:
         if self.norms:
             q, k = (self._turned(x, number, rotary) for number, x in enumerate((q, k)))
         if rotary is not None:
-            v = v.clone()  # copy v, because a view would keep all of qkv in memory
-        # in attention, heads come before positions, because products are computed for each head;
+            v = v.clone()  # Copy v, because a view would keep all of qkv in memory.
+        # In attention, heads come before positions, because products are computed for each head;
         # other tensors are [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
@@ -185,7 +185,7 @@ class SelfAttention(Computing):
         self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
+        """Compute with the kernels `kernels` from now on."""
         super().take(kernels)
         self.attend = AttentionCore(self.scores, kernels)
 

@@ -2,9 +2,9 @@
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
 number of the dropout in the layer, sample, position, channel); for attention weights, the head and
-the position of the key replace the channel. The mask of each element is a hash of its coordinates
-in this list. Every layout and every recomputation therefore computes the same mask, and no state of
-a random generator is needed.
+the position of the key replace the channel. The mask of each element is a hash of the element's
+coordinates (seed, step and so on). Every layout and every recomputation therefore computes the same
+mask, and no state of a random generator is needed.
 """
 
 import hashlib

@@ -243,8 +243,8 @@ class Stage(nn.Module):
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
         the gradient of its input is a tensor of zeros. The tensor of zeros is also sent, because
-        the schedule is the same for all models. If, in addition, no parameter of this stage trains,
-        nothing is computed.
+        the schedule is the same for all models. If neither this stage nor an earlier stage has a
+        parameter that trains, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()

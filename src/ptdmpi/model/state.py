@@ -97,12 +97,12 @@ class Piece:
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
-        """Return a piece with only rows [first, last) of dim 0, counted from the first row of this
-        piece."""
+        """Return a smaller slice, with only the rows [first, last) of dim 0, counted from the first
+        row of this slice."""
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """Return a piece with a copy of the present values on the host. If the copied piece is
+        """Return a copy of this slice whose values are copied to the host. If the copied piece is
         pickled, only these values are pickled, and not the larger tensor of which they were a
         view."""
         return replace(self, values=self.values.to("cpu", copy=True))
@@ -167,8 +167,8 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # kinds that begin with zeros are already zero, and writing zeros to a storage in a file
-        # would read the file into memory
+        # kinds of state that begin with zeros are already zero, and writing zeros again would read
+        # a state that is stored in a file into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
         # an event that occurs when a running copy of the state is complete; updates wait for this
@@ -191,7 +191,7 @@ class State:
     def averaged(self, kind: str) -> Iterator[None]:
         """Return a context in which the values of `kind` are the mean over replicas, if replicas
         differ in this kind. All replicas must call this method, and the mean is bitwise equal on
-        all of them. Inside the context, this replica's own values are stored in the memory of the
+        all replicas. Inside the context, this replica's own values are stored in the memory of the
         gradients, so the gradients are lost. The caller must update the weights from the master
         weights (`changed`), inside and after the context."""
         self.settle()
@@ -249,7 +249,7 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """Yield this rank's part of the frozen weights as pieces, including the codes and scales of
+        """Yield this rank's slices of the frozen weights, including the codes and scales of
         quantized weights. The frozen weights are not part of the state."""
         for held in self.buffer.own_frozen():
             yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
@@ -308,8 +308,9 @@ class State:
         return tuple(axis for axis in cut_by if axis not in SHARD_AXES)
 
     def gradients(self) -> Iterator[Piece]:
-        """Yield the gradients as pieces. The pieces have the same slices as the pieces of the
-        weights. The gradients are not part of the state."""
+        """Yield the gradients as pieces: slices of logical tensors with their values. The pieces
+        have the same slices as the pieces of the weights. The gradients are not part of the
+        state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
@@ -390,7 +391,7 @@ def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
     state. Return the tensors by the name of the parameter, and the names of the tensors whose
     copies on several ranks are not bitwise equal. Tensors and names are sorted by name.
 
-    An element that no rank has is NaN, so that every comparison with it fails.
+    An element that no rank has is set to NaN, so that every comparison with this element fails.
     """
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 class _Look(Function):
     """The look-up of rows in a table, as an autograd Function. The backward adds the gradients of
-    these rows to the table's gradient."""
+    the looked-up rows to the table's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:

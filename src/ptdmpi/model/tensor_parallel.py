@@ -161,7 +161,7 @@ class LinearPass:
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of a weight or of its gradient that belong to the outputs of the pass. In
-        this class these are all rows."""
+        this class, the result is all rows."""
         return rows
 
     def kept(self, x: Tensor) -> Tensor | None:
@@ -295,8 +295,8 @@ class _RowLinear(Function):
 
 
 def _no_gradients(ctx: Any) -> list[None]:
-    """Return None for each argument of an autograd Function after the first. The gradients of these
-    arguments are added to `main_grad` instead."""
+    """Return None for each argument of an autograd Function after the first. The gradients of
+    parameters are added to `main_grad` instead."""
     return [None] * (len(ctx.needs_input_grad) - 1)
 
 

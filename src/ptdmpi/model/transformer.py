@@ -61,8 +61,8 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
     `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated linearly in the number of turns. The rule for these frequencies is not
-    in Dubey et al. 2024; its source is `apply_scaling` in Meta's repository llama-models.
+    between are interpolated linearly in the number of turns. This rule of Llama 3.1 is not in Dubey
+    et al. 2024; its source is `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -190,8 +190,8 @@ class Block(nn.Module):
 
 class Embedding(nn.Module):
     """The embedding of token ids [s, b] and token types [s, b] as activations [s, b, h]: the sum of
-    word embedding, learned positions and token types, then norm and dropout. A model may leave out
-    some of these modules."""
+    word embedding, learned positions and token types, then norm and dropout. Some models have only
+    a few of these modules: for example, no learned positions and no norm."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()

@@ -75,8 +75,8 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the biases of queries, keys and values. Comparisons leave out the
-    elements of these biases that belong to keys.
+    """Return the names of the biases of queries, keys and values. In these biases, comparisons
+    leave out the elements that belong to keys.
 
     A key bias adds the same number to all scores of a query, and this number cancels in the
     softmax. The true gradient of a key bias is therefore zero, and the computed gradient consists

@@ -24,8 +24,8 @@ from ptdmpi.config.zero import STAGES
 HIDDEN = 32
 HEADS = 4
 SEQ_LENGTH = 16
-MOST_RANKS = 16  # enough ranks for every pair of settings, such as tensor = 4 with pipeline = 4
-GLOBAL_SIZE = 16  # sequences per step; a multiple of every data x micro_size below
+MOST_RANKS = 16  # Enough ranks for every pair of settings, such as tensor = 4 with pipeline = 4.
+GLOBAL_SIZE = 16  # Sequences per step; a multiple of every data x micro_size below.
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
@@ -88,7 +88,7 @@ class ComparedModel:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the keys of [model] for this model."""
+        """Return the keys of the section [model] for the compared model."""
         return {
             "kind": self.kind,
             **MORE.get(self.kind, {}),
@@ -102,8 +102,8 @@ class ComparedModel:
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return the keys of [adapt] for this model. The result is empty, because all parameters
-        are trained."""
+        """Return the keys of the section [adapt] for the compared model. The result is empty,
+        because all parameters are trained."""
         return {}
 
     @property
@@ -120,7 +120,7 @@ class AdaptedModel(ComparedModel):
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return the keys of [adapt] for this model."""
+        """Return the keys of the section [adapt] for the compared model."""
         if self.method == "ia3":
             return {"method": self.method}
         return {"method": self.method, "rank": 4, "dropout": 0.1 if self.dropout else 0.0}

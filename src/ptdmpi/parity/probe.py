@@ -29,8 +29,8 @@ MODELS = (
 )
 # this layout is probed with each context-parallel method and each model
 PLAIN = replace(ALONE, context=2)
-# Each of these layouts is probed with each context-parallel method, and with one model each. The
-# first layout has a different model for each method.
+# The layouts in `COMBINED` are probed with each context-parallel method, but each time with only
+# one model. The first layout has a different model for each method.
 COMBINED = (
     replace(ALONE, context=4),
     replace(PLAIN, tensor=2, sequence_parallel=True),

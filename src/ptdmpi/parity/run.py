@@ -23,7 +23,7 @@ from ptdmpi.plan.layout.grid import Grid, layout_grid
 
 T = TypeVar("T")
 SEED = 1234
-MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documents
+MEAN_DOCUMENT = 6  # Mean number of tokens in a document, in models with documents.
 # With the usual standard deviation of 0.02, layers of this width would hardly change the residual
 # stream, and faults would not be visible.
 INIT_STD = 0.1
@@ -93,7 +93,7 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 
     The tokens are random, and the same in every layout. If the model is `masked`, some random
     positions of each sequence have a loss with weight 1, and the others have weight 0. The fraction
-    of these positions differs between sequences.
+    of positions with weight 1 differs between sequences.
     """
     generator = torch.Generator().manual_seed(SEED + step)
     shape = (GLOBAL_SIZE, SEQ_LENGTH)

@@ -32,7 +32,7 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 class _Rescale(Function):
     """The multiplication of some channels by their factors. For the backward, the function saves
-    the input values in these channels."""
+    the input values of the multiplied channels."""
 
     @staticmethod
     def forward(

@@ -5,10 +5,10 @@ If the tensor axis divides each expert, every tensor rank computes all tokens: t
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
 If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and an expert
-computes all of its width for its tokens. In this case a token takes the following path. Under
-sequence parallelism a rank already has only its own positions. Otherwise all tensor ranks have the
-same activations, and tensor rank r takes the r-th block of positions. The token is sent to its
-experts and back, so its output is complete on the rank that has routed it. Without sequence
+computes all of its width for its tokens. With whole experts, a token takes the following path.
+Under sequence parallelism a rank already has only its own positions. Otherwise all tensor ranks
+have the same activations, and tensor rank r takes the r-th block of positions. The token is sent to
+its experts and back, so its output is complete on the rank that has routed it. Without sequence
 parallelism the outputs of all tensor ranks are then gathered. A gradient takes the same path. The
 gradient of the output is complete on every rank that has the position, so each rank takes the
 gradient at its own positions, and sends it to the experts. Each rank then has the complete gradient

@@ -6,12 +6,12 @@ products with them. Each module of a stage has a reference to the object (`Compu
 replaces the object.
 
 A CPU without bfloat16 or float16 instructions computes products of these types with scalar code
-(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such a CPU
-the operands are converted to float32 first, and the result is rounded once. The results are the
-same as on hardware with float32 accumulators.
+(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On a CPU
+without these instructions, the operands are converted to float32 first, and the result is rounded
+once. The results are the same as on hardware with float32 accumulators.
 
 On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
-tensors for its own backward pass. In ptdmpi each of these operations is one autograd Function,
+tensors for its own backward pass. ptdmpi computes each such operation by one autograd Function,
 which saves only its input.
 """
 
@@ -122,9 +122,9 @@ class Kernels:
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # this kernel adds its float32 accumulator to `total` without rounding; other kernels
-            # would round the product, store it, and read it again
-            if torch.compiler.is_compiling():  # torch.compile lacks this addmm (pytorch #163880)
+            # This kernel adds its float32 accumulator to `total` without rounding; other kernels
+            # would round the product, store it, and read it again.
+            if torch.compiler.is_compiling():  # torch.compile lacks this addmm (pytorch #163880).
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
@@ -151,12 +151,12 @@ class Computing(nn.Module):
     kernels = USUAL
 
     def take(self, kernels: Kernels) -> None:
-        """Use these kernels from now on."""
+        """Use the kernels `kernels` from now on."""
         self.kernels = kernels
 
 
 def compute_by(module: nn.Module, kernels: Kernels) -> None:
-    """Make a module, and all modules in it, use these kernels from now on."""
+    """Make a module, and all modules in it, use the kernels `kernels` from now on."""
     for part in module.modules():
         if isinstance(part, Computing):
             part.take(kernels)

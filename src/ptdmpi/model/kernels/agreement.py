@@ -27,7 +27,7 @@ from ptdmpi.model.kernels.table import table
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import World
 
-FILE = "kernels.json"  # the file in the run directory that stores the agreed kernels
+FILE = "kernels.json"  # The file in the run directory that stores the agreed kernels.
 # Attention backends: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention 3
 # has the same SDPBackend name as FlashAttention 2, which it replaces in torch.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
@@ -39,8 +39,8 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The attention backends that a device tries, in this order. If the tuple is empty, torch
-    chooses the backend."""
+    """The attention backends that a device tries, in the order in which it tries them. If the tuple
+    is empty, torch chooses the backend."""
 
     attention: tuple[str, ...] = ()
 
@@ -83,8 +83,8 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 def offered(device: torch.device) -> tuple[str, ...]:
     """Return the attention backends that are available on a device, the fastest first. The backends
-    are taken from the first entry for this device in the table of measurements. For a device that
-    is not in the table, such as the host, the result is empty."""
+    are those of the first entry for this device in the table of measurements. For a device that is
+    not in the table, such as the host, the result is empty."""
     vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -202,10 +202,10 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run may have begun with an older version of ptdmpi that had no choice of this kind. Such a
-    # run keeps PyTorch's kernel, so that its results stay bitwise equal. The older version
-    # multiplied 16-bit types in the form that is the fastest for the processor, and `fresh` does
-    # the same.
+    # A run may have begun with an older version of ptdmpi, in which the kernel of the kind `kind`
+    # could not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise
+    # equal. The older version multiplied 16-bit types in the form that is the fastest for the
+    # processor, and `fresh` does the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

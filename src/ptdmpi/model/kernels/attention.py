@@ -1,7 +1,7 @@
 """Attention, softmax(q k^T) v, and the kernel implementations that compute it on each device.
 
-Each layer has an `AttentionCore` with a list of implementations. The first implementation that
-supports an input computes attention for it.
+Each layer has an `AttentionCore` with a list of implementations. For each input, the first
+implementation that supports the input computes attention.
 
 `ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. This
 kernel computes attention with soft caps, which no fused kernel supports. This kernel also computes
@@ -209,7 +209,7 @@ class PackedKernel:
             offsets = documents.offsets
             longest = documents.longest
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-        window = (-1, -1)  # (keys before a query's own, keys after it); -1 means all
+        window = (-1, -1)  # (keys before a query's own, keys after it); -1 means all.
         if self.scores.causal:
             window = (self.scores.window - 1, 0)
         out = packed_attention(

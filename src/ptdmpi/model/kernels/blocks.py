@@ -25,7 +25,7 @@ class Scores:
 
     Products are multiplied by `scale`. If `softcap` is not 0, each score x then becomes softcap
     tanh(x / softcap). If `causal` is True, a query sees the keys up to its own position. If
-    `window` is not 0, the query sees only the last `window` of these keys.
+    `window` is not 0, the query sees only the last `window` keys up to its own position.
     """
 
     scale: float

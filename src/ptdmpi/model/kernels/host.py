@@ -28,8 +28,8 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(ask)
     def answer(*arguments: P.args, **named: P.kwargs) -> R:
-        """Return the result of `ask` for these arguments. The result is computed only at the first
-        call."""
+        """Return the result of `ask` for the given arguments. The result is computed only at the
+        first call."""
         result: R = known(*arguments, **named)
         return result
 
@@ -38,7 +38,7 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 def vendor(device_type: str) -> str:
     """Return the name of a type of device in the table of kernels. AMD's devices have the name
-    "rocm", although torch uses the name "cuda" for them."""
+    "rocm", although torch uses the name "cuda" for AMD's devices."""
     if device_type == "cuda" and torch.version.hip:
         return "rocm"
     return device_type

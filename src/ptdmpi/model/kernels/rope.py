@@ -9,7 +9,8 @@ from torch.autograd import Function
 
 class _Turn(Function):
     """The rotation by four kernels in the forward and four kernels in the backward. The function
-    saves no activations. Without this function, autograd would use five kernels and one more copy.
+    saves no activations. With plain torch operations, autograd would use five kernels and one more
+    copy.
     """
 
     @staticmethod

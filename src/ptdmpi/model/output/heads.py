@@ -69,7 +69,8 @@ class TokenOutput(Output):
         self.modules["head"] = self.head
 
     def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
-        """Register the modules that come before the head; there are none in this class."""
+        """Register the modules that come before the head. In this class there are no such
+        modules."""
 
     def _head_axis(self) -> TensorAxis:
         """Return the tensor axis of the head."""
@@ -84,8 +85,8 @@ class TokenOutput(Output):
         return self.head(self.transformed(x))
 
     def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
-        """Return the logits at all positions that have labels. In this class these are all
-        positions: [s, b, V/t]."""
+        """Return the logits at all positions that have labels. In this class, all positions have
+        labels: [s, b, V/t]."""
         return self.token_logits(x)
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -132,8 +132,8 @@ class OwnLoss:
     def of(
         cls, name: str, vocab_size: int, tensor: TensorAxis, context: ContextAxis
     ) -> "OwnLoss | None":
-        """Return the loss with this name, or None if the name is "", which means the cross-entropy.
-        Raise InputError for a name that cannot be imported."""
+        """Return the loss with the name `name`. Return None if the name is "", which means the
+        cross-entropy. Raise InputError for a name that cannot be imported."""
         if not name:
             return None
         return cls(

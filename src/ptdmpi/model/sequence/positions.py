@@ -30,8 +30,8 @@ class Positions:
     shares: int = 1
 
     def shared(self, share: int, shares: int) -> "Positions":
-        """Return share number `share` of `shares` equal shares of these positions. The positions
-        must not be divided into shares already."""
+        """Divide the positions of this object into `shares` equal shares, and return the share with
+        the number `share`. The positions must not be divided into shares already."""
         assert self.shares == 1, "shares of shares have no meaning"
         return replace(self, share=share, shares=shares)
 
@@ -43,14 +43,15 @@ class Positions:
 
     @property
     def are_all(self) -> bool:
-        """Return True if these are all positions of the sequence."""
+        """Return True if this object has all positions of the sequence."""
         return self.parts == 1
 
     def runs(self, length: int) -> Iterator[range]:
-        """Yield these positions as runs of consecutive positions, for a sequence of `length`
-        positions.
+        """Yield the positions of this object as runs of consecutive positions, for a sequence of
+        `length` positions.
 
-        Raise ValueError if a sequence of this length cannot be cut into equal chunks and shares.
+        Raise ValueError if a sequence of `length` positions cannot be cut into equal chunks and
+        shares.
         """
         if length % self.parts or (self.size > 1 and length % (2 * self.size)):
             raise ValueError(f"{length} positions cannot be cut for {self}")
@@ -69,8 +70,8 @@ class Positions:
                 yield run
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Select these positions in the dim `dim` of the tensor `whole`, which has all positions.
-        The result is a view if the positions form one run, and otherwise a copy."""
+        """Select the positions of this object in the dim `dim` of the tensor `whole`, which has all
+        positions. The result is a view if the positions form one run, and otherwise a copy."""
         if self.are_all:
             return whole
         runs = self.runs(whole.shape[dim])
@@ -78,8 +79,8 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return these positions as indices into the sequence, int64 [count]. `count` is the number
-        of these positions."""
+        """Return the positions of this object as indices into the sequence: int64 [number of
+        positions]."""
         runs = self.runs(count * self.parts)
         parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

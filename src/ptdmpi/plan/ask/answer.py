@@ -10,9 +10,9 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
-MOST_INSIDE = 2  # with more lines than this, the legend is outside the panel
-LETTERS_PER_PANEL = 56  # letters that fit into a line of the title, per panel
-MOST_PLAIN = 300  # the labels are plain numbers up to this ratio of the ends of a logarithmic axis
+MOST_INSIDE = 2  # With more lines than this, the legend is outside the panel.
+LETTERS_PER_PANEL = 56  # Letters that fit into a line of the title, per panel.
+MOST_PLAIN = 300  # The labels are plain numbers up to this ratio of the ends of a logarithmic axis.
 
 
 @dataclass(frozen=True)

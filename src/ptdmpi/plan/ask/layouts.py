@@ -23,8 +23,8 @@ from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
 ORDERS = ("simplest", "best")
-MOST_DRAWN = 10_000  # largest number of microbatches in a step that is drawn
-BASE_BLOCK = 64  # number of elements of a frozen matrix that share one scale
+MOST_DRAWN = 10_000  # Largest number of microbatches in a step that is drawn.
+BASE_BLOCK = 64  # Number of elements of a frozen matrix that share one scale.
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,9 @@ def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]
 
 
 def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
-    """Return the sections of a configuration that trains in this layout.
+    """Return the sections of a configuration with which `ptdmpi train` trains in the layout.
 
-    Return None if `ptdmpi train` cannot train in this layout.
+    Return None if `ptdmpi train` cannot train in the layout.
     """
     if layout.dp_overlap:
         return None

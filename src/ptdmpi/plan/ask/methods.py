@@ -54,8 +54,8 @@ METHODS: dict[str, dict[str, object]] = {
         "error_feedback": "mem_sgd",
     },
 }
-DRAWN = 4  # methods drawn over the number of replicas
-MOST_DRAWN = 1024  # largest number of replicas in the picture
+DRAWN = 4  # Number of methods that are drawn over the number of replicas.
+MOST_DRAWN = 1024  # Largest number of replicas in the picture.
 
 
 def sections() -> Iterator[tuple[str, DataParallelConfig]]:

@@ -82,7 +82,7 @@ class TieredAxis(DataAxis):
 
     def _ends_s(self, layout: Layout) -> float:
         """Return the seconds of the messages between the first and the last pipeline stage. The
-        ranks of these two stages are farthest apart."""
+        ranks of the first and the last stage are the farthest apart."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)

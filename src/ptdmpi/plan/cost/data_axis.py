@@ -116,7 +116,7 @@ class DataAxis:
 
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds in which ranks with different experts sum the gradients of all
-        parameters outside experts. If state is sharded, each rank sums only its shard of these
+        parameters outside experts. If the state is sharded, each rank sums only its shard of the
         gradients. The estimate assumes that embedding and head have the same fraction of expert
         parameters as layers."""
         dense = self._dense_elements(layout.tensor)
@@ -239,8 +239,8 @@ class DataAxis:
             return 0.0
         group = self.shard_group(layout)
         runs = trained_runs(self.model.runs())
-        share = layers / max(1, count_of(runs))  # as a fraction of the model's trained layers
-        whole_s, most_s = 0.0, 0.0  # seconds of gathers: the sum and the maximum over layers
+        share = layers / max(1, count_of(runs))  # As a fraction of the model's trained layers.
+        whole_s, most_s = 0.0, 0.0  # Seconds of gathers: the sum and the maximum over layers.
         least_s = 0.0
         for kind, count in runs:
             layer = ModelPart(

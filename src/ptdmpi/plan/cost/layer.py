@@ -97,7 +97,7 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        # neighbouring ranks of the group differ by this number
+        # the numbers of neighbouring ranks of the group differ by `between`
         between = tensor // layout.dealing.tensor
         dealt = Group(layout.expert, min(layout.expert, max(1, near // between)))
         self.groups = {
@@ -289,8 +289,8 @@ class EndTimes(TensorRank):
     @cached_property
     def embedding_backward(self) -> Seconds:
         """Return the time of the embedding's backward. The embedding's backward computes only the
-        gradient of the table. In a split backward, all of this time is therefore in W (gradients of
-        weights)."""
+        gradient of the table. In a split backward, the whole time of the embedding's backward is
+        therefore in W (gradients of weights)."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")

@@ -30,8 +30,8 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# Optimizer state in a file is read ahead and written back in blocks of this many bytes. Two of
-# these blocks are in memory at the same time.
+# The number of bytes of a block in which optimizer state is read ahead from a file and written
+# back. Two blocks are in memory at the same time.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of cached results
 
@@ -50,9 +50,9 @@ class Footprint:
     gradients: float
     optimizer: float  # moments, and master weights if the weights are in a half type
     activations: float
-    working: float  # working memory of one backward pass
-    runtime: float = 0.0  # context of the device, buffers of messages
-    copies: float = 0.0  # copies of the state, if ranks compute on the host
+    working: float  # Working memory of one backward pass.
+    runtime: float = 0.0  # Context of the device, buffers of messages.
+    copies: float = 0.0  # Copies of the state, if ranks compute on the host.
     host: float = 0.0
 
     @property

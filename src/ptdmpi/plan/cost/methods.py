@@ -172,7 +172,8 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
-            return 2 * sizes.gradients * (n - 1) / n  # gradients to the server and means from it
+            # gradients are sent to the server, and means are sent back
+            return 2 * sizes.gradients * (n - 1) / n
         case "decentralized" if encodes(section):
             return neighbours(section.topology, n) * sizes.code(section)
         case "decentralized" | "local" if not encodes(section):
@@ -269,8 +270,8 @@ class MethodAxis(DataAxis):
 
         The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
         has been summed over all ranks. The sums are then sent to all ranks, which takes the same
-        number of messages. If a slice is larger than the largest message, all of this is repeated
-        for several smaller slices.
+        number of messages. If a slice is larger than the largest message, the gradients are sent in
+        several rounds.
         """
         n = group.ranks
         if n == 1:
@@ -304,7 +305,7 @@ class MethodAxis(DataAxis):
             # after the other
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # a rank decodes n codes of 1/n of the elements each, and then the codes of all means
+            # a rank decodes n codes, each of 1/n of the elements, and then the codes of the n means
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)

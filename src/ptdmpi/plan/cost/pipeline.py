@@ -89,7 +89,7 @@ class StageTimes:
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)
-            if rank not in seen:  # the first stage of this rank
+            if rank not in seen:  # the first stage that is on this rank
                 seen.add(rank)
                 own = self.placed.stages_of(rank)
                 waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)

@@ -27,10 +27,10 @@ class StepParts:
     """Seconds of the busiest rank's step by kind of work; their sum is the step time."""
 
     compute: float
-    tensor: float  # sums over the tensor axis
-    context: float  # messages of attention over the context axis
-    expert: float  # messages with tokens to experts and back
-    pipeline: float  # messages between stages that do not overlap with computation
+    tensor: float  # Sums over the tensor axis.
+    context: float  # Messages of attention over the context axis.
+    expert: float  # Messages with tokens to experts and back.
+    pipeline: float  # Messages between stages that do not overlap with computation.
     bubble: float
     data: float  # sums and gathers over the data axis that do not overlap with computation
     optimizer: float
@@ -84,9 +84,10 @@ class Price:
 
 
 class Pricer:
-    """The prices (step time and memory) of layouts of one model and batch on one cluster. Kernels
-    of the same shape in several layouts are priced once. `times` has the seconds of the parts of a
-    step. `usable_bytes` is the amount of a device's memory that a layout may fill."""
+    """The prices (step time and memory) of layouts of one model and batch on one cluster. The time
+    of kernels with the same shape is computed only once for all layouts. `times` has the seconds of
+    the parts of a step. `usable_bytes` is the amount of a device's memory that a layout may
+    fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times

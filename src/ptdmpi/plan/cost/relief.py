@@ -16,10 +16,10 @@ from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
-MOST_CHANGES = 3  # the largest number of changes in a set
-MOST_SIZES = 8  # the largest number of sizes that are tried for the microbatch or for an axis
-GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # factors by which the number of ranks may grow
-FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # fields of Layout
+MOST_CHANGES = 3  # The largest number of changes in a set.
+MOST_SIZES = 8  # The largest number of sizes that are tried for the microbatch or for an axis.
+GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # Factors by which the number of ranks may grow.
+FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # Layout's names
 Keys = dict[str, int | str | bool]
 
 

@@ -187,7 +187,8 @@ class StageMemory:
         return ModelPart.joined([parts[stage] for stage in cut.placed.stages_of(rank)])
 
     def _backward(self, layout: Layout, stage: int) -> range:
-        """Return the layers of a stage that have a backward. Only these layers keep activations."""
+        """Return the layers of a stage that have a backward. Layers without a backward keep no
+        activations."""
         return self.split(layout)[stage][self.stage_parts(layout)[stage].idle :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
@@ -366,8 +367,8 @@ class StageMemory:
         )
 
     def _embedding(self) -> tuple[Operator, ...]:
-        """Return the operators of the embedding that have a backward: all, or none if none of them
-        trains."""
+        """Return the operators of the embedding that have a backward: all operators, or no operator
+        if the embedding has nothing to train."""
         rows = describe.embedding(self.model, self.vocab_size)
         if any(row.trains for row in rows):
             return rows

@@ -23,8 +23,8 @@ from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class StepTimes:
-    """Seconds of the parts of a step of one model on one cluster. Kernels of the same shape in
-    several layouts are priced once."""
+    """Seconds of the parts of a step of one model on one cluster. The time of kernels with the same
+    shape is computed only once for all layouts."""
 
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
@@ -74,7 +74,7 @@ class StepTimes:
             counts = []
             start = layers.start
             for kind, count in part.runs:
-                # how many of these layers are among the model's first `most` layers
+                # the number of these layers that are among the model's first `most` layers
                 again = count if most is None else min(max(0, most - start), count)
                 counts.append((kind, count, again))
                 start += count

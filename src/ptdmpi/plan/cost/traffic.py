@@ -139,8 +139,8 @@ class StepTraffic:
 
     def _same_experts(self, rank: int) -> Tally:
         """Return the traffic that sums the gradients of undivided experts over the tensor ranks
-        that have them. If gradients are sharded, the count assumes that each rank has an equal
-        shard of these gradients."""
+        that have them. If gradients are sharded, the count assumes that all ranks have equal shards
+        of the experts' gradients."""
         dealing = self.layout.dealing
         tally = Tally(dealing.same)
         parts = [part for name, part in self.held.of_rank(rank) if parameters.is_of_expert(name)]

@@ -10,7 +10,7 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 class UpdateTimes:
     """Seconds of the optimizer's update. `elements` is always the number of parameters of one rank.
-    The rank updates its shard of these parameters."""
+    The rank updates its shard of the parameters."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine. `moments` is the number of moments that the optimizer keeps per
@@ -105,7 +105,7 @@ class UpdateTimes:
         if self.cluster.on_host:
             update_s = self.machine.update_s(shard, kernels)
         else:
-            assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
+            assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked both
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
             # if the weights are the master weights, the link also carries the weights from the
             # device to the host

@@ -1,9 +1,9 @@
 """The terms in which an operator describes its costs: kernels, messages, and tensors that stay in
 memory.
 
-An operator (`operator.py`) describes its work in these terms. `plan.cost.layer` computes the times
-of kernels and messages on a cluster. `folds.py` adds up the tensors in memory and the bytes of
-messages.
+An operator (`operator.py`) describes its work by kernels, messages and tensors. `plan.cost.layer`
+computes the times of kernels and messages on a cluster. `folds.py` adds up the tensors in memory
+and the bytes of messages.
 
 For some kernels only the launch is counted, and no time (`priced` is False). The efficiencies of
 clusters were calibrated with published times of whole layers, so the times of the other kernels

@@ -353,8 +353,9 @@ class Attend(Operator):
         """Return the working bytes of the backward. With explicit scores these are the gradient of
         the softmax's output (before and after dropout) and of its input, and the gradient of the
         values; a host also needs a copy of the mask in the type of the gradients. For kernels that
-        store no scores, the working bytes are the gradients of the operands and of the output. If
-        such a kernel reads the output, the output is added, because it is still in memory."""
+        store no scores, the working bytes are the gradients of the operands and of the output. If a
+        kernel without stored scores reads the output, the output is added, because it is still in
+        memory."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model

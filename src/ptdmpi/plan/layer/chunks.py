@@ -9,8 +9,8 @@ products computes the scores of one block of queries at a time.
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
-QUERY_BLOCK = 128  # number of queries whose scores are computed at once
-BLOCK_SCORES = 1 << 20  # largest number of scores that are computed at once
+QUERY_BLOCK = 128  # Number of queries whose scores are computed at once.
+BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
 
 
 def loss_rows(columns: int, on_host: bool) -> int:

@@ -21,7 +21,7 @@ from ptdmpi.plan.layer.sizes import Sizes
 # The forward computes maximum, difference, exponential and sum. The backward computes difference,
 # exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
-HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its attention weights is drawn
+HASH_BYTES = 8  # Bytes of a query's hash, from which the dropout of its attention weights is drawn.
 # The number of times that the output is read or written for each block of keys and values that
 # arrives: the output so far is scaled, and the block's contribution is added.
 MERGE_PASSES = 5
@@ -298,9 +298,9 @@ class RingCore:
         yield MatrixProduct(queries, d, keys, self._batch)
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of a phase. Each block of keys and values visits all other context
-        ranks. In a backward, the gradients of the block are sent after the block. At the end they
-        return to the rank that owns the block.
+        """Yield the messages of one phase (forward, backward, or a part of a split backward). Each
+        block of keys and values visits all other context ranks. In a backward, the gradients of the
+        block are sent after the block. At the end they return to the rank that owns the block.
 
         The products of a visit overlap with the messages of the next visit. In a backward the
         products that compute scores overlap with the messages of keys and values. All other
@@ -354,7 +354,7 @@ class RingCore:
     def _tile_bytes(self, backward: bool) -> int:
         """Return the number of bytes for the scores that are computed at once: the weights, their
         gradients and the gradients of scores, and if scores are capped their values of tanh. The
-        queries of these scores, and the gradients of their outputs, are copied.
+        bytes include copies of the queries of these scores, and of the gradients of their outputs.
 
         With dropout, there are also the weights or gradients before and after dropout, the mask,
         and a hash of each query. While the mask is drawn, only the weights are in memory and, in a

@@ -78,7 +78,7 @@ class LookUp(Operator):
 
 @dataclass(frozen=True)
 class AddRows(Operator):
-    """x + rows of a small table: embeddings of positions, or of token types."""
+    """The sum of x and the rows of a small table: embeddings of positions, or of token types."""
 
     table: Table
     by_position: bool = False

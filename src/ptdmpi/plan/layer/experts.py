@@ -27,8 +27,8 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part
 from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
-INDEX_BYTES = 8  # an index of an expert or of a token
-LOAD_BYTES = 8  # the number of tokens of an expert
+INDEX_BYTES = 8  # Bytes of the index of an expert or of a token.
+LOAD_BYTES = 8  # Bytes of the number of tokens of an expert.
 # If experts are distributed over ranks, a rank has memory for this multiple of the mean number of
 # rows (tokens of its experts).
 FULLEST = 2

@@ -28,8 +28,9 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
 
 
 def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[str, Part]:
-    """Return the parts of these operators, trained or frozen, by name. If `dealing` distributes
-    experts over ranks, the result has only the experts of the first rank."""
+    """Return the parts (linears, norms, tables and adapters) of the operators `rows`, trained or
+    frozen, by name. If `dealing` distributes experts over ranks, the result has only the experts of
+    the first rank."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.held(dealing)
@@ -40,8 +41,8 @@ def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[s
 
 
 def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return the number of multiplications per position in the forward matrix products of these
-    operators."""
+    """Return the number of multiplications per position in the forward matrix products of the
+    operators `rows`."""
     return sum(row.multiplications(model) for row in rows)
 
 
@@ -57,7 +58,8 @@ def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> floa
 def messages(
     rows: Iterable[Operator], sizes: Sizes, phase: Phase, input_trains: bool = True
 ) -> Iterator[Message]:
-    """Yield the messages of these operators in a phase.
+    """Yield the messages of the operators `rows` in one phase (forward, backward, or a part of a
+    split backward).
 
     `input_trains` is True if a part before these operators trains, so that the first operator also
     computes the gradient of its input. If `input_trains` is False, only the operators after the

@@ -17,7 +17,7 @@ CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
-SCALE_BYTES = 4  # float32, whatever the compute type is
+SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 # Kinds of the two tensors of a quantized matrix in files. Both kinds replace the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 

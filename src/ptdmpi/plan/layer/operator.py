@@ -91,8 +91,8 @@ class Operator:
         yield from ()
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield the operator's messages in a phase. `input_trains` is True if the operator's input
-        has a gradient."""
+        """Yield the operator's messages in one phase (forward, backward, or a part of a split
+        backward). `input_trains` is True if the operator's input has a gradient."""
         yield from ()
 
     # -- memory -----------------------------------------------------------------------------------
@@ -104,7 +104,8 @@ class Operator:
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. The recomputation of such an operator includes all of its kernels and messages."""
+        forward. If an operator keeps such a tensor, its recomputation includes all kernels and
+        messages of the operator."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:

@@ -1,7 +1,7 @@
 """Descriptions of the parts of a model that hold parameters: linears, norms, tables and adapters.
 
-An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them.
-This file does not import torch, so parameters can also be counted where torch is not installed.
+An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each part. This
+file does not import torch, so parameters can also be counted where torch is not installed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ from typing import Literal
 
 Sees = Literal["positions", "heads", "all"]
 
-# Every parameter and every shard starts at a multiple of this many elements. Vectorised kernels
-# then compute every element with the same instructions, at any position, and need no scalar code
-# for the last elements. The bits of an element therefore depend neither on the neighbouring
-# elements nor on the rank that holds the element. For the same reason, norms of gradients are
-# computed in rows of this length: a row is never divided between two ranks.
+# In a flat buffer, every parameter and every shard starts at a multiple of `ALIGNMENT` elements.
+# Vectorised kernels then compute every element with the same instructions, at any position, and
+# need no scalar code for the last elements. The bits of an element therefore depend neither on the
+# neighbouring elements nor on the rank that holds the element. For the same reason, norms of
+# gradients are computed in rows of this length: a row is never divided between two ranks.
 ALIGNMENT = 256
 
 
@@ -223,14 +223,14 @@ Parts = Mapping[str, Part]
 
 
 def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
-    """Return `part` if it is a linear with this `split`; raise TypeError if it is not."""
+    """Return `part` if it is a linear with the split `split`; raise TypeError otherwise."""
     if not isinstance(part, Linear) or part.split != split:
         raise TypeError(f"{part} is no linear split by {split}")
     return part
 
 
 def as_table(part: Part, split: bool) -> Table:
-    """Return `part` if it is a table with this `split`; raise TypeError if it is not."""
+    """Return `part` if it is a table with the split `split`; raise TypeError otherwise."""
     if not isinstance(part, Table) or part.split != split:
         raise TypeError(f"{part} is no table with split = {split}")
     return part

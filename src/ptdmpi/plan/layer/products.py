@@ -350,7 +350,7 @@ def weight_gradient(
     sizes: Sizes, inputs: int, outputs: int, rows: int, *, weights: int = 1
 ) -> Iterator[Kernel]:
     """Yield the product that computes the gradient of a weight, and the kernel that adds it to the
-    sum of gradients. `weights` is the number of weights of this shape, whose gradients are computed
+    sum of gradients. `weights` is the number of equally large weights whose gradients are computed
     one after the other.
 
     The adding kernel reads the product, and reads and writes the sum. No adding kernel is needed if

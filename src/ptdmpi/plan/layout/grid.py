@@ -49,13 +49,14 @@ class Axis:
         return self.other_parameters and (self.sums_losses or self.cuts_width)
 
 
-# The axes of this trainer. Consecutive ranks are neighbours on the first axis. Consecutive ranks
-# share a node, so the axis that communicates most is first (Narayanan et al. 2021, arXiv
-# 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per microbatch, is
-# last. The tensor ranks form two axes. Along the first, ranks have different experts; along the
-# second, ranks have slices or copies of the same experts. The context ranks form three axes: along
-# the first, ranks have different experts; along the second, ranks shard the state (`zero`); along
-# the third, ranks have copies of the state. The data ranks form three axes in the same way.
+# The axes of the process grid of this trainer. Consecutive ranks are neighbours on the first axis.
+# Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
+# 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
+# microbatch, is last. The tensor ranks form two axes. Along the first, ranks have different
+# experts; along the second, ranks have slices or copies of the same experts. The context ranks form
+# three axes: along the first, ranks have different experts; along the second, ranks shard the state
+# (`zero`); along the third, ranks have copies of the state. The data ranks form three axes in the
+# same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),
@@ -67,7 +68,7 @@ AXES: Mapping[str, Axis] = {
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
-UNLISTED = Axis()  # the properties of an axis that is not in `AXES`
+UNLISTED = Axis()  # The properties of an axis that is not in `AXES`.
 # Names of groups that are derived from the axes. WORLD: all ranks. TENSOR: ranks that have slices
 # of the same linears. REPLICAS: ranks that hold the same state. DATA: ranks that read different
 # samples for the same part of the model. CONTEXT: ranks that have different positions of the same
@@ -162,7 +163,7 @@ class Grid:
         """Return `rank` and all ranks whose coordinates equal the coordinates of `rank` on all axes
         other than `axes`, ascending.
 
-        Raises ValueError for a name that is no axis of this grid.
+        Raises ValueError if a name in `axes` is no axis of this grid.
         """
         for axis in axes:
             if axis not in self.axes:
@@ -314,7 +315,7 @@ def training_grid(
 
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
     """Return (number of context ranks, number of data ranks) of a group of `size` neighbours. Raise
-    ValueError if no such group exists."""
+    ValueError if the ranks cannot be divided into groups of this size."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

@@ -43,7 +43,7 @@ def _torus(size: int, seed: int) -> Topology:
     _, columns = sides(size)
 
     def near(rank: int) -> set[int]:
-        first = rank - rank % columns  # first rank of this row of the grid
+        first = rank - rank % columns  # the first rank of the grid's row in which `rank` is
         beside = {first + (rank + step) % columns for step in (-1, 1)}
         return beside | {(rank + step) % size for step in (-columns, columns)}
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from ptdmpi.plan.schedule.orders import Placement
 
-HALVINGS = 60  # steps of the search for the least work; each step halves the interval
-SLACK = 1e-9  # the fraction by which rounding may change a sum of works
+HALVINGS = 60  # Steps of the search for the least work; each step halves the interval.
+SLACK = 1e-9  # The fraction by which rounding may change a sum of works.
 
 
 @lru_cache(maxsize=4096)

@@ -131,7 +131,8 @@ class Software(FrozenTable):
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
-    launch_s: Delay = 26e-6  # measured for this trainer (benchmarks/planning/host_time.py)
+    # `launch_s` of this trainer, as measured by benchmarks/planning/host_time.py
+    launch_s: Delay = 26e-6
 
     @model_validator(mode="before")
     @classmethod
@@ -146,7 +147,8 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# The properties of this trainer. `ptdmpi probe` measures whether messages overlap with computation.
+# The properties of this trainer as training software. `ptdmpi probe` measures whether messages
+# overlap with computation.
 TRAINER = Software(
     attention="flash",
     dropout=False,
@@ -229,7 +231,8 @@ def _read(path: Traversable) -> dict[str, Any]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the preset cluster with this name or alias, or the cluster in the file with that path.
+    """Return the preset cluster that has the given name or alias, or the cluster in the file with
+    the given path.
 
     Raises InputError if there is neither, or if the file is not valid.
     """

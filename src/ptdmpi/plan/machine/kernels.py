@@ -17,14 +17,14 @@ from ptdmpi.plan.machine import nccl
 from ptdmpi.plan.machine.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-SPLITS = (1, 2, 4, 8)  # numbers of parts into which the summed dimension may be cut
-TILE_DEPTH = 32  # elements of the summed dimension per step of a tile (NVIDIA: 32 or 64)
+SPLITS = (1, 2, 4, 8)  # Numbers of parts into which the summed dimension may be cut.
+TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 32 or 64).
 # Tensor cores need rows whose lengths are multiples of 16 bytes (NVIDIA, "Matrix multiplication
 # background", tensor core requirements). Products with other rows reach 273 of 398 TFLOP/s
 # (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
 # compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
-FLASH_BLOCK = 128  # queries per block (Dao 2023, arXiv 2307.08691, section 3.3)
+FLASH_BLOCK = 128  # Queries per block (Dao 2023, arXiv 2307.08691, section 3.3).
 # Number of matrix products of FlashAttention (2 forward, 5 backward) -> number of tensors that it
 # reads or writes: query, key, value and output, and in the backward also their gradients
 FLASH_TENSORS = {2: 4, 5: 8}
@@ -135,8 +135,8 @@ class Machine:
         """Return the seconds of an elementwise operation. `moved_bytes` has the bytes that each of
         its kernels moves.
 
-        `kind` names the operation, for example "gelu", "layernorm" or "loss", or one of these with
-        "_backward". For some operations `MeasuredMachine` has measured times instead.
+        `kind` names the operation, for example "gelu", "layernorm" or "loss", or such a name with
+        the suffix "_backward". For some operations `MeasuredMachine` has measured times instead.
         """
         return sum(self.stream_s(amount) for amount in moved_bytes)
 

@@ -26,11 +26,11 @@ class Protocol:
     """The properties of one of NCCL's protocols, "LL", "LL128" or "Simple", in a ring or in a
     tree."""
 
-    link_steps: float  # time of a step over a link, in units of a step of a ring with LL128
-    hop_s: float  # time of a step over the network
-    share: float  # fraction of the rate that the protocol reaches
-    lone_share: float  # `share` if a node has only one rank of the group
-    most: float = math.inf  # largest rate in bytes per second, for any number of adapters
+    link_steps: float  # Time of a step over a link, in units of a step of a ring with LL128.
+    hop_s: float  # Time of a step over the network.
+    share: float  # Fraction of the rate that the protocol reaches.
+    lone_share: float  # `share` if a node has only one rank of the group.
+    most: float = math.inf  # Largest rate in bytes per second, for any number of adapters.
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Fabric:
 LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
-TREE_SHARE = 0.9  # fraction of a ring's rate that a tree reaches
+TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.
 # A ring with the protocol Simple over several nodes has longer latencies if a rank's part of the
 # tensor fills the buffers. NCCL's model has this factor only for all-reduces, for which rings
 # compete with trees. This file also uses the factor for a reduce-scatter and an all-gather, because

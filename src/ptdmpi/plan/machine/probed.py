@@ -169,7 +169,8 @@ class LinearWay(KernelWay):
 
 
 class KernelWays(FrozenTable):
-    """The measured implementations of kernels. The first entry that fits a processor is used."""
+    """The measured implementations of kernels. The first measured entry that fits a processor is
+    used."""
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()

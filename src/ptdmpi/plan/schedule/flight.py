@@ -77,7 +77,7 @@ def fullest(order: RankOrder) -> Flight:
         return _walked(order)
     first = _walked(order._replace(microbatches=shorter))
     if all(max(moment.held) < shorter for moment in first.moments):
-        return first  # no stage keeps all microbatches
+        return first  # in this case no stage keeps all microbatches
     second = _walked(order._replace(microbatches=shorter + pipeline))
     # schedules such as GPipe keep all microbatches: every further round adds the same numbers as
     # the round before
@@ -136,7 +136,8 @@ def _walked(order: RankOrder) -> Flight:
     }
     now, grown = [0] * len(stores), 0
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    # working -> the value of `grown` at the last moment that was recorded for it
+    # working memory -> the value of `grown` at the last moment that was recorded for this working
+    # memory
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
         # the op frees one inventory and keeps another

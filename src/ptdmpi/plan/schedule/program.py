@@ -64,14 +64,14 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
     The programs cannot deadlock, even if every message blocks its sender and its receiver, and
     carries no tag. Consider the first unfinished action in the total order. Each rank that takes
-    part in this action has done all its earlier actions. All of these ranks have therefore reached
-    the action, and the action proceeds. Messages between two ranks match in order, because both
-    ranks follow the same total order. This proof also holds on devices that execute queues
-    (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are called inside
-    an op or started at its end: all replicas execute the same program, so such a collective has the
-    same position as its op in the total order. No other Compute comes between the Compute of an op
-    and the Send of its output, so an output is sent as soon as it is computed. Raises DeadlockError
-    if the schedule itself waits in a circle.
+    part in this action has executed all its earlier actions. All ranks of the first unfinished
+    action have therefore reached it, so the action proceeds. Messages between two ranks match in
+    order, because both ranks follow the same total order. This proof also holds on devices that
+    execute queues (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are
+    called inside an op or started at its end: all replicas execute the same program, so such a
+    collective has the same position as its op in the total order. No other Compute comes between
+    the Compute of an op and the Send of its output, so an output is sent as soon as it is computed.
+    Raises DeadlockError if the schedule itself waits in a circle.
     """
     # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
     # real ops

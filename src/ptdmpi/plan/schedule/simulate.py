@@ -18,7 +18,7 @@ from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
 # The kinds of spans that are not ops of a schedule. The kinds of spans of ops are in `OP_KINDS`.
 OTHER_SPANS = (
-    "receive",  # waiting for the input of the next op
+    "receive",  # kind of a span in which a rank waits for the input of its next op
     "send",
     "gather",
     "reduce",

@@ -80,7 +80,8 @@ class Cached:
         return Path(folder) / "ptdmpi" / "kernels" / f"{digest[:16]}.toml"
 
     def read(self) -> dict[str, list[dict[str, Any]]] | None:
-        """Return the measurements; None if there are none for this key, or the file is damaged."""
+        """Return the measurements; None if there are no measurements for this key, or the file is
+        damaged."""
         try:
             tree = tomllib.loads(read_file(self.path).decode())
             if tree.get("key") != self.key:

@@ -91,8 +91,8 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
 
 
 def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
-    """Return the kernels that are timed for numbers of this type. Kernels that round to bfloat16
-    are timed only for bfloat16."""
+    """Return the kernels that are timed for numbers of the type `dtype`. Kernels that round to
+    bfloat16 are timed only for bfloat16."""
     if dtype == torch.bfloat16:
         return ATTENTION
     return {way: kernel for way, kernel in ATTENTION.items() if not _rounds(kernel)}

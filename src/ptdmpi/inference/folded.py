@@ -18,7 +18,7 @@ def fold(
     model: ModelConfig, name: str, box: Box, values: Tensor, *, inverse: bool = False
 ) -> Tensor:
     """Return `values` multiplied by the factor of muP for the parameter `name`, in float64. If
-    `inverse` is True, return them divided by the factor. `values` is the slice `box` of the
+    `inverse` is True, return `values` divided by the factor. `values` is the slice `box` of the
     parameter. Parameters without a factor, and all parameters of models without muP, are returned
     unchanged."""
     factor = query_factor(model)

@@ -64,7 +64,7 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """`stages` has this rank's pipeline stages, which have their weights, by stage number.
+        """`stages` has this rank's pipeline stages, with loaded weights, by stage number.
         `placement` says which pipeline rank has which stage."""
         self.config = config
         self.axes = axes

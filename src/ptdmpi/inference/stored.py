@@ -43,8 +43,8 @@ KEPT = "hugging_face"
 class StoredModel:
     """A complete model on the disk.
 
-    `path` is the directory of its config.toml. `tree` is the content of this config.toml, but its
-    section [model] is replaced by the one in the checkpoint.
+    `path` is the directory that contains the model's config.toml. `tree` is the content of this
+    config.toml, but its section [model] is replaced by the one in the checkpoint.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class StoredModel:
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """Return the data that the weights were trained on, or None if it is unknown.
+        """Return the data that the weights were trained on, or None if this data is unknown.
 
         The data is unknown if an older version or another program wrote the weights. Raises
         InputError for a damaged manifest.
@@ -198,7 +198,8 @@ class StoredAdapter:
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """Return the data that the adapters were trained on; None if another program wrote them.
+        """Return the data that the adapters were trained on; None if another program wrote the
+        adapters.
 
         Raises InputError for a damaged manifest.
         """
@@ -245,11 +246,11 @@ def config_of(
     pipeline: int = 1,
     data: int | None = None,
 ) -> Config:
-    """Return a configuration for using a model without training. `model` has the keys of its
+    """Return a configuration for using a model without training. `model` has the keys of the
     section [model].
 
-    If `data` is None, it is the data-parallel size that uses all `ranks`. Raises InputError if the
-    model or the layout is not legal.
+    If `data` is None, the data-parallel size is the one that uses all `ranks`. Raises InputError if
+    the model or the layout is not legal.
     """
     if data is None:
         data = max(1, ranks // (tensor * pipeline))

@@ -88,8 +88,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
     tokenizer.json; if it is None, the model's own tokenizer is searched.
 
-    Raises InputError if no tokenizer is known; its message ends with the advice `mended`. Also
-    raises InputError if the model was trained with another tokenizer.
+    Raises InputError if no tokenizer is known; the error message ends with the advice `mended`.
+    Also raises InputError if the model was trained with another tokenizer.
     """
     try:
         name = given or name_of(stored)

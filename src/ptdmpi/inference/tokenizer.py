@@ -91,7 +91,8 @@ def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
 
 
 def known_tokenizer(path: Path) -> str | None:
-    """Return the SHA-256 of the tokenizer of the model at `path`; None if it is not known."""
+    """Return the SHA-256 of the tokenizer of the model at `path`; None if the tokenizer is not
+    known."""
     try:
         return tokenizer_sha256(open_model(path))
     except InputError:  # for example because there is no config.toml
@@ -99,7 +100,7 @@ def known_tokenizer(path: Path) -> str | None:
 
 
 def tokenizer_sha256(stored: StoredModel) -> str | None:
-    """Return the SHA-256 of the model's tokenizer; None if it is not known."""
+    """Return the SHA-256 of the model's tokenizer; None if the tokenizer is not known."""
     trained_on = stored.trained_on
     if trained_on is not None:
         return trained_on.tokenizer_sha256

@@ -57,7 +57,7 @@ class History:
 
     def end(self, last: int, why: str) -> None:
         """Record the last step of the attempt and the reason for its end. Do nothing if no attempt
-        has begun, or its end is already recorded."""
+        has begun, or the end of the attempt is already recorded."""
         if self.number:
             line = {"attempt": self.number, "event": "end", "time": _now()}
             self._append({**line, "last": last, "why": why})
@@ -118,7 +118,7 @@ class AttemptedSteps(NamedTuple):
 
 def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
     """Return the attempts (starts of the training program) that trained the recorded `steps`, in
-    the order of the steps. If several attempts may have trained a step, the newest of them is
+    the order of the steps. If several attempts may have trained a step, the newest attempt is
     returned."""
     owed: dict[int, list[int]] = {}
     for step in steps:

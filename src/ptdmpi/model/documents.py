@@ -1,5 +1,6 @@
 """The documents in the sequences of a microbatch, and the pairs of documents that a preference loss
-compares. Each document has its own attention, and its positions are counted from 0.
+compares. Attention is computed within each document, and the positions of a document are counted
+from 0.
 
 In this module a document is a run of tokens that attend only to each other: one text of a packed
 sample, or the padding after the last text.

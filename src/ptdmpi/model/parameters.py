@@ -111,8 +111,8 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if the parameter is stored in quantized form. Such a parameter is used only
-        in matrix multiplications, with its dequantized values."""
+        """Return True if the parameter is stored in quantized form. A quantized parameter is used
+        only in matrix multiplications, with its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property

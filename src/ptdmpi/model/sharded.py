@@ -148,9 +148,9 @@ class PlacedGradients(Protocol):
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients are not reduced before the caller has tested them.
-        `look` is called with a parameter and tests its gradient. Gradients that are not reduced
-        during the op are tested at the end of the op."""
+        """Return a context in which the caller can test each gradient before it is reduced. `look`
+        is called with a parameter and tests its gradient. Gradients that are not reduced during the
+        op are tested at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -212,7 +212,8 @@ class ReducedGradients:
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # if the transport has already completed all collectives, free their memory now
+        # if the transport has already completed all collectives, free the memory of the collectives
+        # now
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
@@ -223,7 +224,8 @@ class ReducedGradients:
 
     def forget(self) -> None:
         """Discard the gradients of an interrupted step that were not reduced. The communicator
-        keeps the tensors of incomplete reductions, so their memory is not used again."""
+        keeps the tensors of incomplete reductions, so the memory of these tensors is not used again
+        too early."""
         self._open = {}
         self._leaving = []
 

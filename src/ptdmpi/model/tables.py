@@ -88,8 +88,8 @@ class _Embed(Function):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of token ids, [s, b] -> [s, b, hidden]. The rows of its table are divided over
-    the tensor axis."""
+    """An embedding of token ids, [s, b] -> [s, b, hidden]. The rows of the embedding's table are
+    divided over the tensor axis."""
 
     def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
         super().__init__()

@@ -94,7 +94,8 @@ class TensorAxis:
         return flat.narrow(0, self.rank * elements, elements)
 
     def from_shares(self, share: Tensor) -> Tensor:
-        """Gather the shares of all ranks (see `share`), and return them as one flat tensor."""
+        """Gather the shares of all ranks (see `share`), and return one flat tensor that has all
+        shares."""
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:

@@ -62,7 +62,7 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
     `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
     between are interpolated linearly in the number of turns. This rule of Llama 3.1 is not in Dubey
-    et al. 2024; its source is `apply_scaling` in Meta's repository llama-models.
+    et al. 2024; the source of the rule is `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -244,8 +244,8 @@ class MaskedTransform(Computing):
 
 class SentenceOrder(nn.Module):
     """The prediction of the order of two segments, from the activations [b, h] at the first
-    position of each sequence. The logits [b, 2] are for segments in their original order and for
-    swapped segments.
+    position of each sequence. The two logits of a sequence, [b, 2], are for segments in their
+    original order and for swapped segments.
 
     The module has the pooler of Devlin et al. 2019, and is trained with the objective of Lan et al.
     2020 (arXiv 1909.11942).

@@ -31,8 +31,8 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 
 class _Rescale(Function):
-    """The multiplication of some channels by their factors. For the backward, the function saves
-    the input values of the multiplied channels."""
+    """An autograd Function that multiplies some channels by their factors. For the backward, the
+    function saves the input values of the multiplied channels."""
 
     @staticmethod
     def forward(

@@ -12,10 +12,10 @@ its experts and back, so its output is complete on the rank that has routed it. 
 parallelism the outputs of all tensor ranks are then gathered. A gradient takes the same path. The
 gradient of the output is complete on every rank that has the position, so each rank takes the
 gradient at its own positions, and sends it to the experts. Each rank then has the complete gradient
-of the input at its own positions. The gradient is gathered if every rank needs it at all positions.
-With whole experts, no activation and no gradient of an activation is therefore summed over the
-tensor axis. The gradients of the router and of the experts are sums over tokens, so the gradients
-of all ranks that have the same parameters are added at the end of the step.
+of the input at its own positions. The gradient of the input is gathered if every rank needs all
+positions. With whole experts, no activation and no gradient of an activation is therefore summed
+over the tensor axis. The gradients of the router and of the experts are sums over tokens, so the
+gradients of all ranks that have the same parameters are added at the end of the step.
 """
 
 from dataclasses import dataclass

@@ -118,7 +118,7 @@ class Kernels:
         inputs]. `total` is [outputs, inputs], in float32 or wider."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # if the types allow it, one kernel computes the product and adds it
+        # if the types allow it, one kernel both computes the product and adds it to `total`
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
@@ -173,7 +173,7 @@ def operand(weight: Tensor) -> Tensor:
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b, with the bias added in the same kernel; torch's own call would first copy
-    the bias to all rows of the result. Autograd cannot differentiate this call, so it is used only
-    inside autograd Functions."""
+    the bias to all rows of the result. Autograd cannot differentiate this call, so only autograd
+    Functions use the call."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

@@ -128,9 +128,10 @@ def agreed(
     """Return the kernels that all ranks of this run use. All ranks must call `agreed`.
 
     The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
-    stored kernel is used again only if every rank has it. Otherwise, and always if `before` is
-    None, the kernels that were fastest in the measurements are chosen. The chosen kernels are
-    stored in the run directory, and `say` prints one line with the kernels and the reasons.
+    stored kernel is used again only if every rank has this kernel. Otherwise, and always if
+    `before` is None, the kernels that were fastest in the measurements are chosen. The chosen
+    kernels are stored in the run directory, and `say` prints one line with the kernels and the
+    reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -263,8 +264,8 @@ def _kept(folder: Path) -> Stored | None:
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
     """Return a context in which torch tries the attention backends `backends` in this order. If
-    `backends` is empty, torch chooses the backend. The order applies to the whole process, because
-    it is a setting of torch."""
+    `backends` is empty, torch chooses the backend. The order of backends applies to the whole
+    process, because the order is a setting of torch."""
     if not backends:
         yield
         return

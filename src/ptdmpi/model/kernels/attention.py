@@ -78,8 +78,8 @@ class Implementation(Protocol):
 
 
 class AttentionCore:
-    """The function softmax(scores) v of one layer. Each input is computed by the first of
-    `implementations` that supports it."""
+    """The function softmax(scores) v of one layer. For each input, the first of `implementations`
+    that supports the input computes attention."""
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
         self.scores = scores

@@ -62,8 +62,8 @@ class Sight:
 
 class QueryRun(NamedTuple):
     """Consecutive queries at positions [first, last) of the sequences `rows`. All queries are in
-    one document, at positions [begin, end). A query's position plus `shift` is its index among this
-    rank's queries.
+    one document, at positions [begin, end). The index of a query among this rank's queries is its
+    position plus `shift`.
     """
 
     rows: slice

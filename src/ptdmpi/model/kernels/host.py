@@ -1,5 +1,5 @@
 """The abilities of the processor and the devices of this rank. Each ability is determined only
-once, because it never changes on a machine."""
+once, because the abilities of a machine never change."""
 
 from collections.abc import Callable
 from functools import cache, wraps

@@ -52,7 +52,7 @@ class LossInput:
 
     def log_probabilities(self, log_softmax: Tensor | None = None) -> Tensor:
         """Return the log-probability of each label [s, b]. `log_softmax` may be the result of the
-        method `log_softmax`; None means that it is computed here."""
+        method `log_softmax`; None means that this method computes it."""
         logs = self.log_softmax() if log_softmax is None else log_softmax
         columns = self.batch.labels - self.first_column
         here = (columns >= 0) & (columns < logs.shape[-1])

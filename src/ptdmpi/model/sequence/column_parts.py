@@ -84,7 +84,7 @@ class _Shared:
         return self._left == 0
 
     def input(self, x: Tensor, part: _Part) -> Tensor:
-        """Return the input at all positions; the call of the first part gathers it."""
+        """Return the input at all positions; the call of the first part gathers the input."""
         whole = part.axis.gather(x) if self._whole is None else self._whole
         self._whole = None if self._ends() else whole
         return whole

@@ -113,8 +113,8 @@ class _UnderWay:
         self._message: Handle = DONE
 
     def begin(self, result: Tensor, message: Handle) -> Tensor:
-        """Store a message that has begun. Return the tensor that receives its result, which is not
-        complete yet."""
+        """Store a message that has begun. Return the tensor that receives the result of the
+        message, which is not complete yet."""
         self._result, self._message = result, message
         return result
 

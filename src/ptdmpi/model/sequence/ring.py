@@ -231,8 +231,9 @@ class _Queries:
             )
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
-        """Yield tiles, and the positions of their keys in the sequence. No tile has queries that
-        see none of the received keys, or keys that no query sees."""
+        """Yield tiles (some queries and some keys), each with the positions of its keys in the
+        sequence. No tile has queries that see none of the received keys, or keys that no query
+        sees."""
         size = self._work.axis.size
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
@@ -301,7 +302,7 @@ class _Merged:
     def weights(self, tile: _RingTile) -> Tensor:
         """Update the maxima with a tile's scores. Rescale the merged results to the new maxima, and
         add the tile's exponentials to the sums. Return the exponentials of the scores relative to
-        the new maxima; they overwrite the scores."""
+        the new maxima; the exponentials overwrite the scores."""
         queries, scores = tile.queries, tile.scores
         before = self._maxima[queries]
         maxima = torch.maximum(before, scores.amax(-1).view(before.shape))
@@ -334,8 +335,8 @@ class _Gradients:
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
-        """Compute the gradients of a tile. Add them to `dq`, and to `gradients`, the gradients of
-        the received keys and values."""
+        """Compute the gradients of a tile. Add the gradients of the tile to `dq`, and to
+        `gradients`, the gradients of the received keys and values."""
         queries, product = self._queries, self._queries.kernels.wide_product
         dk, dv = gradients
         key = visit.keys[tile.keys]

@@ -36,9 +36,9 @@ class Panel:
 class Reply:
     """An answer to a question of `ptdmpi ask`.
 
-    `short` is the answer in a sentence or two. `rows` is a table whose first row is its head.
-    `notes` are the assumptions. `numbers` has the same results for a program. `panels` are the
-    pictures.
+    `short` is the answer in a sentence or two. `rows` is a table; the first row has the headings of
+    the columns. `notes` are the assumptions. `numbers` has the same results for a program. `panels`
+    are the pictures.
     """
 
     short: str

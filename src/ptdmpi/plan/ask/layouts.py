@@ -29,17 +29,17 @@ BASE_BLOCK = 64  # Number of elements of a frozen matrix that share one scale.
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """The question of `ptdmpi plan`; its fields are the command's options.
+    """A question to `ptdmpi plan`. The fields are the options of the command.
 
-    If `layout` is given, it is priced and nothing is searched. `why` is a layout that is compared
-    with the best layout. `tokens` is the number of tokens of the whole training; the answer then
-    has its duration and rank-hours. `lora` is the rank of LoRA adapters on a frozen model. The
-    frozen matrices have codes of the kind `base_bits`, in blocks of `base_block` elements. A search
-    keeps `headroom` percent of a device's memory free. If `order` is "simplest", the first layout
-    is the simplest among the layouts that are almost as fast as the fastest one. If `order` is
-    "best", the first layout is the fastest. If a setting of the layout is None, the search chooses
-    it. If `layout` is given, such settings have the defaults of `Layout`, except
-    `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
+    If `layout` is given, only this layout is priced, and nothing is searched. `why` is a layout
+    that is compared with the best layout. `tokens` is the number of tokens of the whole training;
+    the answer then has its duration and rank-hours. `lora` is the rank of LoRA adapters on a frozen
+    model. The frozen matrices have codes of the kind `base_bits`, in blocks of `base_block`
+    elements. A search keeps `headroom` percent of a device's memory free. If `order` is "simplest",
+    the first layout is the simplest among the layouts that are almost as fast as the fastest one.
+    If `order` is "best", the first layout is the fastest. If a setting of the layout is None, the
+    search chooses the setting. If `layout` is given, such settings have the defaults of `Layout`,
+    except `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
     """
 
     model: str

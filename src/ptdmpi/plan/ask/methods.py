@@ -66,7 +66,7 @@ def sections() -> Iterator[tuple[str, DataParallelConfig]]:
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
     """Return the price of each method in one layout. Raises InputError if the layout has no
-    replicas, or if it shards state."""
+    replicas, or if the layout shards the state."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"

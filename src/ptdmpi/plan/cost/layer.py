@@ -34,8 +34,8 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 @dataclass(frozen=True)
 class Seconds:
     """Times of kernels, of messages that the kernels wait for, and of the host that launches both.
-    The messages go over the tensor axis, over the context axis, and to ranks with other experts. A
-    kernel is delayed if the host is not fast enough to launch it in time."""
+    The messages go over the tensor axis, over the context axis, and to ranks with other experts. If
+    the host does not launch a kernel in time, the kernel starts later."""
 
     compute: float = 0.0
     messages: float = 0.0

@@ -320,8 +320,8 @@ class MemoryModel:
 
     def copies_bytes(self, layout: Layout, rank: int) -> int:
         """Return the bytes of the copies of the state in the host's memory, for one of the ranks at
-        coordinate `rank` of the pipeline axis. Ranks that have the same state divide its copy
-        evenly."""
+        coordinate `rank` of the pipeline axis. Ranks that have the same state divide the copy of
+        this state evenly."""
         method = self.method
         if not method.copies:
             return 0

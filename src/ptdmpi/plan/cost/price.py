@@ -126,7 +126,7 @@ class Pricer:
 
     def bound_s(self, layout: Layout) -> float:
         """Return a lower bound of the step time that holds for every order of ops. The search uses
-        it to exclude layouts."""
+        the bound to exclude layouts."""
         microbatches = layout.microbatches(self.batch)
         bound = self.times.stage_times(layout).lower_bound_s(microbatches)
         return bound + sum(self.times.after_s(layout))
@@ -254,8 +254,8 @@ class Pricer:
         return replace(drawn, spans=(*drawn.spans, *spans))
 
     def price(self, layout: Layout) -> Price:
-        """Return the price of the layout; its step is simulated. Raises InputError for a layout
-        that is not legal."""
+        """Return the price of the layout, for which a step is simulated. Raises InputError for a
+        layout that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
         makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)
@@ -284,7 +284,8 @@ class Pricer:
             context=context_s,
             expert=expert_s,
             pipeline=ways_s,
-            bubble=max(0.0, makespan_s - busy_s - ways_s),  # rounding could make it negative
+            # rounding could make the difference negative
+            bubble=max(0.0, makespan_s - busy_s - ways_s),
             data=data_s + sent_s,
             optimizer=optimizer_s,
         )

@@ -28,8 +28,9 @@ class Step:
     """A run whose memory is computed: its layout, its global batch, and the memory model of its
     training.
 
-    `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if its
-    state may be stored outside of the device. `host_capacity_bytes` is the host memory of one rank.
+    `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if the
+    run's state may be stored outside of the device. `host_capacity_bytes` is the host memory of one
+    rank.
     """
 
     memory: MemoryModel

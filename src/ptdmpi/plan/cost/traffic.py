@@ -101,8 +101,8 @@ class StepTraffic:
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that one rank sends in step `step` (counted from 0), by
-        group of ranks. Groups with the same ranks are counted as one group, because they share a
-        communicator.
+        group of ranks. Groups with the same ranks are counted as one group, because such groups
+        share a communicator.
 
         `rank`, `shard` and `data` are this rank's coordinates on the pipeline axis, in its shard
         group and on the data axis. A sum of partial gradients over the tensor axis is counted for

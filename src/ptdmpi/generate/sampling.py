@@ -17,10 +17,10 @@ NOT_FINITE = "logits are not finite: weights that are inf or NaN, or too large f
 class Sampling:
     """The parameters of sampling. Raises InputError for values out of range.
 
-    `temperature` 0 takes the most probable token. `top_k` is the number of most probable tokens to
-    sample from; None means all tokens. `top_p` restricts sampling to the fewest tokens whose
-    probabilities add up to at least `top_p` (nucleus sampling; Holtzman et al. 2020, arXiv
-    1904.09751).
+    With `temperature` 0, the most probable token is always chosen. `top_k` is the number of most
+    probable tokens to sample from; None means all tokens. `top_p` restricts sampling to the fewest
+    tokens whose probabilities add up to at least `top_p` (nucleus sampling; Holtzman et al. 2020,
+    arXiv 1904.09751).
     """
 
     temperature: float = 1.0

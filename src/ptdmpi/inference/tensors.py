@@ -37,6 +37,6 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
 
 
 def _sequence_first(array: np.ndarray) -> Tensor:
-    """Return an array [sequences, positions] as a contiguous tensor [positions, sequences], so that
-    the positions of one context rank are contiguous in memory."""
+    """Return an array [sequences, positions] as a contiguous tensor [positions, sequences]. The
+    positions of one context rank are then contiguous in memory."""
     return torch.from_numpy(array).t().contiguous()

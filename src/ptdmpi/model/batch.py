@@ -181,7 +181,8 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the slot of the last call is free after all computations that were issued so far
+        # the slot that the last call filled becomes free when all computations that were issued so
+        # far have ended
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []

@@ -17,9 +17,9 @@ BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
 }
-# Muon iterates in bfloat16, except in fp64. A difference in the last bit of a gradient can make a
-# bfloat16 value round in the other direction. The update then differs by much more than the last
-# bit.
+# Muon's matrix iterations are in bfloat16, unless the precision of the run is fp64. A difference in
+# the last bit of a gradient can make a bfloat16 value round in the other direction. The update then
+# differs by much more than the last bit.
 MUON_BARS = {**BARS, "fp32": {**BARS["fp32"], "loss": 1e-4, "norm": 1e-4}}
 BITWISE = ("fp32", "bf16")
 KEY_BIAS = "attention.qkv.bias"

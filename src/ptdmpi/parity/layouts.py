@@ -252,8 +252,8 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# Setting -> other settings that it needs. `_mildest` adds these other settings to a case that does
-# not set them.
+# A setting -> the other settings that it needs. `_mildest` adds these other settings to a case that
+# does not set them.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -268,7 +268,8 @@ def pairs(values: dict[str, Any]) -> Iterator[Pair]:
 
 
 def refusal(case: Case, ranks: int) -> str | None:
-    """Return why the case cannot be trained on `ranks` ranks; None if it can."""
+    """Return the reason why the case cannot be trained on `ranks` ranks; None if it can be
+    trained."""
     layout = case.layout
     if layout.ranks > ranks:
         return f"more than {counted(ranks, 'rank')}"
@@ -298,8 +299,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with at most `ranks` ranks. Together the cases contain every pair that occurs in
     a legal candidate.
 
-    A pair is two settings or effects of one case. The first cases contain the most pairs relative
-    to their training time.
+    A pair is two settings or effects of one case. The first cases are those that contain the most
+    pairs of settings relative to their training time.
     """
     return list(_covering_set(ranks))
 
@@ -401,8 +402,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases for a model with the features of models after LLaMA.
 
     The model has sliding windows, caps, norms of queries and keys, and one key head for all tensor
-    ranks. The layouts divide this model and recompute its activations. In two of the cases its
-    sequences consist of several documents.
+    ranks. The layouts of these cases divide the model and recompute its activations. In two of the
+    cases, each sequence consists of several documents.
     """
     model = ComparedModel(kind="gemma2", documents=True)
     cases = [

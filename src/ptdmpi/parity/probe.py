@@ -1,9 +1,9 @@
 """A test that checks which losses change when one token of the input changes.
 
-A causal model predicts a token at the position before it. The positions from the token to the end
-of its document attend to the token. In a bidirectional model, all positions of the sample attend to
-the token. If labels are shifted at the edge of a slice, if one document attends to another, or if
-masks are at wrong positions, the set of losses that change is different.
+A causal model predicts a token at the position before the token. The positions from the token to
+the end of its document attend to the token. In a bidirectional model, all positions of the sample
+attend to the token. If labels are shifted at the edge of a slice, if one document attends to
+another, or if masks are at wrong positions, the set of losses that change is different.
 """
 
 from collections.abc import Callable, Sequence

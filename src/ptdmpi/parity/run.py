@@ -121,8 +121,8 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
     """Return the tokens of a batch as samples for a masked language model.
 
-    The tokens of a sequence determine which of its positions are masked. The label for the order of
-    a sequence's two halves is 1 if the sample number is odd, and otherwise 0.
+    The tokens of a sequence determine which positions of the sequence are masked. The label for the
+    order of a sequence's two halves is 1 if the sample number is odd, and otherwise 0.
     """
     places = torch.arange(len(batch.inputs))[:, None]
     masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)

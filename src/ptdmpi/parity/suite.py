@@ -20,7 +20,7 @@ from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
 SHORT_STEPS = 3
-SHORT_ROWS = slice(1, 3)  # the first case is left out, because it is the layout with one rank
+SHORT_ROWS = slice(1, 3)  # leave out the first case, because its layout has only one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"

@@ -166,8 +166,8 @@ class BlockedWork(NamedTuple):
 
 class BlockedAttention(Function):
     """Attention on a CPU in blocks of queries. For the backward the function saves its inputs, its
-    result and the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the
-    same. The second result is the log-sum-exp if it is requested; otherwise it is None."""
+    result and the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same
+    tensors. The second result is the log-sum-exp if it is requested; otherwise it is None."""
 
     @staticmethod
     def forward(

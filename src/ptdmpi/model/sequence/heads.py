@@ -1,6 +1,6 @@
-"""Attention divided by heads. For the computation of attention, each rank of the context axis gets
-all positions of a part of the heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509,
-section 3.1).
+"""Attention in which each context rank computes some of the heads. For the computation of
+attention, each rank of the context axis gets all positions of a part of the heads (Jacobs et al.
+2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
 
 Each head is computed completely on one rank, so the result is bitwise equal to the result without
 context parallelism.

@@ -334,7 +334,7 @@ class MethodTimes(StepTimes):
     """Seconds of steps in which replicas exchange messages, and keep state, according to a given
     data-parallel method.
 
-    The class is used only for given layouts. A search does not choose the method, because a
+    This class prices only layouts that a user gives. A search does not choose the method, because a
     different method would change the training.
     """
 

@@ -179,7 +179,8 @@ class _Pass:
         self.ends: list[float | None] = [None] * numbered.count
         self.clocks = [0.0] * len(self.orders)
         self.positions = [0] * len(self.orders)
-        self.waiting: dict[int, int] = {}  # number of the op waited for -> the rank that waits
+        # number of the op that is waited for -> the rank that waits
+        self.waiting: dict[int, int] = {}
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
@@ -193,7 +194,7 @@ class _Pass:
         return max(self.clocks)
 
     def _advance(self, rank: int) -> None:
-        """Run the ops of one rank until an op must wait for its source."""
+        """Run the ops of one rank until an op must wait for the op that produces its input."""
         # attributes are copied to local names, because a search spends most of its time in this
         # loop
         order, ends, waiting = self.orders[rank], self.ends, self.waiting

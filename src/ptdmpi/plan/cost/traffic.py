@@ -202,7 +202,7 @@ class StepTraffic:
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
         """Yield the messages of operators in their forward and in their backward. If the schedule
-        splits backwards, they are the messages of a split backward."""
+        splits backwards, yield the messages of a split backward."""
         yield from messages(rows, self.sizes, "forward")
         phases: Sequence[Phase] = ("backward",)
         if KINDS[self.layout.schedule].splits:
@@ -213,8 +213,8 @@ class StepTraffic:
     @property
     def _is_scattered(self) -> bool:
         """Return True if each tensor rank sends only its slice of the activations to the next
-        stage. All tensor ranks hold the same activations, so together they send each element
-        once."""
+        stage. All tensor ranks hold the same activations, so it is sufficient that together these
+        ranks send each element once."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather

@@ -43,8 +43,8 @@ class UpdateTimes:
         """Return the seconds per step of the norm of a rank's own gradient, if the norm is computed
         every `every` steps (0: never).
 
-        A kernel reads the gradients once more. The messages of all norms are left out, because they
-        are short.
+        A kernel reads the gradients once more. The messages with norms are left out, because these
+        messages are short.
         """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 

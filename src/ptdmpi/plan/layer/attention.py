@@ -116,8 +116,9 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the input of the norms, and their statistics. The input is the whole output of the
-        first linear, because queries and keys are views of this output."""
+        """Yield the input of the norms of queries and keys, and the statistics of both norms. The
+        input is the whole output of the first linear, because queries and keys are views of this
+        output."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -302,7 +303,7 @@ class Attend(Operator):
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the scores and probabilities that explicit attention keeps. Attention is explicit
-        if its weights have dropout."""
+        (its scores are stored) if attention weights have dropout."""
         model = sizes.model
         shape = _core_shape(sizes)
         scores = shape.heads * _rows(sizes) * model.seq_length
@@ -419,8 +420,8 @@ class Attend(Operator):
 
 
 def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the part of the attention core that a rank computes. The number of heads is rounded up
-    if the tensor-parallel size does not divide it."""
+    """Return the part of the attention core that a rank computes. If the tensor-parallel size does
+    not divide the number of heads, this number is rounded up."""
     return CoreShape.of(sizes, sizes.local_heads)
 
 

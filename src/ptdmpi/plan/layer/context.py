@@ -42,7 +42,7 @@ def keeps_outputs(model: ModelConfig, selective: bool) -> bool:
     """Return True if the kernels of attention keep their outputs for the backward.
 
     With dropout or soft caps, attention is computed by products, which do not need the outputs.
-    Under `selective` recomputation nothing is kept.
+    Under `selective` recomputation, no outputs are kept.
     """
     return not (selective or model.attention_dropout or model.attention_softcap)
 
@@ -58,8 +58,8 @@ class CoreShape(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
-        """Return the part of the core that a context rank computes. `heads_of_both` is (query
-        heads, key heads) of its tensor rank.
+        """Return the part of the core that a context rank computes. `heads_of_both` is (number of
+        query heads, number of key heads) of the tensor rank.
 
         With "all_gather" and "ring" a context rank computes all heads for its own queries. With
         "ulysses" a context rank computes 1/c of the heads for all queries, where c is the number of
@@ -300,7 +300,8 @@ class RingCore:
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of one phase (forward, backward, or a part of a split backward). Each
         block of keys and values visits all other context ranks. In a backward, the gradients of the
-        block are sent after the block. At the end they return to the rank that owns the block.
+        block are sent after the block. At the end, the gradients return to the rank that owns the
+        block.
 
         The products of a visit overlap with the messages of the next visit. In a backward the
         products that compute scores overlap with the messages of keys and values. All other

@@ -48,7 +48,7 @@ OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 @dataclass(frozen=True)
 class Sublayer:
     """Operators in order. The first operator reads the residual stream "x", and the last operator
-    writes it."""
+    writes the new residual stream "x"."""
 
     name: str
     operators: tuple[Operator, ...]

@@ -31,7 +31,7 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
 def norm_backward(sizes: Sizes, elements: int) -> int:
     """Return the number of bytes that the backward of a norm of `elements` elements needs.
 
-    If one kernel computes the whole backward, it needs only the gradient of the input. RMSNorm has
+    If one kernel computes the whole backward, only the gradient of the input is needed. RMSNorm has
     such a kernel on devices, if its weights have the type of the activations. Otherwise three
     tensors are computed in the type of sums: the normalized input, the gradient multiplied by the
     weights, and the product of both. On a host a product of two types also needs a copy of its
@@ -114,8 +114,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that determine the computing time. The padding of a width
-        that the tensor-parallel size does not divide is excluded."""
+        """Return the number of elements that determine the computing time. If the tensor-parallel
+        size does not divide the width, the width is padded, but the padding is not counted."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 

@@ -291,8 +291,9 @@ class MixExperts(Operator):
         return sizes.layout.micro_size * self.count
 
     def _keeps_input(self, sizes: Sizes) -> bool:
-        """Return True if the gradient of a parameter needs this rank's input. Experts that are
-        distributed over ranks keep the rows that they have received instead."""
+        """Return True if the gradient of a parameter needs this rank's input. If experts are
+        distributed over ranks, the rank keeps the rows that it has received instead of its
+        input."""
         return self.router.trains or (self.keeps_rows and sizes.layout.expert == 1)
 
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:

@@ -24,8 +24,8 @@ def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None
 
 
 def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
-    """Return True if `layout_mistakes` would yield nothing. This function is faster, because it
-    makes no error messages of the configuration's rules."""
+    """Return True if `layout_mistakes` would yield nothing. This function is faster than
+    `layout_mistakes`, because it makes no error messages of the configuration's rules."""
     if not legality.is_legal(layout, model, batch):
         return False
     return model is None or not any(True for _ in refusals(layout, model))
@@ -41,7 +41,7 @@ def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _with_rules(model: ModelConfig) -> tuple[Operator, ...]:
-    """Return the operators of the layers that have rules of their own about layouts."""
+    """Return those operators of the layers that override `Operator.refuses`."""
     kinds = {run.kind for run in model.runs()}
     rows = {row.name: row for kind in kinds for row in operators(layer_of(model, kind))}
     return tuple(row for row in rows.values() if type(row).refuses is not Operator.refuses)

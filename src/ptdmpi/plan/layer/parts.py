@@ -14,7 +14,7 @@ Sees = Literal["positions", "heads", "all"]
 # Vectorised kernels then compute every element with the same instructions, at any position, and
 # need no scalar code for the last elements. The bits of an element therefore depend neither on the
 # neighbouring elements nor on the rank that holds the element. For the same reason, norms of
-# gradients are computed in rows of this length: a row is never divided between two ranks.
+# gradients are computed for rows of `ALIGNMENT` elements: a row is never divided between two ranks.
 ALIGNMENT = 256
 
 
@@ -41,8 +41,8 @@ class Linear:
     partial_gradient: bool = False
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank. The divided number is rounded up if
-        `tensor` does not divide it."""
+        """Return (inputs, outputs) of one tensor rank. If `tensor` does not divide the number that
+        is divided over the ranks, the quotient is rounded up."""
         if self.split == "rows":
             return -(-self.inputs // tensor), sum(self.outputs)
         parts = tensor if self.split == "columns" else 1
@@ -165,8 +165,8 @@ class LowRankPair:
     trains: bool = True
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank. The divided number is rounded up if
-        `tensor` does not divide it."""
+        """Return (inputs, outputs) of one tensor rank. If `tensor` does not divide the number that
+        is divided over the ranks, the quotient is rounded up."""
         if self.split == "rows":
             return -(-self.inputs // tensor), self.outputs
         return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
@@ -208,7 +208,8 @@ class Scale:
         yield -(-self.size // min(tensor, self.most or tensor))
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return 0, because each tensor rank computes the complete gradient of its channels."""
+        """Return 0, because each tensor rank computes the complete gradient of the factors of its
+        channels."""
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:

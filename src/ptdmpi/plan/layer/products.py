@@ -2,9 +2,9 @@
 before and after the linear.
 
 Column-parallel and row-parallel linears follow Shoeybi et al. 2019 (arXiv 1909.08053, section 3).
-Under sequence parallelism they follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2):
-inputs are gathered before a column-parallel linear, and outputs are scattered after a row-parallel
-linear.
+Under sequence parallelism, linears follow Korthikanti et al. 2022 (arXiv 2205.05198, section
+4.2.2): inputs are gathered before a column-parallel linear, and outputs are scattered after a
+row-parallel linear.
 """
 
 import math
@@ -297,7 +297,9 @@ class Multiply(Operator):
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         inputs, outputs = self.linear.local(sizes.layout.tensor)
         products = self._scaled_bytes(sizes)
-        if self.is_column:  # the scales come after the linear, so their backward comes first
+        # the scales come after the linear, so the backward of the scales comes before the linear's
+        # backward
+        if self.is_column:
             return max(products, rows * outputs * c + linear)
         return max(linear, rows * inputs * c + max(products, rows * inputs * c))
 

@@ -19,7 +19,7 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 class Topology(ABC):
     """A graph over `size` ranks for each step. The sequence of graphs repeats after `period` steps;
-    if `period` is None, it never repeats."""
+    if `period` is None, the sequence never repeats."""
 
     period: int | None = 1
 
@@ -187,7 +187,8 @@ class RandomPairs(Topology):
 
 
 def _pairs(size: int, seed: int, step: int) -> list[int]:
-    """Return the partner of each rank in a step. A rank without a partner is its own partner."""
+    """Return the partner of each rank in a step. For a rank without a partner, the returned partner
+    is the rank itself."""
 
     # sort by a hash, because the shuffles of Python and numpy may change between versions
     def drawn(rank: int) -> bytes:

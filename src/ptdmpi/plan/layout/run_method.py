@@ -18,7 +18,7 @@ from ptdmpi.plan.shape.codes import scratch_bytes
 
 # The largest number of elements in one message: MESSAGE_ELEMENTS for gradients between two ranks,
 # and BUCKET_ELEMENTS for an exchange with neighbours. If the exchange does not overlap with
-# computation, two of its messages are in flight.
+# computation, two messages of the exchange are in flight.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 

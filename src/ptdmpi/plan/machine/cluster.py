@@ -97,23 +97,24 @@ class Software(FrozenTable):
     `attention`: "unfused" writes the scores to memory, "flash" keeps the scores on chip. `dropout`:
     the program applies dropout even if the dropout rate of the model is 0, as all programs did in
     2021. `gradient_bytes` is the size of a gradient in the sum over the data axis.
-    `overlap_pipeline` and `overlap_tensor`: messages over the named axis are transferred while
-    their ranks compute. `overlap_pipeline` also applies to the messages of a ring of context ranks.
-    `overlap_context`: context ranks gather keys and values while they compute the queries.
-    `balanced_stages`: the division of layers over stages takes the work of the output head into
-    account, so that the last stage has fewer layers. `zero_unit` says which weights ZeRO 3 gathers
-    by one message: one "tensor" or one "layer". `groups_per_adapter` is the number of groups, each
-    with some of a node's ranks, that choose the same network adapter while other adapters are idle.
-    `keeps_outputs`: a stage keeps the outputs that it has sent until its backward pass.
-    `adds_in_place`: matrix products add to the gradients of weights in place, and an embedding adds
-    only the rows that were looked up. `tied_gradients_apart`: if one rank has the first and the
-    last stage, a tied table has two gradients, one for each of these stages. `wide_products`:
-    matrices of half types are converted to float32 before they are multiplied, as on a CPU without
-    instructions for half types. `kept_block`: causal attention keeps its probabilities for the
-    backward, in blocks of this number of queries; 0: the backward computes them again.
-    `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
-    for each query head, because the kernels of GPUs require this. `launch_s` is the host's time for
-    each kernel or message of a layer; a layer takes at least the sum of these times.
+    `overlap_pipeline` and `overlap_tensor`: messages over the pipeline axis (or the tensor axis)
+    are transferred while their ranks compute. `overlap_pipeline` also applies to the messages of a
+    ring of context ranks. `overlap_context`: context ranks gather keys and values while they
+    compute the queries. `balanced_stages`: the division of layers over stages takes the work of the
+    output head into account, so that the last stage has fewer layers. `zero_unit` says which
+    weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter` is the
+    number of groups, each with some of a node's ranks, that choose the same network adapter while
+    other adapters are idle. `keeps_outputs`: a stage keeps a sent output in memory until the
+    backward pass. `adds_in_place`: matrix products add to the gradients of weights in place, and an
+    embedding adds only the rows that were looked up. `tied_gradients_apart`: if one rank has the
+    first and the last stage, a tied table has two gradients, one for each of these stages.
+    `wide_products`: matrices of half types are converted to float32 before they are multiplied, as
+    on a CPU without instructions for half types. `kept_block`: causal attention keeps its
+    probabilities for the backward, in blocks of this number of queries; 0: the backward computes
+    them again. `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys
+    and values for each query head, because the kernels of GPUs require this. `launch_s` is the
+    host's time for each kernel or message of a layer; a layer takes at least the sum of these
+    times.
     """
 
     attention: Literal["unfused", "flash"]
@@ -271,9 +272,9 @@ def load_model(text: str) -> Model:
     """Return the model that `text` describes.
 
     `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset
-    followed by sizes that replace its own, such as "llama-65b,s=8192". Sizes may also be named by
-    their keys in [model] of a configuration, such as kv_heads=8. The defaults are 2048 for s and
-    51200 for V. Raises InputError for unknown names and illegal sizes.
+    followed by sizes that replace its own, such as "llama-65b,s=8192". A size may also be given by
+    its key in the section [model] of a configuration, such as kv_heads=8. The defaults are 2048 for
+    s and 51200 for V. Raises InputError for unknown names and illegal sizes.
     """
     name, keys = preset_and_keys(text)
     return model_of(text, {**model_presets()[name], **keys} if name else keys)

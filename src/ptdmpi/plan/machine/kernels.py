@@ -95,7 +95,7 @@ class Machine:
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
-                # the last wave takes as long as every other wave, even if it has few tiles
+                # even if the last wave has few tiles, it takes as long as every other wave
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
@@ -118,7 +118,7 @@ class Machine:
 
         The peak rate determines this time or, for small tiles, the rate of shared memory. In each
         step a column and a row are written to shared memory. Every warp that computes the tile
-        reads them: four warps, or eight for the largest tiles.
+        reads this column and this row: four warps, or eight for the largest tiles.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -132,8 +132,8 @@ class Machine:
         return steps
 
     def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
-        """Return the seconds of an elementwise operation. `moved_bytes` has the bytes that each of
-        its kernels moves.
+        """Return the seconds of an elementwise operation. `moved_bytes` has the bytes that each
+        kernel of the operation moves.
 
         `kind` names the operation, for example "gelu", "layernorm" or "loss", or such a name with
         the suffix "_backward". For some operations `MeasuredMachine` has measured times instead.

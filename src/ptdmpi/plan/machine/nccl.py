@@ -111,7 +111,7 @@ def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
 
 def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -> float:
     summing = kind is Collective.ALL_REDUCE
-    # an all-reduce is a reduce-scatter and an all-gather, so it goes twice around the ring
+    # an all-reduce is a reduce-scatter and an all-gather, so the data go around the ring twice
     steps = (1 + summing) * (fabric.ranks - 1)
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)

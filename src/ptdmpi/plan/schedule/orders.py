@@ -180,7 +180,8 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     schedule.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
-    # the last chunk is first, because the other chunks wait for its gradients
+    # the backward of the last chunk comes first, because the other chunks wait for the gradients of
+    # the last chunk
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 

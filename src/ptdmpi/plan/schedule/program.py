@@ -65,7 +65,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     The programs cannot deadlock, even if every message blocks its sender and its receiver, and
     carries no tag. Consider the first unfinished action in the total order. Each rank that takes
     part in this action has executed all its earlier actions. All ranks of the first unfinished
-    action have therefore reached it, so the action proceeds. Messages between two ranks match in
+    action have therefore reached this action, and it proceeds. Messages between two ranks match in
     order, because both ranks follow the same total order. This proof also holds on devices that
     execute queues (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are
     called inside an op or started at its end: all replicas execute the same program, so such a
@@ -124,9 +124,9 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     they fail.
 
     Every Send blocks until its partner reaches the matching Receive, and every Receive until its
-    partner reaches the matching Send. Messages carry no tag: between an ordered pair of ranks they
-    match in order. With `nonblocking_receives` a Receive returns at once, and the Compute that
-    needs the message waits for it.
+    partner reaches the matching Send. Messages carry no tag: from one rank to another, messages
+    match in the order in which they are sent. With `nonblocking_receives` a Receive returns at
+    once, and the Compute that needs the message waits for it.
 
     Raises DeadlockError, which names the current action of each unfinished rank. Raises
     MismatchError in these cases: a Receive gets the message of another op; a message is never

@@ -189,7 +189,7 @@ class Costs:
 
 class OpCosts(Protocol):
     """The interface of the costs that `execute` needs. `Costs` and `plan.cost.pipeline.StageTimes`
-    implement it."""
+    implement this interface."""
 
     def duration_s(self, op: Op) -> float:
         """Return the seconds that `op` computes."""
@@ -253,7 +253,8 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
 
 
 def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
-    """Return the timeline of one step of `schedule` with these `costs`; it starts at 0.
+    """Return the timeline of one step of `schedule` with the costs `costs`. The timeline starts at
+    0.
 
     Raises DeadlockError if the orders of the ranks wait for each other in a circle.
     """

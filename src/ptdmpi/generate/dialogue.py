@@ -25,8 +25,8 @@ class Dialogue:
 
     @classmethod
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
-        """Return the `Dialogue` for a model. Its chat template is the adapter's, or else the
-        model's.
+        """Return the `Dialogue` for a model. The chat template is the template of the adapter, or
+        else the template of the model.
 
         Every token id that ends a text also ends an answer. With a template, two kinds of ids are
         added: the special token that the template writes after an answer, and the end ids in the

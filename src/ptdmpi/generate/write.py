@@ -134,7 +134,7 @@ class Writer:
     ) -> list[dict[str, Any]]:
         """Return a record of each continuation on rank 0, and an empty list on other ranks.
 
-        `prompts` are the result of `prepare` for `given`.
+        `prompts` is the list that `prepare(given)` has returned.
         """
         written = generate(
             self.model, prompts, self.sampling, self.text.ends, rows=self.options["batch"]

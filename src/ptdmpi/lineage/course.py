@@ -38,7 +38,7 @@ class Course:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # an older checkpoint has only a list of attention kernels
+            # a checkpoint of an older version has only a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 

@@ -446,8 +446,8 @@ def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
 
 
 class _AddBias(Function):
-    """The addition of a bias in place. The bias is not added by the linear's own kernel, because
-    the result would be a view, which the loss could not overwrite."""
+    """An autograd Function that adds a bias to a tensor in place. The bias is not added by the
+    linear's own kernel, because the result would be a view, which the loss could not overwrite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:

@@ -129,8 +129,8 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of the losses with one name over all ranks and microbatches. The losses are
-    added one after the other, in the same order in all layouts."""
+    """Return the sum of the losses with the name `name` over all ranks and microbatches. The losses
+    are added one after the other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:

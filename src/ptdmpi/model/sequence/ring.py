@@ -177,8 +177,8 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 class _Journey:
     """The gradients of a block of keys and values, while they are sent around the ring. The
-    gradients are sent around the ring after the block. Each rank adds its contribution to them, and
-    at the end they arrive at the rank to which the block belongs."""
+    gradients are sent around the ring after the block. Each rank adds its contribution to the
+    gradients. At the end, the gradients arrive at the rank to which the block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis

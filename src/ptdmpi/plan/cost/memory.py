@@ -453,8 +453,8 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
     """Return a lower bound of the activations that a rank keeps at its peak. The bound counts all
-    forwards before the first backward, each with the bytes of the smallest stage. The bound is fast
-    to compute, because the ops are not visited one by one."""
+    forwards before the first backward, each with the bytes of the smallest stage. The bound can be
+    computed fast, because it does not visit the ops one by one."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)

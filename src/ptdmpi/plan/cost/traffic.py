@@ -213,8 +213,8 @@ class StepTraffic:
     @property
     def _is_scattered(self) -> bool:
         """Return True if each tensor rank sends only its slice of the activations to the next
-        stage. All tensor ranks hold the same activations, so it is sufficient that together these
-        ranks send each element once."""
+        stage. All tensor ranks hold the same activations, so each rank sends only a slice, and
+        together the ranks send each element once."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather

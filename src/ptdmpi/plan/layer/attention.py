@@ -116,9 +116,8 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the input of the norms of queries and keys, and the statistics of both norms. The
-        input is the whole output of the first linear, because queries and keys are views of this
-        output."""
+        """Yield the input and the statistics of the norms of queries and keys. The input is the
+        whole output of the first linear, because queries and keys are views of this output."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -392,9 +391,8 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of all gradients if a host computes blocks of queries. They are the
-        gradients of the operands and of the output, and the gradients of one block before they are
-        added. A block has at most all keys, the gradient of its queries, and copies of its output's
-        gradient."""
+        gradients of the operands, of the output, and of one block before it is added. A block has
+        at most all keys, the gradient of its queries, and copies of its output's gradient."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (2 * _rows(sizes) + 3 * block)
@@ -420,8 +418,8 @@ class Attend(Operator):
 
 
 def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the part of the attention core that a rank computes. If the tensor-parallel size does
-    not divide the number of heads, this number is rounded up."""
+    """Return the part of the attention core that a rank computes. The number of heads is rounded up
+    if the tensor-parallel size does not divide it."""
     return CoreShape.of(sizes, sizes.local_heads)
 
 

@@ -154,8 +154,9 @@ class RandomPairs(Topology):
     """A random matching of ranks into pairs in each step, as in randomised gossip. The two ranks of
     a pair average their values.
 
-    A permutation that depends on seed and step pairs the ranks. If the number of ranks is odd, one
-    rank has no partner (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52).
+    The pairs are determined by a random permutation, which depends on the seed and the step. If the
+    number of ranks is odd, one rank has no partner (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans.
+    Inf. Theory 52).
     """
 
     period = None

@@ -99,7 +99,7 @@ class Timeline:
         """
         if not self._compute_s:
             raise ValueError("no op in this timeline: its bubble is undefined")
-        # the sum is rounded only once, so that without idle time the bubble is 0, not 1e-17
+        # `fsum` rounds the sum only once, so the bubble is exactly 0 if there is no idle time
         ideal_s = math.fsum(self._compute_s.values()) / len(self.ranks)
         return (self.makespan_s - ideal_s) / ideal_s
 

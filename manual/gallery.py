@@ -109,7 +109,7 @@ CHAPTERS = (
                 "restarts",
                 "--model llama3-405b --cluster dgx-h100 --ranks 16384 --node-days 264"
                 " --write-gb-s 2000 --restart-minutes 10",
-                "Goodput (the fraction of useful time) by the checkpoint interval.",
+                "Goodput (fraction of useful time) by the checkpoint interval.",
             ),
             _answer(
                 "network",
@@ -130,14 +130,18 @@ CHAPTERS = (
             _answer(
                 "days",
                 "--model llama-65b --cluster selene --ranks 2048 --tokens 1.4e12 --days 21",
-                "The duration of a training run in days, by the utilization of the GPUs.",
+                "The duration of a training run by the utilization of the GPUs.",
             ),
             _answer(
                 "methods",
                 "--model gpt2-355m --cluster v100-dgx2 --layout t=8,p=1,d=64,b=8 --batch 512",
                 "The communication time of data-parallel methods.",
             ),
-            _answer("size", "--flops 5.76e23", "The loss by the size of the model, for a given number of FLOPs."),
+            _answer(
+                "size",
+                "--flops 5.76e23",
+                "The loss by the size of the model, for a given number of FLOPs.",
+            ),
         ),
     ),
     Chapter(
@@ -166,7 +170,9 @@ CHAPTERS = (
                 "The rounding error of ring attention in float32 by the number of context ranks.",
                 "python -m benchmarks.planning.ring_error",
             ),
-            Picture("bench.png", "Tokens per second of ptdmpi and of other trainers.", "make bench"),
+            Picture(
+                "bench.png", "Tokens per second of ptdmpi and of other trainers.", "make bench"
+            ),
             Picture(
                 "less-quadratic.png",
                 "Communication-efficient methods on a quadratic problem.",

@@ -134,8 +134,8 @@ def _make_shards(
 
 
 class _Program(CommandGroup):
-    """The command group of `ptdmpi-data`. `in_parallel` has the names of the commands that several
-    ranks may run."""
+    """The group of all commands of `ptdmpi-data`. `in_parallel` has the names of the commands that
+    several ranks may run."""
 
     in_parallel = frozenset({"tokenize", "import-megatron", "score"})
 
@@ -473,7 +473,8 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 other errors."""
+    """Run the command that the command line names. Exit codes: 0 done, 2 bad input, 130
+    interrupted, 1 other errors."""
     run(
         commands,
         "ptdmpi-data",

@@ -39,7 +39,8 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """Return all output directories. The first directory is for training shards."""
+        """Return the directories for training shards and, if there is one, for held-out shards. The
+        first returned directory is for training shards."""
         if self.valid_output is None:
             return (self.output,)
         return (self.output, self.valid_output)
@@ -66,8 +67,8 @@ class Work:
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
-    cores: int  # number of processor cores that this rank may use
-    advance: Callable[[int], object]  # is called with the number of bytes read, to show progress
+    cores: int  # Number of processor cores that this rank may use.
+    advance: Callable[[int], object]  # Is called with the number of bytes read, to show progress.
     rank: int = 0
 
 
@@ -78,8 +79,8 @@ class Corpus(Protocol):
     vocabulary: Vocabulary
     # this file is copied into the directories of the shards, so that users can decode the shards
     tokenizer_file: Path | None
-    counted: tuple[str, ...]  # names of the CorpusCounters that the final table shows
-    group_bytes: Sequence[int]  # size of each group on disk
+    counted: tuple[str, ...]  # Names of the CorpusCounters that the final table shows.
+    group_bytes: Sequence[int]  # Size in bytes of each group on the disk.
 
     def identity(self) -> dict[str, Any]:
         """Return the properties of files and the options that influence the tokens."""
@@ -125,7 +126,7 @@ class _Run:
         return self.state.load(group).task
 
     def _write_groups(self, work: Work) -> None:
-        """Write the groups of `work`. Raise _Stopped if another rank has failed."""
+        """Write the shards of the groups in `work`. Raise _Stopped if another rank has failed."""
         encoded = self._corpus.encoded(work)
         with closing(encoded):
             for group, blocks in groupby(encoded, key=lambda block: block.group):

@@ -1,5 +1,5 @@
-"""Deduplication of a corpus. If several documents are equal, or nearly equal, only the first one is
-kept.
+"""The deduplication of a corpus. If several documents are equal, or nearly equal, only the first
+one is kept.
 
 With deduplication, a corpus is read twice. In the first reading every document gets keys, which are
 64-bit numbers: one hash of its bytes (exact), or a hash of each band of its MinHash signature
@@ -30,7 +30,7 @@ from ptdmpi.config import InputError
 EXACT = "exact"
 NEAR = "near"
 _BANDS = 14
-_ROWS = 8  # number of hashes in a band
+_ROWS = 8  # number of hashes of the signature in a band
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -47,8 +47,8 @@ class TaskKeys:
 
     group: int
     hashes: np.ndarray
-    first: list[bool]  # [pieces]: True if a document begins with the piece
-    last: list[bool]  # [pieces]: True if a document ends with the piece
+    first: list[bool]  # For each piece: True if a document begins with the piece.
+    last: list[bool]  # For each piece: True if a document ends with the piece.
 
 
 def _exact_hash(text: str) -> np.ndarray:
@@ -194,8 +194,8 @@ class Duplicates:
         """Write the keys of a group's documents. `parts` yields the hashes of each task of the
         group, in order."""
         keys: list[np.ndarray] = []
-        begun = [0]  # number of documents that begin before each task
-        waiting: list[np.ndarray] = []  # hashes of the pieces of a document that is not complete
+        begun = [0]  # Number of documents that begin before each task.
+        waiting: list[np.ndarray] = []  # Hashes of the pieces of a document that is not complete.
         for part in parts:
             for hashes, last in zip(part.hashes, part.last, strict=True):
                 waiting.append(hashes)
@@ -226,7 +226,7 @@ class Duplicates:
         task]. An element of this array is True if the corresponding document is left out.
 
         The first element is for the document that continues from the previous task. Raise
-        InputError for damaged files.
+        InputError if the stored files of the group are damaged.
         """
         begun = self._read("begun", group)
         dropped = self._read("dropped", group)

@@ -37,8 +37,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
-_BATCH_BYTES = 1 << 20  # bytes of text that are encoded in one call
-_LONG_LINE_BYTES = 4 * PIECE_BYTES  # lines longer than this are decoded in parts
+_BATCH_BYTES = 1 << 20  # Bytes of text that are encoded in one call.
+_LONG_LINE_BYTES = 4 * PIECE_BYTES  # Lines with more bytes than this are decoded in parts.
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -48,9 +48,9 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-# this placeholder is random, so that no line contains it by chance
+# a random placeholder for a string, so that no line contains the same text by chance
 _PLACE = "place of a string " + secrets.token_hex(8)
-# number of tasks per worker at a time: one is encoded, one waits, and one is written
+# number of tasks that a worker has at the same time: one is encoded, one waits, and one is written
 _TASKS_PER_WORKER = 3
 
 
@@ -60,9 +60,9 @@ class EncodeOptions:
 
     tokenizer: str
     text_field: str
-    errors: str  # "strict" or "replace", for bytes that are not UTF-8
-    valid_fraction: float  # fraction of documents that are held out, chosen by their hash
-    skip_bad_lines: bool = False  # leave out bad lines of .jsonl files, and count them
+    errors: str  # "strict" or "replace", for bytes that are not UTF-8.
+    valid_fraction: float  # Fraction of documents that are held out, chosen by their hash.
+    skip_bad_lines: bool = False  # Leave out bad lines of .jsonl files, and count them.
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ class Encoded:
 
     group: int
     index: int
-    tokens: np.ndarray  # int [sum of lengths]: the tokens of all segments, one after the other
-    lengths: np.ndarray  # int64 [segments]
-    ended: np.ndarray  # bool [segments]: the document ends here, with its end-of-document token
-    held_out: np.ndarray  # bool [segments]: only the value of a document's first segment is used
-    begins: np.ndarray  # bool [segments]: the document begins here
-    counters: CorpusCounters  # each document is counted in the task where it ends
+    tokens: np.ndarray  # The tokens of all segments, one after the other: int [sum of `lengths`].
+    lengths: np.ndarray  # The number of tokens of each segment: int64 [segments].
+    # True if the segment ends its document, with the end-of-document token: bool [segments].
+    ended: np.ndarray
+    # True if the document is held out; only a document's first segment counts: bool [segments].
+    held_out: np.ndarray
+    begins: np.ndarray  # True if the segment begins its document: bool [segments].
+    counters: CorpusCounters  # Each document is counted in the task where it ends.
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class TextPiece:
     """A piece of one document's text, of at most PIECE_BYTES bytes."""
 
     text: str
-    size_bytes: int  # number of bytes in UTF-8
-    held_out: bool  # set in the first piece of a document; False in the other pieces
+    size_bytes: int  # Number of bytes of the text in UTF-8.
+    held_out: bool  # Set in the first piece of a document; False in the other pieces.
     first: bool
     last: bool
 
@@ -160,7 +162,7 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     """
     strings: list[memoryview] = []
     rest = bytearray()
-    taken = 0  # number of bytes of the line that are in `rest` or `strings`
+    taken = 0  # number of bytes of the line that are already in `rest` or `strings`
     position = 0
     while quote := _QUOTE.search(line, position):
         match = _STRING.match(line, quote.start())
@@ -243,7 +245,7 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield, for each row of a Parquet file, its text in pieces. No row is left out."""
+    """Yield, for each row of a Parquet file, its text in pieces. No row of the file is left out."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -296,8 +298,8 @@ def read_pieces(
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield lists of pieces, with about _BATCH_BYTES bytes of text in each list. The last list may
-    be empty."""
+    """Yield lists of pieces, with about _BATCH_BYTES bytes of text in each list. The last yielded
+    list may be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -321,7 +323,7 @@ class _Segment(NamedTuple):
 
 
 class Encoder:
-    """An encoder that converts tasks to tokens with one tokenizer."""
+    """An encoder that converts tasks to tokens. It uses one tokenizer for all tasks."""
 
     def __init__(self, options: EncodeOptions):
         self._options = options
@@ -338,7 +340,8 @@ class Encoder:
         tokens = bytearray()
         counters = CorpusCounters()
         segments: list[_Segment] = []
-        # number of the document in the task; number 0 continues from the previous task
+        # number of the document in the task; document number 0 is the one that continues from the
+        # previous task
         document = 0
         for batch in _batches(read_pieces(task, self._options, bad)):
             kept: list[TextPiece] = []
@@ -404,9 +407,9 @@ def _interrupts_wait() -> Iterator[None]:
     started in the block. Without the mask, Ctrl-C would make a starting process print its own
     traceback.
 
-    Child processes inherit the mask. The mask is not enough, so a signal handler is also installed.
-    The kernel delivers a signal that this thread has masked to a thread of a library (BLAS), and
-    Python then calls the handler in the main thread.
+    Child processes inherit the mask of signals. The mask is not enough, so a signal handler is also
+    installed. The kernel delivers a signal that this thread has masked to a thread of a library
+    (BLAS), and Python then calls the handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -38,10 +38,11 @@ class GroupWriter:
         # segments of the document are held out.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        mixed = None  # bool [tokens]: held out or not; None: all tokens go to one shard
+        # bool [tokens]: True for tokens that are held out; None if all tokens go to the same shard
+        mixed = None
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
-        ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
+        ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end in this task]
         position = self._progress.token if encoded.index == self._progress.task else 0
         while position < encoded.tokens.size:
             soft = position + max(1, self._shard_tokens - self._tokens)

@@ -17,7 +17,7 @@ class Team:
 
     rank: int
     size: int
-    # a collective call that returns the values of all ranks, in rank order
+    # a collective function: it returns the values that all ranks passed, in rank order
     allgather: Callable[[Any], list[Any]]
 
 
@@ -42,8 +42,8 @@ def launcher_ranks() -> Team:
 def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
     """Store, with the pairs of answers in the datasets `paths`, the log-probabilities that the
     model `run` gives to the pairs. All ranks of this launch do this together. Return a table for
-    each dataset on rank 0, and an empty list on all other ranks. Raise the same errors as
-    `ptdmpi.evaluate.reference.score`."""
+    each dataset on rank 0, and an empty list on all other ranks. Raise the errors that
+    `ptdmpi.evaluate.reference.score` raises."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

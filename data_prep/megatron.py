@@ -30,7 +30,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read together; a document with more sequences is read as a whole
+# number of sequences that are read together; a document with more sequences is read at once
 _WINDOW_SEQUENCES = 1 << 18
 _MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
 
@@ -60,8 +60,8 @@ class TokenBlock:
     tokens: np.ndarray
     # int64 [documents], 0 for an empty document; or [1], the length of the piece
     lengths: np.ndarray
-    first: bool  # True if the block's first document begins in this block
-    last: bool  # True if the block's last document ends in this block
+    first: bool  # True if the block's first document begins in this block.
+    last: bool  # True if the block's last document ends in this block.
 
 
 class _Places(NamedTuple):
@@ -113,7 +113,7 @@ class MegatronIndex:
             )
         count = self.bin_bytes // self.dtype.itemsize
         self.tokens = np.empty(0, self.dtype)
-        if count:  # an empty file cannot be mapped
+        if count:  # an empty file cannot be mapped into memory
             mapped = np.memmap(bin_path(prefix), self.dtype, "r", 0, (count,))
             self.tokens = mapped.view(np.ndarray)
 
@@ -340,7 +340,8 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             put_in_place(temporary[0], paths[0])
-            undo.callback(paths[0].unlink)  # the .bin is useless without the .idx
+            # remove the .bin file, because it is useless without the .idx file
+            undo.callback(paths[0].unlink)
             put_in_place(temporary[1], paths[1])
             undo.pop_all()
     except OSError as error:

@@ -66,8 +66,8 @@ class TiktokenTokenizer:
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of token ids. If the end-of-document id was added after the vocabulary,
-        it has no text."""
+        """Decode token ids, and return their text. If the end-of-document id was added after the
+        vocabulary, it has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
@@ -91,7 +91,7 @@ class SentencePieceTokenizer:
             raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
         known = self._model.get_piece_size()
         self.eod_id = self._model.eos_id()
-        if self.eod_id < 0:  # the model has no </s>
+        if self.eod_id < 0:  # the model has no token </s>
             self.eod_id = known
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name

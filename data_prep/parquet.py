@@ -9,8 +9,8 @@ from typing import Any
 from data_prep.other_tokenizers import MISSING
 from ptdmpi.config import InputError
 
-_BATCH_ROWS = 256  # number of rows that are decoded at a time
-_TEXT_TYPES = ("string", "large_string", "string_view")  # "string_view" exists since pyarrow 16
+_BATCH_ROWS = 256  # Number of rows that are decoded at a time.
+_TEXT_TYPES = ("string", "large_string", "string_view")  # "string_view" exists since pyarrow 16.
 
 
 def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:

@@ -33,9 +33,9 @@ _COMPRESSED = {
 }
 PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
 TASK_BYTES = 1 << 20
-MAX_LINE_BYTES = 1 << 30  # limit for a line of a .jsonl file, which must fit into memory
-_BLOCK_BYTES = 1 << 16  # number of bytes, perhaps compressed, that are read from the disk at a time
-# number of bytes that are decompressed at a time, if the library accepts a limit
+MAX_LINE_BYTES = 1 << 30  # Limit for a line of a .jsonl file, which must fit into memory.
+_BLOCK_BYTES = 1 << 16  # Number of bytes, perhaps compressed, that are read at a time.
+# Number of bytes that are decompressed at a time, if the library accepts a limit.
 _INFLATED_BYTES = 1 << 20
 _SPACE = b" \t\n\r\v\f"
 
@@ -48,8 +48,8 @@ class CorpusFile:
     path: Path
     # the file name as given, or relative to the given directory; part of the corpus's identity
     name: str
-    kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
-    size_bytes: int  # size of the file on the disk, in bytes
+    kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row).
+    size_bytes: int  # Size of the file on the disk, in bytes.
     modified_ns: int
     start: int = 0
     stop: int | None = None  # None: up to the end of the file
@@ -63,25 +63,25 @@ class Chunk:
     path: str
     kind: str
     data: bytes
-    start: int  # byte offset of `data` in the decompressed file
-    line: int  # number of the first line in its source, from 1 (JSONL)
-    first: bool  # True if a document begins at the start of the chunk
-    last: bool  # True if a document ends at the end of the chunk
-    source_start: int = 0  # offset of the byte at which the first line of the source begins (JSONL)
-    # number of bytes of each document (PARQUET); `line` is the row number of the first document
+    start: int  # Byte offset of `data` in the decompressed file.
+    line: int  # Number of the first line in its source, from 1 (JSONL).
+    first: bool  # True if a document begins at the start of the chunk.
+    last: bool  # True if a document ends at the end of the chunk.
+    source_start: int = 0  # Offset of the byte at which the first line of the source begins.
+    # Number of bytes of each document (PARQUET); `line` is the row number of the first document.
     lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Chunks that are encoded together. `index` counts the tasks of a group from 0."""
+    """A task: chunks that are encoded together. `index` counts the tasks of a group from 0."""
 
     group: int
     index: int
     chunks: tuple[Chunk, ...]
     # bool [1 + documents that begin here]: True for documents that are left out as duplicates. The
-    # first entry is for the document that continues from the previous task. None: no document is
-    # left out.
+    # first entry is for the document that continues from the previous task. If `dropped` is None,
+    # no document is left out.
     dropped: np.ndarray | None = None
 
 
@@ -123,10 +123,10 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     returned in sorted order.
 
     The names of usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), each
-    perhaps followed by .gz, .bz2, .xz or .zst. Names may also end in .parquet. An input may be the
-    name of a data set of the Hugging Face hub, which is downloaded. Raise InputError for a missing
-    input, a file of another kind, a directory without a usable file, and a file that is given
-    twice.
+    perhaps followed by .gz, .bz2, .xz or .zst. The names of usable files may also end in .parquet.
+    An input may be the name of a data set of the Hugging Face hub, which is downloaded. Raise
+    InputError for a missing input, a file of another kind, a directory without a usable file, and a
+    file that is given twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -278,7 +278,8 @@ def _cut(window: bytes) -> int:
     if (at := window.rfind(b"\n", low, PIECE_BYTES)) >= 0:
         return at + 1
     cut = PIECE_BYTES
-    while cut > PIECE_BYTES - 3 and window[cut] & 0xC0 == 0x80:  # a UTF-8 continuation byte
+    # the byte continues a UTF-8 character
+    while cut > PIECE_BYTES - 3 and window[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
 
@@ -301,7 +302,7 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the same pieces as `split_document` for a document that is given as a single block. A
-    short document is not copied."""
+    document that is a single piece is not copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -361,8 +362,8 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield chunks of complete lines. Each chunk ends at the first line end at or after TASK_BYTES
-    bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
+    """Yield chunks that consist of complete lines. Each chunk ends at the first line end at or
+    after TASK_BYTES bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
     buffer = bytearray()
@@ -387,7 +388,8 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                data = bytes(view[:end])  # copy only once: the chunk may be one long line
+                # copy the bytes only once, because the chunk may be one long line
+                data = bytes(view[:end])
             del buffer[:end]
             yield chunk(data)
             start += end

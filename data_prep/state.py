@@ -43,9 +43,9 @@ class CorpusCounters:
     duplicates: int = 0  # number of documents that are left out as duplicates
     train_tokens: int = 0
     valid_tokens: int = 0
-    bad_lines: int = 0  # number of lines that are left out
-    eods_added: int = 0  # number of end-of-document tokens added to imported documents
-    answers: int = 0  # this field and all fields below are used only for conversations
+    bad_lines: int = 0  # Number of bad lines that are left out.
+    eods_added: int = 0  # Number of end-of-document tokens added to imported documents.
+    answers: int = 0  # This field and all fields below are used only for conversations.
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
@@ -62,10 +62,10 @@ class GroupProgress:
     """The progress of a group: the position in the group at which the next shard begins. All tokens
     before this position are in finished shards."""
 
-    shards: int = 0  # number of finished shards
-    task: int = 0  # index of the task in which the next shard begins
-    token: int = 0  # index, within that task, of the next shard's first token
-    held_out: bool = False  # True if the document that continues at this position is held out
+    shards: int = 0  # Number of finished shards.
+    task: int = 0  # Index of the task in which the next shard begins.
+    token: int = 0  # Index, within that task, of the next shard's first token.
+    held_out: bool = False  # True if the document that continues at this position is held out.
     # The counters of tokens include exactly the finished shards. All other counters include all
     # tasks before `task`.
     counters: CorpusCounters = CorpusCounters()
@@ -227,8 +227,8 @@ class RunState:
     """The state of one tokenization, in its output directories.
 
     The first output directory is the main output, for training documents. A second output
-    directory, if there is one, is for held-out documents. `identity` has the inputs and options
-    that influence the shards."""
+    directory, if there is one, is for held-out documents. `identity` describes the inputs and
+    options that influence the shards."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
@@ -244,12 +244,13 @@ class RunState:
         self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
-        """Make or check the output directories. Return the sums over all documents if the shards
-        are already complete, else None.
+        """Create the output directories, or check existing output directories. Return the sums over
+        all documents if the shards are already complete, else None.
 
-        If `force` is True, shards of earlier runs are removed. Otherwise raise InputError if the
-        directories contain shards from other inputs or options. Also raise InputError for shards
-        that ptdmpi-data did not make, or if another process writes to the directories.
+        If `force` is True, shards of earlier runs are removed. If `force` is False, raise
+        InputError if the directories contain shards from other inputs or options. Raise InputError
+        also if there are shards that ptdmpi-data did not make, or if another process writes to the
+        directories.
         """
         try:
             done = self._begin(force)
@@ -287,8 +288,8 @@ class RunState:
         return None
 
     def _make_outputs(self) -> None:
-        """Make and lock the output directories. Raise InputError if the directories cannot be
-        written."""
+        """Create the output directories, and lock them. Raise InputError if the directories cannot
+        be written."""
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -298,7 +299,8 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             for output in self.outputs:
-                with suppress(OSError):  # ignore a directory that is not empty, or was not made
+                # ignore the error for a directory that is not empty or does not exist
+                with suppress(OSError):
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
         try:
@@ -342,15 +344,17 @@ class RunState:
         )
 
     def _remove_all(self) -> None:
-        """Remove the results of earlier runs. Raise InputError, before anything is removed, if an
-        output directory has shards that ptdmpi-data did not make for this output."""
+        """Remove the results of earlier runs from the output directories. Raise InputError, before
+        anything is removed, if an output directory has shards that ptdmpi-data did not make for
+        this output."""
         ours = []
         main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
             try:
                 known = self._known(output)
             except InputError:
-                known = identity  # the file is damaged, so it may be removed
+                # ignore the error: the summary is damaged, so the shards may be removed
+                known = identity
             main = main or known
             if known is not None and known.get("holds") != identity["holds"]:
                 raise InputError(
@@ -373,14 +377,16 @@ class RunState:
         return self.folder / f"group-{group:05d}.json"
 
     def load(self, group: int) -> GroupProgress:
-        """Return the progress of a group. Raise InputError if the group's file is damaged."""
+        """Return the stored progress of a group. Raise InputError if the group's file is
+        damaged."""
         known = read_json(self._group_path(group))
         if known is None:
             return GroupProgress()
         return _restored(GroupProgress, known, self._group_path(group))
 
     def save(self, group: int, progress: GroupProgress) -> None:
-        """Write the progress of a group. Raise InputError if the file cannot be written."""
+        """Write the progress of a group to its file. Raise InputError if the file cannot be
+        written."""
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
@@ -442,8 +448,9 @@ class RunState:
                 )
 
     def clean(self) -> None:
-        """Clean up after a failure. Finished shards remain, so that a restart can use them. If
-        there is no shard, the folder `.unfinished` and empty output directories are removed."""
+        """Clean up the output directories after a failure. Finished shards remain, so that a
+        restart can use them. If there is no shard, the folder `.unfinished` and empty output
+        directories are removed."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

@@ -75,8 +75,8 @@ class TextCorpus:
         tokens."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # an option that is not set is left out, so that outputs of older versions can be
-            # restarted
+            # leave out this option if it is not set, so that this version can continue outputs of
+            # older versions
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,

@@ -30,11 +30,11 @@ BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # this prefix is followed by the path of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
-# gigatoken's word cache is emptied after this number of characters
+# the word cache of gigatoken is emptied each time that it has encoded this number of characters
 _RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
-MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
-MAX_VOCAB_SIZE = 1 << 24  # limited, because the library reserves memory for all tokens at the start
+MIN_VOCAB_SIZE = 257  # The smallest vocabulary: 256 bytes and the end-of-document token.
+MAX_VOCAB_SIZE = 1 << 24  # The library reserves memory for this number of tokens at the start.
 
 
 class Vocabulary(Protocol):
@@ -59,7 +59,7 @@ class Tokenizer(Vocabulary, Protocol):
 
 class MarkedTokenizer(Tokenizer, Protocol):
     """A tokenizer that can also encode texts in which the name of a special token stands for that
-    token. A chat template writes such texts."""
+    token. A chat template writes texts with such names."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -207,7 +207,7 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             raise InputError(f"tokenizer {GIGATOKEN}{path} needs gigatoken: {MISSING}") from error
         self._open = partial(gigatoken.Tokenizer.from_json, self._tokenizer.to_str())
         special = sorted(map(re.escape, self.special))
-        # if there are no special tokens, (?!) matches nowhere
+        # if there are no special tokens, use the pattern (?!), which matches nowhere
         self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
@@ -260,7 +260,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a large vocabulary takes half a second to load, and a process asks for it twice
+@lru_cache(1)  # a large vocabulary takes half a second to load, and a process loads it twice
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
     """Load a tokenizer. `state` has the sizes and modification times of all files of the tokenizer;
     it is an argument so that it is part of the cache key."""

@@ -32,8 +32,8 @@ VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
 LONG_BYTES = 12_000_000
-SHORT_SHARE = 4  # the short corpus is a quarter of the long corpus
-LONGEST_TIMES = 10  # the longest corpus is the long corpus repeated this many times
+SHORT_SHARE = 4  # The short corpus is a quarter of the long corpus.
+LONGEST_TIMES = 10  # The longest corpus is the long corpus repeated this many times.
 OURS = "ptdmpi-data tokenize"
 GROUP_TEXTS = 256  # number of texts in a direct call
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-IN_A_START = "in a start"  # the fault that kills one rank while the ranks start again
+IN_A_START = "in a start"  # The fault that kills one rank while the ranks start again.
 # Maps a fault to the weight with which it is drawn.
 FAULTS = {"one rank": 4, "all ranks": 2, IN_A_START: 7, "launcher": 1}
 

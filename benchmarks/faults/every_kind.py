@@ -47,9 +47,9 @@ from benchmarks.launch import start
 from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
-DEATHS = 20  # maximum number of deaths of a run
-LIFE_S = 0.2  # maximum time in seconds from a new step to the next death
-START_S = 4.0  # maximum time in seconds from a death to a death during the next start
+DEATHS = 20  # Maximum number of deaths of a run.
+LIFE_S = 0.2  # Maximum time in seconds from a new step to the next death.
+START_S = 4.0  # Maximum time in seconds from a death to a death during the next start.
 NOWHERE = ("none", 1, 0)
 
 

@@ -24,8 +24,8 @@ from ptdmpi.data.references import write_shard, write_summary
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
-STEPS = 120  # number of steps of a run, so that a run trains some dozen steps between two deaths
-# name in a table of legal names -> additional settings that a run with this name needs
+STEPS = 120  # Number of steps of a run, so that a run trains some dozen steps between two deaths.
+# Name in a table of legal names -> additional settings that a run with this name needs.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "local": ("data_parallel.local_steps=2",),
     "compressed": ("data_parallel.compressor=sign",),

@@ -29,7 +29,7 @@ from benchmarks.turns import spread
 from ptdmpi.data.shard_writer import ShardWriter
 
 STEPS = 60
-RESTARTS = 3  # number of trials with a restart
+RESTARTS = 3  # number of trials in which the run is restarted
 LIMIT_S = 300.0
 POLL_S = 0.002
 CONFIG = f"""
@@ -93,9 +93,9 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of a trial. `seconds` has, for each death, the time until a step is recorded that
-    was trained after the death. `logged` has, for each death, the seconds that the log reports: the
-    time from the first error until the training loop is ready."""
+    """The results of one trial. `seconds` has, for each death, the time until a step is recorded
+    that was trained after the death. `logged` has, for each death, the seconds that the log
+    reports: the time from the first error until the training loop is ready."""
 
     setup: str
     deaths: int = 0

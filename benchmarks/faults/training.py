@@ -104,7 +104,7 @@ class StartedRun:
 
     def wait(self) -> int:
         """Wait for the end of the run, and return its exit code. A run that takes longer than
-        LIMIT_S is killed and reported as failed."""
+        LIMIT_S seconds is killed and reported as failed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

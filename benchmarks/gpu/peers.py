@@ -27,8 +27,8 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """A model to train. ptdmpi trains the model with `sequences` sequences per step, in
-    microbatches of `micro_size` sequences."""
+    """A model that the trainers train. ptdmpi trains the model with `sequences` sequences per step,
+    in microbatches of `micro_size` sequences."""
 
     device: torch.device
     model: ModelConfig
@@ -58,7 +58,7 @@ Side = Callable[[Workload], Iterator[Row]]
 
 def sizes(workload: Workload) -> list[Size]:
     """Return the microbatch sizes and recomputation modes to try, largest first, beginning with
-    twice ptdmpi's size. Sizes with full recomputation come last."""
+    twice ptdmpi's size. The sizes with full recomputation come after the sizes without it."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:

@@ -7,9 +7,9 @@ from typing import Any
 import tomlkit
 from tomlkit.items import AoT, Table
 
-WAYS = ("fa3", "cudnn", "flash")  # kernels that the table may name
-# a kernel whose difference from float32, relative to the largest value, exceeds this limit is not
-# used
+WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may name.
+# A kernel whose difference from float32, relative to the largest value, exceeds this limit is not
+# used.
 APART = 0.02
 
 

@@ -169,7 +169,7 @@ def refusal(world: World, wire: str, device: torch.device) -> str:
         return ""
     try:
         mine = nccl_refusal(world.size, torch.get_device_module(device).device_count())
-    except RuntimeError as error:  # the device's module cannot count devices
+    except RuntimeError as error:  # torch's module for this device cannot count devices
         mine = f"no NCCL: {error}"
     return next(filter(None, world.control.allgather(mine)), "")
 

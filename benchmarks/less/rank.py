@@ -20,7 +20,7 @@ from ptdmpi.comm import launch
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 64}
 BATCH = 32
-VALIDATED = 256  # number of validation sequences
+VALIDATED = 256  # number of sequences on which the models are validated
 RATE = 3e-3
 
 

@@ -52,9 +52,10 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """The result for one topology. `gap` is the spectral gap of the topology. `ratio` is the error
-    divided by the error of parallel SGD, at the recorded steps. `transient` is the number of steps
-    after which `ratio` stays below 1.25; None means that more steps are needed than were done."""
+    """The results of the experiment for one topology. `gap` is the spectral gap of the topology.
+    `ratio` is the error divided by the error of parallel SGD, at the recorded steps. `transient` is
+    the number of steps after which `ratio` stays below 1.25; None means that more steps are needed
+    than were done."""
 
     gap: float
     ratio: Array

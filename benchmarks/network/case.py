@@ -48,8 +48,8 @@ class Compared:
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 
     def config(self, layout: Layout, batch: int) -> Config:
-        """Return the configuration for a layout with the global batch size `batch`. Raises the same
-        errors as `resolve`."""
+        """Return the configuration for a layout with the global batch size `batch`. Raises the
+        errors that `resolve` raises."""
         names = ("layers", "hidden", "heads", "seq_length")
         return synthetic_config(
             layout,

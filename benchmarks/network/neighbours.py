@@ -99,7 +99,7 @@ class Averaging:
 
 
 def rank(rounds: int) -> None:
-    """Run one rank of the measurement. The first rank prints the rounds as JSON."""
+    """Do the measurement on one rank. The first rank prints the rounds as JSON."""
     launch.prepare()
     from ptdmpi.comm.world import World, fail_together
     from ptdmpi.plan.layout.grid import grid_of

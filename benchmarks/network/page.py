@@ -64,7 +64,7 @@ def _both(zero: int, ptd: int) -> str:
 
 
 def measured_lines(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the measured tables in Markdown. A ratio compares two rates of the same
+    """Yield the lines of the measured tables in Markdown. Each ratio compares two rates of the same
     round."""
     case = results["case"]
     here = results["machine"]

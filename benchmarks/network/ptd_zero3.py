@@ -35,7 +35,7 @@ def measure(
     `link`.
 
     `messages` maps the size of a message in bytes to the number of times that it is sent, in order
-    to measure the link. Raises the same errors as `answer`.
+    to measure the link. Raises the errors that `answer` raises.
     """
     job = json.dumps({"case": asdict(case), "messages": list(messages.items())})
     results = answer(ranks // NODES, ["-m", "benchmarks.network.train", job], link)

@@ -26,8 +26,8 @@ PACKET_IGNORE_OUTGOING = 23
 SO_SNDBUFFORCE = 32
 SO_RCVBUFFORCE = 33
 ETH_P_ALL = 3
-HEADER = 10  # size of struct virtio_net_hdr, which precedes the frame
-LARGEST = 70_000  # maximum size of a frame with segmentation offload and its headers
+HEADER = 10  # Size of struct virtio_net_hdr, which precedes the frame.
+LARGEST = 70_000  # Maximum size of a frame with segmentation offload and its headers.
 BUFFER = 32 << 20
 BATCH = 16  # maximum number of frames that are taken from one port before the next port's turn
 
@@ -49,21 +49,23 @@ class Port:
 
     def __init__(self, cable: socket.socket) -> None:
         self.cable = cable
-        self.sent_s = 0.0  # the time at which the node's card has sent all its frames
-        # the time at which the node's card will have received all queued frames
+        self.sent_s = 0.0  # The time at which the node's card has sent all its frames.
+        # The time at which the node's card will have received all queued frames.
         self.received_s = 0.0
-        self.queue: deque[tuple[float, bytes]] = deque()  # (arrival time, header and frame)
+        # the queued frames: (arrival time, header and frame)
+        self.queue: deque[tuple[float, bytes]] = deque()
 
 
 class Switch:
-    """A switch with queues of frames between ports. `rate` is in bytes per second, and `delay_s` is
-    the delay in one direction."""
+    """A switch between ports. Each port has a queue of frames that wait for their delivery to the
+    port's node. `rate` is in bytes per second, and `delay_s` is the delay in one direction."""
 
     def __init__(self, ports: Sequence[Port], rate: float, delay_s: float) -> None:
         self.ports = ports
         self.rate = rate
         self.delay_s = delay_s
-        self.behind: dict[bytes, Port] = {}  # maps a hardware address to its port
+        # hardware address -> the port on which its frames arrive
+        self.behind: dict[bytes, Port] = {}
 
     def take(self, port: Port) -> None:
         """Put frames that a node has sent into the queues of their receivers."""
@@ -105,7 +107,7 @@ class Switch:
         return max(0.0, min(arrivals) - time.monotonic())
 
     def run(self) -> None:
-        """Forward frames until standard input ends."""
+        """Forward frames between the ports until standard input ends."""
         # The ranks keep the cores busy. With ordinary priority, this process would have to wait for
         # a core, and frames would be late.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

@@ -37,7 +37,8 @@ def sent_bytes() -> int:
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """Return all measurements on these ranks. All ranks return the same result.
+    """Do all measurements on these ranks, and return their results. All ranks return the same
+    result.
 
     `sizes` maps the size of a message in bytes to the number of times that it is sent, in order to
     measure the link.

@@ -27,8 +27,8 @@ from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
-ENDING_S = 60.0  # seconds that are reserved to end processes that do not end by themselves
-TRIALS_SHARE = 0.4  # fraction of a row's time for trials
+ENDING_S = 60.0  # Seconds that are reserved to end processes that do not end by themselves.
+TRIALS_SHARE = 0.4  # Fraction of a row's time that is used for trials.
 # The largest allowed relative difference between two trainers' losses in a step. The limit for bf16
 # is larger, because two trainers round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
@@ -195,7 +195,8 @@ def stop(number: int, frame: FrameType | None) -> None:
     """Handle a signal: end the program. The program ends by an exit, which also ends the processes
     of all trainers; the signal alone would not end them."""
     for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # a second signal must not interrupt the exit
+        # ignore further signals, because a second signal must not interrupt the exit
+        signal.signal(ending, signal.SIG_IGN)
     print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)
     sys.exit(128 + number)
 

@@ -40,9 +40,9 @@ LAYOUTS = {
 # much work as one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
-COMPILED = "single,compile"  # one rank alone with compiled layers
-CUT = "c=2"  # sequences of 4,096 positions, cut in two
-EXPERTS = "moe"  # one rank alone with experts
+COMPILED = "single,compile"  # The layout with a single rank and compiled layers.
+CUT = "c=2"  # The layout with sequences of 4,096 positions, cut in two.
+EXPERTS = "moe"  # The layout with a single rank and experts.
 ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, EXPERTS)
 # The trainers that are compared with ptdmpi in each layout, and the names of their implementations.
 # For the trainer "ptdmpi", the name is another layout of ptdmpi. If this layout has only one rank,
@@ -310,7 +310,7 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
     list of alternatives, and an alternative is a table with fields of a `Variant`.
 
     The benchmark makes the decisions one after another, by measurement, and begins with the first
-    alternative of each decision. Every alternative has fp32 master weights.
+    alternative of each decision. With every alternative, master weights are fp32.
     """
     decisions: list[list[dict[str, Any]]] = []
     fsdp = tool == "torch" and row.sizes.shards_weights

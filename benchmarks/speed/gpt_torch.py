@@ -24,7 +24,8 @@ class Embedding(nn.Module):
         model = config.model
         self.word = nn.Embedding(vocab_size, model.hidden)
         self.position = nn.Embedding(model.seq_length, model.hidden)
-        self.positions: Tensor | None = None  # positions of this rank's tokens; None: all positions
+        # the positions that this rank has; None if it has all positions
+        self.positions: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings [batch, tokens, hidden] of `ids` [batch, tokens]."""
@@ -51,8 +52,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for `x`, both [batch, tokens, hidden]."""
-        # qkv is [batch, tokens, heads, 3, head size]. The heads are before the 3, so that DTensor's
-        # contiguous shards of the rows of the weight consist of complete heads.
+        # The tensor qkv has the shape [batch, tokens, heads, 3, head size]. The heads are before
+        # the 3, so that DTensor's contiguous shards of the rows of the weight consist of complete
+        # heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
@@ -92,8 +94,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A pipeline stage of the GPT, or the complete GPT. It has the layers `layers`, the embedding
-    before the model's first layer, and the final norm and the head after the model's last layer. If
+    """A pipeline stage of the GPT, or the complete GPT. The stage has the layers `layers`. The
+    first stage also has the embedding, and the last stage also has the final norm and the head. If
     `autocast` is True, the forward pass enters bf16 autocast.
     """
 
@@ -136,7 +138,8 @@ class Gpt(nn.Module):
                 start = model.init_std / math.sqrt(2 * model.layers)
             slabs = initial(config.run.seed, name, tuple(parameter.shape), start)
             whole = torch.cat([values for _, values in slabs])
-            if ".qkv." in name:  # reorder rows: q, k and v of each head are together
+            # reorder the rows of the weight, so that the rows for q, k and v of a head are together
+            if ".qkv." in name:
                 parts = (3, model.heads, model.head_size)
                 whole = whole.unflatten(0, parts).transpose(0, 1).flatten(0, 2)
             parameter.copy_(whole)

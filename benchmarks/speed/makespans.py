@@ -7,8 +7,8 @@ This command prints, for each schedule, the time of the runner's step and the si
 The command also prints the host's microseconds per action (an op or a message) if ops do nothing.
 With activations of 128 bytes, this time consists of the time of Python and the message latency.
 With activations of 1 MiB, as in training, it also contains the time to copy the activations. A
-sleep needs no core, so there may be more ranks than cores. Other processes on the cores disturb the
-measurement.
+stage that sleeps needs no core, so there may be more ranks than cores. Other processes on the cores
+disturb the measurement.
 """
 
 import itertools

@@ -298,7 +298,7 @@ def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | PipelineTrainer:
-    """Return the trainer for a rank."""
+    """Return the trainer in plain torch for a rank."""
     kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
     return kind(row, variant, rank)
 

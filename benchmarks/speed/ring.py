@@ -40,7 +40,8 @@ def _block(rank: int, source: int, count: int) -> _Block:
     whole = slice(None)
     if source == rank:
         return _Block(whole, whole, True)
-    if source < rank:  # the keys' first chunk is before all queries, the second after
+    # all queries are after the first chunk of the keys, and before the second chunk
+    if source < rank:
         return _Block(whole, slice(count // 2), False)
     return _Block(slice(count // 2, None), whole, False)
 

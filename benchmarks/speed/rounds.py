@@ -14,7 +14,7 @@ from typing import Any
 
 from ptdmpi.base.disk import write_whole
 
-FOREIGN_LIMIT = 0.05  # number of cores
+FOREIGN_LIMIT = 0.05  # Other processes that use more cores than this disturb a round.
 # Instructions for bf16. The name of a processor does not show whether it has these instructions.
 # Without these instructions, torch's bf16 matrix multiplications run in scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
@@ -99,21 +99,21 @@ class Constants:
     greatest memory of its ranks."""
 
     peak_memory_bytes: int
-    peer_peak_memory_bytes: int | None  # None: the peer did not finish
-    limits: LeastTimes  # the least over all rounds
-    losses: list[float]  # losses of all steps, including those before the first round
+    peer_peak_memory_bytes: int | None  # None if the peer did not finish.
+    limits: LeastTimes  # The minimum over all rounds.
+    losses: list[float]  # Losses of all steps, including those before the first round.
     peer_losses: list[float]
-    peer_trials: dict[str, PeerTrial]  # by the name of the peer's variant
+    peer_trials: dict[str, PeerTrial]  # name of a variant of the peer -> its trial
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row in the file of results."""
+    """A row of the comparison, as the file of results contains it."""
 
     layout: str
     precision: str
     tool: str
-    peer: str  # the name of the tool's variant
+    peer: str  # name of the tool's variant with which ptdmpi is compared
     tokens_per_s: float
     peer_tokens_per_s: float
     ratio_median: float
@@ -122,8 +122,8 @@ class Result:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None
     gemm_share: float
-    limit_share: float  # time of GEMMs and attention, divided by the time of ptdmpi's step
-    # number of the least disturbed rounds, from which the figures are computed
+    limit_share: float  # Time of GEMMs and attention, divided by the time of ptdmpi's step.
+    # Number of the least disturbed rounds, from which the numbers in this row are computed.
     counted: int
     rounds: list[dict[str, float]]
     disturbed: int  # number of disturbed rounds among all rounds
@@ -131,7 +131,7 @@ class Result:
     losses: list[float]
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]
-    # if False, peer_tokens_per_s is an upper bound, and ratios are lower bounds
+    # If False, `peer_tokens_per_s` is an upper bound, and the ratios are lower bounds.
     peer_finished: bool
     measured: str
     # True if, on this machine, the peer's matrix multiplications in this data type run in scalar

@@ -25,8 +25,8 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
-LAUNCHER_END_S = 0.5  # seconds in which a launcher may end after all its ranks have ended
-POLL_S = 0.5  # seconds between two checks for processes that have ended without an answer
+LAUNCHER_END_S = 0.5  # Seconds in which a launcher may end after all its ranks have ended.
+POLL_S = 0.5  # Seconds between two checks for processes that have ended without an answer.
 
 
 class SideFailed(Exception):
@@ -139,7 +139,7 @@ class Side:
         return [self._hear(stream, end_s) for stream in self.streams]
 
     def train(self, count: int, limit_s: float = ANSWER_LIMIT_S) -> TimedSteps:
-        """Train the next `count` steps. Raises the same errors as `ask`."""
+        """Let the side train the next `count` steps. Raises the errors that `ask` raises."""
         begin_s = time.perf_counter()
         busy_before = busy_cpu_s()
         own_before = family_cpu_s()
@@ -246,8 +246,8 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _wait(process: subprocess.Popen) -> None:
-    """Wait until a process has ended. Terminate it, and then kill it, if it does not end within
-    END_LIMIT_S seconds."""
+    """Wait until a process of a side has ended. Terminate it, and then kill it, if it does not end
+    within END_LIMIT_S seconds."""
     try:
         for end in (lambda: None, process.terminate, process.kill):
             end()

@@ -10,10 +10,11 @@ from benchmarks.speed.rounds import PeerTrial
 from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 
 WARM_STEPS = 1
-TRIAL_MICROBATCHES = 2  # microbatches per data rank
-GIVE_UP = 2.0  # give up a variant that takes this many times as long as the tool's fastest variant,
-GIVE_UP_OURS = 3.0  # or a variant that takes this many times as long as ptdmpi
-FIRST_STEP_S = 5.0  # additional seconds for the first step
+TRIAL_MICROBATCHES = 2  # Number of microbatches per data rank in a trial.
+# Stop the trial of a variant that takes this many times as long as the fastest variant.
+GIVE_UP = 2.0
+GIVE_UP_OURS = 3.0  # Stop the trial of a variant that takes this many times as long as ptdmpi.
+FIRST_STEP_S = 5.0  # Additional seconds for the first step.
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def rivals(
 
 
 class Trials:
-    """The trials of all rows. A `cast` whose trial was stopped early in one row is not tried in
-    other rows.
+    """The trials of the variants of all tools, for all rows. A `cast` whose trial was stopped early
+    in one row is not tried in other rows.
 
     After `until_s` (of time.monotonic; set for each row) no new trial begins. After that time, the
     fastest variant so far is used, or the first variant if none was tried; `untried` counts the
@@ -110,7 +111,7 @@ class Trials:
         tried: dict[Variant, PeerTrial] = {}
         for alternatives in decisions:
             if len(alternatives) == 1 and tokens_per_s == 0.0:
-                continue  # a single alternative needs no trial
+                continue  # a decision with a single alternative needs no trial
             ways = [replace(best, **change) for change in alternatives]
             for way in ways:
                 # if no cast has finished its trial in other rows, try the last cast nevertheless,
@@ -121,7 +122,7 @@ class Trials:
                 if "cast" in alternatives[0] and way in tried and not tried[way].finished:
                     self.hopeless.add((tool, way.cast))
             if not any(way in tried for way in ways):
-                continue  # there is no time left
+                continue  # there was no time left for a trial
             finished = [way for way in ways if way in tried and tried[way].finished]
             best = max(finished, key=lambda way: tried[way].tokens_per_s, default=None)
             if best is None:
@@ -152,7 +153,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # without a minimum rate, only a tool that hangs is too slow
+            if at_least == 0.0:  # without a minimum rate, only a tool that hangs can be too slow
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "

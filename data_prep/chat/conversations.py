@@ -28,7 +28,7 @@ class Conversation(NamedTuple):
     text: str
 
 
-# the conversations of one record: a single one, or a preferred and a rejected conversation
+# the conversations of one record: a single conversation, or a preferred and a rejected conversation
 Group = list[Conversation]
 
 

@@ -31,7 +31,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
-MOST_LENGTH = 1 << 28  # maximum number of tokens of a row; a complete row must fit into memory
+MOST_LENGTH = 1 << 28  # Maximum number of tokens of a row; a complete row must fit into memory.
 # The maximum number of unfinished rows. A conversation goes to the first unfinished row that has
 # room for it.
 OPEN_ROWS = 64
@@ -137,7 +137,7 @@ class RowWriter:
         self._close()
 
     def discard(self) -> None:
-        """Remove an incomplete shard."""
+        """Remove the shard that is being written, if there is one."""
         if self._writer is not None:
             self._writer.discard()
 

@@ -36,8 +36,8 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
 
 
 def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
-    """Yield the tasks of all files. Each chunk of a task consists of complete lines, with one
-    record per line.
+    """Yield tasks with the records of all files. Each chunk of a task consists of complete lines,
+    with one record per line.
 
     For a .json array, line n is element n, counted from 1. After each read, `advance` is called
     with the number of bytes that were read. Raise InputError for a file that cannot be read.
@@ -65,7 +65,8 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
 
 
 def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the bytes of a file. Raise InputError if there are more than MAX_LINE_BYTES bytes."""
+    """Yield the decompressed bytes of a file, block by block. Raise InputError if there are more
+    than MAX_LINE_BYTES bytes."""
     size_bytes = 0
     for block in read_blocks(replace(source, kind=TEXT), advance):
         size_bytes += len(block)

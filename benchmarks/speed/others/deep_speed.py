@@ -13,7 +13,7 @@ from benchmarks.speed.plain_torch import adam_settings, groups, layers_of_stages
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTrainer":
-    """Return the trainer for a rank."""
+    """Return DeepSpeed's trainer for a rank."""
     kind = StageTrainer if row.sizes.pipeline > 1 else ZeroTrainer
     return kind(row, variant, rank)
 
@@ -91,8 +91,8 @@ def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, *, zer
 
 
 def _imported(rank: int) -> Any:
-    """Import and return the module deepspeed. DeepSpeed reads the kind of device and this rank's
-    device from the environment."""
+    """Import the module deepspeed, and return it. DeepSpeed reads the kind of device and this
+    rank's device from the environment."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 

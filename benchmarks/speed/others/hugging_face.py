@@ -1,5 +1,6 @@
-"""transformers' GPT-2 and Mixtral in one process, as users of transformers train them: the model,
-autograd, and torch's fused AdamW. Training starts with ptdmpi's initial weights."""
+"""The trainer with transformers' GPT-2 or Mixtral in one process, as users of transformers train
+these models: the model, autograd, and torch's fused AdamW. Training starts with ptdmpi's initial
+weights."""
 
 import contextlib
 import json

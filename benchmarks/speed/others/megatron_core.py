@@ -260,7 +260,7 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
     """Load this rank's slices of the weights of `plain_torch`. Both Megatron-Core and `plain_torch`
     order the rows of the weight for queries, keys and values (qkv) by heads."""
-    # layers are numbered from 0 in each chunk
+    # in each chunk, the names of layers count from 0
     first = chunk.decoder.layers[0].layer_number - 1
     for name, parameter in chunk.named_parameters():
         module, kind = name.rsplit(".", 1)

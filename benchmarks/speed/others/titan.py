@@ -5,8 +5,8 @@ torch's fused AdamW.
 torchtitan's trainer needs a CUDA device. The module `stand_ins.py` is called before torchtitan is
 imported. It replaces the functions of devices and of Triton that torchtitan's modules need and that
 torch for CPUs does not have. torchtitan does not have three modules that this GPT needs: learned
-positions, an MLP of two matrices, and attention without rotary positions. These modules are made by
-small changes to torchtitan's own classes.
+positions, an MLP of two matrices, and attention without rotary positions. The benchmark makes these
+three modules by small changes to torchtitan's own classes.
 """
 
 from dataclasses import dataclass
@@ -182,7 +182,7 @@ class TitanTrainer:
         self.optimizer.step()
         if not losses:
             return None
-        # the losses are sums over this rank's tokens only
+        # each loss is a sum over the tokens of this rank only
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
 
     def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -325,8 +325,8 @@ def _with_bias(norm: LayerNorm.Config) -> None:
 
 @torch.no_grad()
 def _load(model: nn.Module, row: Row) -> None:
-    """Load the weights of `plain_torch`. Both torchtitan and `plain_torch` order the rows of the
-    weight for queries, keys and values (qkv) by heads."""
+    """Load the initial weights of the GPT in `plain_torch`. Both torchtitan and `plain_torch` order
+    the rows of the weight for queries, keys and values (qkv) by heads."""
     config = row.config
     whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
     weights = dict(whole.named_parameters())

@@ -21,9 +21,9 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
 from ptdmpi.train.checks import with_form
 
-SMALL = "l=4,h=128,a=4,s=128"  # the default model, which trains in minutes on a laptop
-MOST_TENSOR = 8  # most nodes have 8 devices, and a tensor axis should stay inside a node
-BATCH = 64  # sequences per step for a model without a published batch size
+SMALL = "l=4,h=128,a=4,s=128"  # The default model, which trains in minutes on a laptop.
+MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor axis should stay inside a node.
+BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
 LEAST_STEPS = 20  # the batch is made smaller if an epoch would otherwise have fewer steps
 MOST_STEPS = 10_000
@@ -113,7 +113,8 @@ class Subject:
 
     @staticmethod
     def of(wish: Wish) -> "Subject":
-        """Return the model that `wish` names. Raise InputError if there is no such model."""
+        """Return the subject of the run: the model that `wish` names. Raise InputError if there is
+        no such model."""
         if wish.adapt is not None:
             return Subject._of_base(wish.adapt, wish.model)
         name = wish.model or SMALL

@@ -28,8 +28,8 @@ def show(
     """Print the preview of a configuration.
 
     All ranks that a launcher started may call this function; only rank 0 prints. `ranks` is the
-    number of ranks. If `ranks` is None, the number of started ranks is used, or, without a
-    launcher, the number of ranks that the configuration needs. `cluster` replaces run.cluster. If
+    number of ranks of the run. If `ranks` is None, the number of started ranks is used, or, without
+    a launcher, the number of ranks that the configuration needs. `cluster` replaces run.cluster. If
     `auto` is True, the best layout is searched before the preview is made. Raise InputError if the
     run would not start.
     """

@@ -10,8 +10,8 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.tasks.files import text_of
 
-SHOWN = 2  # maximum number of samples that are shown
-CHARACTERS = 400  # maximum number of tokens of a sample whose text is shown
+SHOWN = 2  # Maximum number of samples that are shown.
+CHARACTERS = 400  # Maximum number of tokens of a sample whose text is shown.
 IDS = 16
 
 

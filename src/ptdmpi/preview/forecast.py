@@ -200,7 +200,8 @@ def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
 
     The entry "traffic" maps group of ranks -> kind of message -> {"messages", "bytes"}. The entry
     "is_exact" is False if compressed gradients are sent, because the closed form of their length is
-    exact only for large matrices. It is also False if tokens are sent to experts on other ranks.
+    exact only for large matrices. The entry "is_exact" is also False if tokens are sent to experts
+    on other ranks.
     """
     traffic = StepTraffic.of_config(config, vocab_size)
     return {"traffic": traffic.of(rank=0, step=step).by_kind, "is_exact": traffic.is_exact}

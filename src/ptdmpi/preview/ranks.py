@@ -12,8 +12,8 @@ from ptdmpi.plan.layout.topology import file_ranks
 class RankCount:
     """A number of ranks, with a text that explains it.
 
-    `source` explains the number in words. `local` is the number of these ranks on this host; 0 if
-    this number is unknown.
+    `source` is a text that explains where the number comes from. `local` is the number of these
+    ranks on this host; 0 if this number is unknown.
     """
 
     count: int

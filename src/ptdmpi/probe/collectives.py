@@ -204,8 +204,8 @@ def _of_previous(
 
 
 class MeasuredCollective(NamedTuple):
-    """A collective that is measured. `prepare` returns the function that is timed, and `expected`
-    returns the right result of this function."""
+    """A collective operation that is measured. `prepare` returns the function that is timed, and
+    `expected` returns the right result of this function."""
 
     prepare: Callable[[Communicator, Tensor], Callable[[], Tensor]]
     expected: Callable[[Communicator, int, torch.dtype, torch.device], Tensor]

@@ -18,7 +18,7 @@ from ptdmpi.probe.finding import MachineFinding
 from ptdmpi.train.capacity import ranks_sharing
 from ptdmpi.train.records.rates import device_name, known_peak
 
-# variables that only one launcher sets -> the name of this launcher
+# environment variables that only one launcher sets -> the name of this launcher
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
     "SLURM_STEP_ID": "srun (Slurm)",
@@ -29,7 +29,8 @@ NO_LAUNCHER = "none: one process; start with mpirun or srun"
 
 
 def check_host(world: World) -> list[MachineFinding]:
-    """Return the findings about the machine, over all ranks. All ranks call this together."""
+    """Return the findings about the machine, over all ranks. All ranks call this function
+    together."""
     return [*_launch(world), *_software(world), _tensor_axis(world)]
 
 

@@ -29,8 +29,8 @@ def report_text(findings: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return a text with the findings, the versions of packages, and the variables of MPI, launcher
     and threads.
 
-    `findings` are lines, and `environ` is the environment of rank 0. Variables that may contain a
-    secret are left out.
+    `findings` has the lines of the report, and `environ` the environment variables of rank 0.
+    Variables that may contain a secret are left out.
     """
     names = {name.lower() for name in REPORTED_PACKAGES}
     versions = {

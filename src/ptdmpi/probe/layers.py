@@ -79,11 +79,11 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """The measured seconds of one step. Each time is the median over ranks and over steps, except
-    `rest_s`, which is the smallest over steps.
+    """The measured times of a training step, in seconds. Each time is the median over ranks and
+    over steps, except `rest_s`, which is the smallest over steps.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
-    data axis. `elements` is the number of parameters.
+    data axis. `elements` is the number of parameters of the model.
     """
 
     forward_s: float
@@ -222,7 +222,7 @@ class Layers:
         clock = self.bench.clock if tensor == 1 else time.perf_counter
 
         def forward() -> None:
-            """Compute the forward pass."""
+            """Compute the forward pass of the model's layers."""
             stage.begin_step()
             stage.forward_microbatch(microbatch, None)
 
@@ -277,7 +277,7 @@ class Layers:
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: ProbedModel) -> Microbatch:
-        # the same seed on all ranks, since ranks of a tensor axis need the same tokens
+        # use the same seed on all ranks, because ranks of a tensor axis need the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)

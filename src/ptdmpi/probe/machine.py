@@ -1,5 +1,5 @@
-"""The complete measurement of a machine. The result is a table that can be written as a cluster
-file in TOML."""
+"""The complete measurement of a machine. The result of the measurement is a table that can be
+written as a cluster file in TOML."""
 
 import importlib
 import os
@@ -27,8 +27,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces these
-# values by the fractions that layers reach.
+# A fraction of 1 means that layers run at the full measured rate of the kernels. `Layers.fit`
+# replaces these values by the fractions that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -77,7 +77,8 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # the program's own memory is not available for tensors, but it is part of a run's memory
+    # The memory of the program itself is not available for tensors, but it is a part of a run's
+    # memory.
     own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(own_bytes))
     own = _quickest_kernels(bench, compute, effort.ways)

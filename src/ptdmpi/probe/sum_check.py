@@ -23,7 +23,7 @@ def check_sums(world: World) -> list[MachineFinding]:
     """Check all-reduces over all ranks: of tensors on the host and, if the ranks have GPUs, of
     tensors on the GPUs by the transport that training uses.
 
-    All ranks call this together and get the same findings.
+    All ranks call this function together and get the same findings.
     """
     findings = _sums(world, wires.wire_named(), "{} sum")
     device = world.device()
@@ -83,7 +83,7 @@ def _measured_sums(
 def sum_of_known(
     comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[bool, float]:
-    """All-reduce known numbers over the ranks of `comm`, several times.
+    """All-reduce numbers with a known sum over the ranks of `comm`, several times.
 
     Returns two values: True if every element of the sum is right on this rank, and the seconds of
     the fastest trial. The time of a trial is the time of its slowest rank. Rank r contributes (r +

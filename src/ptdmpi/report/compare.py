@@ -190,8 +190,8 @@ def foreseen(
     """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
     The prediction is for `cluster`, or, if it is None, for the cluster that the run names.
-    `vocab_size` is None if no record of the run has the vocabulary size. Raise InputError if the
-    cluster cannot be used or `vocab_size` is missing.
+    `vocab_size` is None if no record of the run contains the size of the vocabulary. Raise
+    InputError if the cluster cannot be used or `vocab_size` is missing.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

@@ -204,7 +204,7 @@ def _remarks(status: dict[str, Any]) -> list[str]:
 
 def sparkline(values: Sequence[float]) -> str:
     """Return the values drawn as bars of eight heights, one character for each value. A value that
-    is not finite becomes a blank."""
+    is not finite is drawn as a blank."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""

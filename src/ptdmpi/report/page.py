@@ -12,8 +12,8 @@ from ptdmpi.base.words import counted
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 
-POINTS = 400  # maximum number of points in a curve
-# sizes in pixels: the width and height of a curve's picture, and the margins for its axes
+POINTS = 400  # Maximum number of points in a curve.
+# Sizes in pixels: the width and height of a curve's picture, and the margins for its axes.
 WIDTH = 420
 HEIGHT = 180
 LEFT = 56
@@ -143,5 +143,5 @@ def _number(value: float) -> str:
 def write(
     run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path
 ) -> None:
-    """Write the page to `path`. Raise OSError if the file cannot be written."""
+    """Write the HTML page to `path`. Raise OSError if the file cannot be written."""
     path.write_text(page(run, rows, pictures), encoding="utf-8")

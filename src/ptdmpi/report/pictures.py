@@ -159,7 +159,8 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # prints numbers as 12k, 3.5M, 2G
+    # this formatter prints numbers as 12k, 3.5M, 2G
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure, axes
 
 

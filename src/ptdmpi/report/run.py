@@ -43,7 +43,8 @@ class RecordedRun:
 
 
 def read(path: Path) -> RecordedRun:
-    """Return the run in directory `path`. Raise InputError if `path` is not a run directory."""
+    """Read the run in the directory `path`, and return its contents. Raise InputError if `path` is
+    not a run directory."""
     try:
         config = tomllib.loads(read_file(path / "config.toml").decode())
         text = read_file(path / "metrics.jsonl").decode(errors="replace")
@@ -89,8 +90,8 @@ def _timeline(path: Path) -> Timeline:
 
 
 def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the valid records. Lines that a crash has truncated or an editor has damaged are
-    skipped."""
+    """Yield the valid records in `lines`. Lines that a crash has truncated or an editor has damaged
+    are skipped."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)

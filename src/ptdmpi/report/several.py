@@ -14,7 +14,7 @@ from ptdmpi.report.summary import rows_of
 # entries of a summary that are left out, because they cannot be compared between runs
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
-POINTS = 200  # number of points in each curve
+POINTS = 200  # maximum number of points in a curve
 
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # number of newest steps whose medians are shown as rates
+RECENT = 50  # Number of newest steps; the shown rates are medians over these steps.
 # A record with a value above these limits is damaged.
 MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
@@ -31,7 +31,7 @@ STEP_NUMBERS = (
     "peak_memory_bytes",
 )
 SCORES = ("accuracy", "exact_match")
-REMARKS = 3  # number of newest warnings of the log that are shown
+REMARKS = 3  # Number of newest warnings of the log that are shown.
 # A run is reported as silent if it has written nothing for SILENT_S seconds and for SILENT_STEPS of
 # its longest steps.
 SILENT_S = 60.0
@@ -49,7 +49,8 @@ WARNINGS = (
 
 
 class Tail:
-    """A reader of a growing file. It returns only complete lines that it has not returned before.
+    """A reader of a growing file. The reader returns only complete lines that it has not returned
+    before.
 
     When a run is started again, it removes records, so the file may have been replaced or
     truncated. Then the reader begins again at the start of the file, and `begun_anew` is True after
@@ -121,7 +122,8 @@ class Watched:
     def status(self) -> dict[str, Any]:
         """Return the present status of the run. Keys whose values are unknown are absent."""
         with contextlib.suppress(*BROKEN):
-            # a new start may have another number of steps; an incomplete config.toml is ignored
+            # a new start of the run may have another number of steps; ignore an incomplete
+            # config.toml
             self._read_config()
         lines = self._metrics.lines()
         if self._metrics.begun_anew:

@@ -15,7 +15,7 @@ from ptdmpi.train.records.keys import RECORD_KEYS, ReportRow, Unit
 
 Rows = list[tuple[str, str]]
 
-# layout and number of ranks of a record that has neither, such as a validation
+# (layout, number of ranks) of a record without these entries, such as a validation
 NO_LAYOUT = (None, None)
 
 

@@ -10,7 +10,7 @@ from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
 
 class TrainedSteps(NamedTuple):
-    """An attempt of a run, and the first and the last recorded step that it trained."""
+    """An attempt of a run, with the first and the last recorded step that this attempt trained."""
 
     attempt: PastAttempt
     first: int

@@ -9,8 +9,8 @@ from typing import Any
 
 from ptdmpi.sinks.contract import Sink
 
-MOST_WAITING = 10_000  # maximum number of records that wait for the server
-CLOSE_S = 10.0  # seconds in which the server must accept the last records of a run
+MOST_WAITING = 10_000  # Maximum number of records that wait for the server.
+CLOSE_S = 10.0  # Seconds in which the server must accept the last records of a run.
 
 
 class Background:

@@ -10,7 +10,7 @@ from email.message import EmailMessage
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-LIMIT_S = 10.0  # time limit of each network operation
+LIMIT_S = 10.0  # time limit of each network operation, in seconds
 DEFAULT_SERVER = "smtp://localhost"
 
 
@@ -24,9 +24,9 @@ def post(address: str, content: Mapping[str, Any]) -> None:
 
 
 def mail(address: str, server: str, subject: str, content: Mapping[str, Any]) -> None:
-    """Send a mail to `address`. `server` is the address of the mail server, in the form
-    smtp://USER:PASSWORD@HOST:PORT or smtps://...; if it is empty, the mail server of this host is
-    used. A password is sent only over an encrypted connection. Raise an exception if the server
+    """Send the message as a mail to `address`. `server` is the address of the mail server, in the
+    form smtp://USER:PASSWORD@HOST:PORT or smtps://...; if it is empty, the mail server of this host
+    is used. A password is sent only over an encrypted connection. Raise an exception if the server
     does not accept the mail.
     """
     place = urlsplit(server or DEFAULT_SERVER)

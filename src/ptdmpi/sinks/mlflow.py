@@ -1,10 +1,10 @@
 """The sink for MLflow: the server that the environment variable MLFLOW_TRACKING_URI names, or files
 in `runs/NAME/mlflow/`.
 
-Only MLflow's client is used (the package mlflow-skinny). If a run of ptdmpi resumes at its last
-recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it begins
-another MLflow run and writes the remaining records again, because MLflow cannot remove single
-steps.
+This sink needs only the client of MLflow (the package mlflow-skinny). If a run of ptdmpi resumes at
+its last recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it
+begins another MLflow run and writes the remaining records again, because MLflow cannot remove
+single steps.
 """
 
 import os
@@ -22,7 +22,7 @@ from ptdmpi.sinks.record import kept_records, scalars
 FOLDER = "mlflow"
 # MLflow accepts at most this number of parameters, and this number of metrics, in one request
 MOST_PARAMETERS, MOST_METRICS = 100, 1000
-MOST_CHARACTERS = 6000  # maximum length of the value of a parameter
+MOST_CHARACTERS = 6000  # maximum number of characters in the value of a parameter
 
 
 class MlFlow:
@@ -69,7 +69,7 @@ class MlFlow:
         return run
 
     def record(self, values: dict[str, Any]) -> None:
-        """Log one record at its step."""
+        """Pass one record to MLflow, under the step of the record."""
         from mlflow.entities import Metric
 
         now_ms = time.time_ns() // 10**6

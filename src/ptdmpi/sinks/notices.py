@@ -19,8 +19,8 @@ from typing import Any
 from ptdmpi.config import InputError, LogConfig, RunConfig
 
 BY_VARIABLE, BY_MAIL = "env:", "mailto:"
-SERVER = "PTDMPI_SMTP"  # the environment variable that names the mail server
-CLOSE_S = 5.0  # seconds in which waiting messages may still be delivered at the end of a process
+SERVER = "PTDMPI_SMTP"  # The environment variable that names the mail server.
+CLOSE_S = 5.0  # Seconds in which waiting messages may still be delivered at the end of a process.
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Notices:
 
 class _Receiver(threading.Thread):
     """The thread that delivers messages to one receiver, in the order in which they were sent. Only
-    the first failure is reported, by a warning. It is a daemon thread, so a server that hangs does
-    not keep the process alive."""
+    the first failure is reported, by a warning. The thread is a daemon thread, so a server that
+    hangs does not keep the process alive."""
 
     def __init__(
         self, name: str, deliver: Callable[[Notice], None], say: Callable[[str], None]
@@ -153,7 +153,7 @@ def require_receivers(log: LogConfig, environ: Mapping[str, str] = os.environ) -
 def _delivery(name: str, environ: Mapping[str, str]) -> Callable[[Notice], None] | None:
     """Return the function that delivers a message to the receiver `name`. Return None if this
     process does not know the receiver's address."""
-    # these modules load slowly, and most runs send no messages
+    # imported only here, because these modules load slowly, and most runs send no messages
     from ptdmpi.sinks import delivery
 
     if name.startswith(BY_MAIL):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# key -> the group in which a sink shows it; other keys are in the group "train"
+# key of a record -> the group in which sinks show its values; all other keys are in the group
+# "train"
 GROUPS = {
     "step_time_s": "speed",
     "tasks_time_s": "speed",
@@ -26,7 +27,7 @@ GROUPS = {
 # keys that sinks do not show: the step is the horizontal axis of all curves, and the numbers of
 # messages and bytes are the same in each step
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
-# numbers in the scores of a task file that do not depend on the model
+# entries in the scores of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 

@@ -1,5 +1,5 @@
-"""All sinks that the section [log] of the configuration enables. An error in a sink never stops the
-run."""
+"""The object that passes records to all sinks that the section [log] of the configuration enables.
+An error in a sink never stops the run."""
 
 import atexit
 import importlib.util

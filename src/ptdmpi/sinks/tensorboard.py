@@ -1,9 +1,9 @@
 """The sink for TensorBoard: event files in `runs/NAME/tensorboard/`, which are written without
 TensorFlow.
 
-The events are written with tensorboardX's synchronous `EventsWriter`. Its SummaryWriter is not
-used, because it passes events to a thread through a queue: if a full disk ends that thread, the
-queue fills up and blocks the training.
+The events are written with tensorboardX's synchronous `EventsWriter`. The SummaryWriter of
+tensorboardX is not used, because it passes events to a thread through a queue: if a full disk ends
+that thread, the queue fills up and blocks the training.
 """
 
 import os

@@ -46,7 +46,7 @@ class WeightsAndBiases:
                 self.record(record)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Log one record at its step."""
+        """Pass one record to wandb, under the step of the record."""
         # The record of an asynchronous save is written late, but has the number of the step that
         # was saved. wandb's steps must not decrease.
         self._step = max(self._step, values["step"])

@@ -21,7 +21,7 @@ MEMORY = Path("/dev/shm")
 def jobs_folder() -> Path:
     """Return the folder of the job scripts: `jobs/` of a clone or of the installed package.
 
-    Raise InputError if there is neither.
+    Raise InputError if neither of these folders exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "jobs", package.parents[1] / "jobs"):

@@ -16,10 +16,10 @@ CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 class Starts:
     """The facts that the supervisor stores about earlier starts of the ranks.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of starts since
-    the last start that recorded a new step; this start is included. `failed_at` is the step after
-    which the last start ended because of an exception or a hang of the program; None if the start
-    ended for another reason.
+    `furthest` is the largest step that has been recorded so far in any start of the ranks. `idle`
+    is the number of starts since the last start that recorded a new step; this start is included.
+    `failed_at` is the step after which the last start ended because of an exception or a hang of
+    the program; None if the start ended for another reason.
     """
 
     furthest: int = 0
@@ -37,7 +37,7 @@ class Starts:
 @dataclass(frozen=True)
 class Judgement:
     """The decision after the ranks have ended: `code` is the exit code of the run, or None if its
-    ranks are started again. `why` is the reason as text.
+    ranks are started again. `why` is the reason for the decision, as text.
     """
 
     code: int | None

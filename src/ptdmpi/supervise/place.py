@@ -164,9 +164,10 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
     """Return the nodes and the launcher of a job. The nodes are `hosts` ("a,b" or "a:4,b:4"), or
     the nodes of the scheduler's allocation, or only this machine.
 
-    `launch` is the launcher with options, such as "mpiexec --cpu-bind depth". If `launch` is empty,
-    an installed launcher is chosen. Raise InputError if no launcher is installed, if a quotation
-    mark in `launch` is not closed, or if a host has a colon without a number of ranks after it.
+    `launch` is the name of a launcher with options, such as "mpiexec --cpu-bind depth". If `launch`
+    is empty, an installed launcher is chosen. Raise InputError if no launcher is installed, if a
+    quotation mark in `launch` is not closed, or if a host has a colon without a number of ranks
+    after it.
     """
     try:
         words = shlex.split(launch)

@@ -27,8 +27,8 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
-AGAIN_S = 5.0  # a second request to stop has an effect only after this number of seconds
-# exit code -> the event in the last message; every other code is a failure
+AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.
+# Exit code -> the event in the last message; every other code is a failure.
 EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -72,9 +72,9 @@ class Supervisor:
         *,
         tell: Callable[[str, int, float | None, str], None],
     ) -> None:
-        """Prepare the supervision of `job`. `tell` is a function that sends a message about an
-        event of the run. Its arguments are the name of the event, the last step, the loss of this
-        step, and the reason."""
+        """Prepare the supervisor of `job`. `tell` is a function that sends a message about an event
+        of the run. Its arguments are the name of the event, the last step, the loss of this step,
+        and the reason."""
         self.job = job
         self._send = tell
         self._why = ""  # the reason if the supervisor itself ends the run
@@ -152,7 +152,8 @@ class Supervisor:
         self._started_s = time.time()
         self._start = start
         self._first_after = self.progress.newest().step
-        if self._requests:  # the request came before the launcher was started
+        # the request to stop came before the launcher was started, so pass it on now
+        if self._requests:
             start.ask_to_stop()
         self._looked_s = time.monotonic()
         while start.running():
@@ -261,7 +262,7 @@ class Supervisor:
 
     def _training(self) -> int:
         """Return the number of ranks that train now. This number is smaller than the number of
-        started ranks if the run has continued without a lost rank (`run.on_failure = "shrink"`).
+        started ranks if the run has continued without lost ranks (`run.on_failure = "shrink"`).
         """
         newest = self.progress.newest()
         if newest.step > self._first_after:
@@ -272,7 +273,8 @@ class Supervisor:
         """Return how many of `ranks` ranks train. The other ranks are spare ranks."""
         return ranks - self.job.run.spare_ranks
 
-    # -- requests to stop, and printed lines -------------------------------------------------------
+    # -- requests to stop, and lines that the supervisor prints
+    # -------------------------------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: pass the request to stop on to the ranks. After the third request, end

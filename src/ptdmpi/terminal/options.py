@@ -101,8 +101,8 @@ class ShardGroup(click.ParamType[int | str]):
     name = "group"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        """Return the option's value: "all", "node" or a number. Raise InputError for any other
-        text.
+        """Return the option's value: "all", "node" or a number. Raise InputError if the text is
+        none of these.
         """
         if value in ("all", "node"):
             return str(value)

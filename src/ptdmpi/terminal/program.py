@@ -27,7 +27,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
 def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
     """Return the callback for an option such as --help, which prints a text on rank 0 and exits on
-    all ranks. `text_of` returns the text."""
+    all ranks. `text_of` is a function that returns the text to print."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         """Print the text and exit, if the option is on the command line."""
@@ -112,9 +112,9 @@ def run(
 ) -> None:
     """Execute the command line of the program `name`. An error is printed as one line on stderr.
 
-    `interrupted` is the message after Ctrl-C. If `lists` is True, the message of an InputError may
-    have several lines, one for each mistake. Raises SystemExit with code 2 for bad input, 130 after
-    Ctrl-C, 1 for other failures, or with the command's own exit code.
+    `interrupted` is the message that is printed after Ctrl-C. If `lists` is True, the message of an
+    InputError may have several lines, one for each mistake. Raises SystemExit with code 2 for bad
+    input, 130 after Ctrl-C, 1 for other failures, or with the command's own exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

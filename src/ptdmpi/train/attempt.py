@@ -62,8 +62,8 @@ class Attempt:
     begins. `why` is the reason why the attempt ended; it is empty before the end. `event` is the
     name of this end in messages. `live` is True if the state came from the
     memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` lists the
-    checkpoints that could not be read, and the reasons. `choice` has the kernels with which the run
-    computes; None means that no kernels are chosen yet.
+    checkpoints that could not be read, and the reasons. `choice` has the kernels with which the
+    engine computes; None means that no kernels are chosen yet.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Attempt:
         start: Handover,
         copies: MemoryCopies | None = None,
     ) -> None:
-        """Load the state into `engine`. Raises InputError, on every rank, if the state cannot be
-        loaded."""
+        """Load the training state into `engine`. Raises InputError, on every rank, if the state
+        cannot be loaded."""
         config = engine.config
         self.config = config
         self.world = world
@@ -84,7 +84,7 @@ class Attempt:
         self.copies = copies
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
-        # the fastest kernels that `ptdmpi probe` has measured on this machine
+        # the fastest kernels according to the measurements of `ptdmpi probe` on this machine
         self.own = world.on_root(lambda: _measured(config))
         self.live = start.load is not None
         self.unwritten = start.unwritten
@@ -98,8 +98,8 @@ class Attempt:
         self.history: History | None = None
         self.directory: RunDirectory | None = None
         self.choice: Choice | None = None
-        # `steps_done` stays None until the state is loaded completely. If a rank is lost during the
-        # loading, no survivor may continue from the incomplete state.
+        # The engine's `steps_done` is None until the state is loaded completely. If a rank is lost
+        # during the loading, no survivor may continue from the incomplete state.
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
@@ -206,9 +206,9 @@ class Attempt:
         """Open the run directory on rank 0, and record the beginning of this attempt in the
         history.
 
-        `concluded` is the number of steps that are recorded, and `show` prints a line. Returns None
-        on other ranks, and on all ranks if nothing is left to train. Raises InputError if the
-        directory cannot be written.
+        `concluded` is the last step that is already recorded, and `show` is a function that prints
+        a line. Returns None on other ranks, and on all ranks if nothing is left to train. Raises
+        InputError if the directory cannot be written.
         """
         if self.idle or self.world.rank:
             return None

@@ -23,7 +23,7 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
 
-if TYPE_CHECKING:  # importing this module starts MPI
+if TYPE_CHECKING:  # imported only for types, because importing this module starts MPI
     from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -61,7 +61,7 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # the part of the host's memory that this rank may use, for state that is not on the device
+        # the part of the host's memory that this rank may use for state that is not on the device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -153,8 +153,8 @@ class Memory:
             # add a note to the exception instead of raising another one, because the traceback
             # shows which tensor was allocated
             if _lacks_memory(error):
-                # the prediction said that the memory suffices, but another program may use a part
-                # of it
+                # the memory was large enough according to the prediction, but another program may
+                # use a part of it
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # leave out the hosts' memory, which was checked at the start; a new check would
@@ -182,7 +182,7 @@ class _Need(NamedTuple):
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Return True if an allocation failed.
+    """Return True if `error` means that an allocation of memory failed.
 
     On CPUs the error is a RuntimeError, and only its message distinguishes it from other errors.
     """

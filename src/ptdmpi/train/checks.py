@@ -40,8 +40,8 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     """Return the configuration of a run on `ranks` ranks, of which `node_ranks` are on each node.
 
     `tree` has the sections of the configuration, as parsed from TOML. The function also checks the
-    data, the cluster file, the tasks and the run directory. No file is written. Raises InputError
-    with one line for each mistake.
+    data, the cluster file, the tasks and the run directory. The function writes no file. Raises
+    InputError with one line for each mistake.
     """
     tree = with_form(tree)
     try:
@@ -102,8 +102,8 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # after a change of the data, samples are counted from the step of the checkpoint, and this step
-    # is not known here
+    # if the data has changed, samples are counted from the step of the checkpoint, and this step is
+    # not known here
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])

@@ -295,7 +295,7 @@ class Feed:
 
     def steps(self, first: int) -> Prefetcher:
         """Return the microbatches of step `first` (the first step is 0) and of later steps. A
-        thread reads them in advance.
+        thread reads these microbatches in advance.
         """
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)

@@ -9,7 +9,7 @@ from ptdmpi.train.live import Completed
 
 
 class Hook:
-    """The base class of hooks. A run calls the methods of a hook, and a subclass overrides the
+    """The base class of all hooks. A run calls the methods of a hook, and a subclass overrides the
     methods that it needs.
 
     Every rank has its own hook object. All ranks call the methods of their hooks at the same points
@@ -57,22 +57,22 @@ class Hooks:
             raise ValueError(f"hooks of the same name: give each a name of its own, {hooks}")
 
     def step_ended(self, step: Completed) -> None:
-        """Call `step_ended` of each hook."""
+        """Call the method `step_ended` of each hook."""
         for hook in self._hooks.values():
             hook.step_ended(step)
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
-        """Call `validated` of each hook."""
+        """Call the method `validated` of each hook."""
         for hook in self._hooks.values():
             hook.validated(step, values)
 
     def saved(self, step: int, path: Path) -> None:
-        """Call `saved` of each hook."""
+        """Call the method `saved` of each hook."""
         for hook in self._hooks.values():
             hook.saved(step, path)
 
     def stopped(self, step: int, why: str) -> None:
-        """Call `stopped` of each hook."""
+        """Call the method `stopped` of each hook."""
         for hook in self._hooks.values():
             hook.stopped(step, why)
 

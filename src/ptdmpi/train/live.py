@@ -43,9 +43,9 @@ class Handover:
     for which this state was trained. If `load` is None, the training loop reads a checkpoint
     instead. `unfinished` is the last step of the live state, if a rank was lost before all ranks
     had recorded, validated and saved that step. `answer` describes the training data before and
-    after the step of this state. `lost` is True if ranks were lost. `unwritten` maps the name of a
-    file to lines that could not be written because the disk has failed; None if there is no live
-    state.
+    after the step of this state. `lost` is True if ranks were lost before this state. `unwritten`
+    maps the name of a file to lines that could not be written because the disk has failed; None if
+    there is no live state.
     """
 
     resume: str
@@ -93,13 +93,13 @@ class Route(NamedTuple):
     target: int
 
 
-Part = tuple[int, ...]  # a part of the model: coordinates on the axes that divide the model
-Replica = tuple[int, ...]  # a replica of the model: coordinates on all other axes
+Part = tuple[int, ...]  # A part of the model: coordinates on the axes that divide the model.
+Replica = tuple[int, ...]  # A replica of the model: coordinates on all other axes.
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the training state of `engine`. The returned object does not refer to the engine, so
-    that the engine's other memory can be freed.
+    """Return the training state of `engine`, together with `account`, the report of this rank. The
+    returned object does not refer to the engine, so that the engine's other memory can be freed.
     """
     return Holding(account, engine.state.flats)
 

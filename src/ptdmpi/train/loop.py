@@ -40,7 +40,7 @@ class Loop:
     ) -> None:
         """Prepare the run (see `parts.assemble`). Every rank calls this method.
 
-        `handover` has the state of the survivors after ranks were lost. Raises InputError if the
+        After ranks were lost, `handover` has the state of the survivors. Raises InputError if the
         run cannot begin.
         """
         self.hooks = hooks or Hooks()
@@ -71,7 +71,7 @@ class Loop:
         return self.attempt.first
 
     def run(self) -> None:
-        """Train to the end of the run. Raises the same errors as `steps`."""
+        """Train to the end of the run. Raises the errors that `steps` raises."""
         for _ in self.steps():
             pass
 
@@ -96,15 +96,15 @@ class Loop:
             self.attempt.finish(self.concluded)
 
     def _backends(self) -> tuple[str, ...]:
-        """Return the attention backends of torch that the run's device may use. The result is empty
-        if the run computes on the host."""
+        """Return the attention backends of torch that the run's device may use. The returned list
+        is empty if the run computes on the host."""
         choice = self.attempt.choice
         return choice.attention if isinstance(choice, DeviceChoice) else ()
 
     def _train(self) -> Iterator[Completed]:
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.lookout.place.enter("training")
-            if self.completed is not None:  # a rank was lost after this step's update
+            if self.completed is not None:  # a rank was lost after the update of this step
                 asked = self._conclude(self.completed)
                 yield self.completed
                 self._stop_if_asked(asked)

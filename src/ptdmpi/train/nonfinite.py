@@ -29,8 +29,8 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """Kinds of values that may be not finite. A value of one kind may cause values of the later
-    kinds."""
+    """Kinds of values that may be not finite. A value that is not finite may cause values of the
+    later kinds that are not finite."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1
@@ -59,7 +59,7 @@ class Finding:
 
 
 class Skips:
-    """A counter of steps in a row that were skipped because a value was not finite.
+    """A counter of consecutive steps that were skipped because a value was not finite.
 
     A step that overflows in fp16 is not counted as long as the loss scale can still be reduced.
     """
@@ -130,8 +130,8 @@ class Skips:
 
 
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
-    """Compute step `step` again. Return the first value that is not finite, in the order of
-    `Finding`.
+    """Compute the training step `step` again. Return the first value that is not finite, in the
+    order of `Finding`.
 
     Every rank calls this function and gets the same result. Return None if all values are finite in
     the second computation. After this function the gradients are zero. The weights and the
@@ -210,13 +210,13 @@ class _Watcher(OpHook):
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # number of the last output within the present op
-        # ids of the weights whose gradients are not finite in the present op
+        self._calls = -1  # Number of the last output within the present op.
+        # Ids of the weights whose gradients are not finite in the present op.
         self._broken: set[int] = set()
 
     def begin(self, op: Op) -> None:
-        """Store `op`, and count its outputs from 0 on. An output is identified by its op and its
-        number within the op."""
+        """Store `op`, and count its outputs from 0 on. An output is identified by its op, and by
+        its number among the outputs of the op."""
         self._op = op
         self._calls = -1
         self._broken.clear()

@@ -61,8 +61,8 @@ class Survivors:
         self.lost: list[Process] = []
         self.news: list[Process] = []
         self.failed_at: float | None = None
-        # buffers of messages of revoked communicators; they are kept because MPI may still read
-        # them
+        # buffers of messages that were sent by communicators that are revoked now; keep them,
+        # because MPI may still read them
         self.stranded: list[Any] = []
 
     def steps(self) -> Iterator[Completed]:
@@ -80,7 +80,9 @@ class Survivors:
             if outcome & FINISHED:
                 break
             self._put_away()
-            gc.collect()  # engines contain reference cycles, and the next engine needs their memory
+            # collect garbage now: engines contain reference cycles, and the next engine needs their
+            # memory
+            gc.collect()
             self.failed_at = self.failed_at or time.perf_counter()
             self.world, lost = ulfm.shrink(self.world)
             self.lost += lost
@@ -101,8 +103,8 @@ class Survivors:
         FINISHED is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # the training ranks have raised this error together, but spare ranks have not, so it is no
-        # longer an error of all ranks
+        # All training ranks have raised this error, but spare ranks have not, so raise it again as
+        # an error of this rank only.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:
@@ -193,15 +195,16 @@ class Survivors:
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
         resume = self.config.checkpoint.resume
-        if any(account.saved for account in accounts):  # the run's own checkpoints are newer
+        # the checkpoints of this run are newer than the checkpoint that `resume` names
+        if any(account.saved for account in accounts):
             resume = "auto"
         if step is None:
             return Handover(resume, lost=True)
         source = next(way.source for way in ways if way.target == self.world.rank)
 
         def load(engine: Engine) -> int:
-            """Receive the live state. Return the number of steps for which the live state was
-            trained."""
+            """Receive the live state of the training. Return the number of steps for which the live
+            state was trained."""
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
             engine.policy.replicas_lost()
@@ -255,7 +258,7 @@ class Survivors:
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the new grid divides the state into other shards, so the old shards cannot be used
+            # the new grid divides the state into different shards, so the old shards cannot be used
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True

@@ -94,9 +94,9 @@ class Run:
             raise
 
     def __iter__(self) -> Iterator[Completed]:
-        """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
-        stop, for example by a signal. In all other cases SystemExit has the exit code with which
-        `ptdmpi train` would end.
+        """Train the model, and yield each step. Raises SystemExit (75) after a save if the run was
+        asked to stop, for example by a signal. In all other cases SystemExit has the exit code with
+        which `ptdmpi train` would end.
         """
         source = self._survivors or self._loop
         assert source is not None
@@ -132,7 +132,7 @@ class Run:
         """End the run's threads, release its directory, and restore the signal handlers.
 
         A run that was iterated to its end, or left by `break`, is already closed; a second call
-        does nothing. The model stays in memory.
+        does nothing. The model stays in memory after this call.
         """
         if self._now is not None:
             self._now.close()
@@ -168,16 +168,16 @@ class Run:
 
     @property
     def model(self) -> nn.ModuleDict:
-        """This rank's pipeline stages of the model, by number. A parameter in a stage is this
-        rank's slice of the full parameter.
+        """The pipeline stages of the model that this rank has, by the number of the stage. A
+        parameter in a stage is this rank's slice of the full parameter.
         """
         stages = self._active.engine.stages
         return nn.ModuleDict({str(number): stage for number, stage in stages.items()})
 
     @property
     def state(self) -> State:
-        """This rank's shards of the master weights and the optimizer's moments, by logical name,
-        and the counters of the run.
+        """The state that this rank has: its shards of the master weights and of the optimizer's
+        moments, by logical name, and the counters of the run.
         """
         return self._active.engine.state
 
@@ -193,7 +193,7 @@ class Run:
 
     def save(self) -> Path:
         """Save a checkpoint of the present step, unless the step is already saved. Return the path
-        of the checkpoint.
+        of the saved checkpoint.
 
         Every rank calls this method. Raises SaveFailed on every rank if the checkpoint cannot be
         written.

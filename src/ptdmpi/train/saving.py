@@ -35,7 +35,7 @@ class Saving:
     ) -> None:
         """Prepare the saves. `last_step` is the last step of the run. `say` prints a line. `record`
         writes a record of values. `verify` raises an error if the state must not be saved. `copies`
-        makes additional copies in the nodes' memory.
+        is an object that makes additional copies of the state in the memory of the nodes.
         """
         self.checkpoints = checkpoints
         self.last_step = last_step

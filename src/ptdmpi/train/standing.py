@@ -29,10 +29,10 @@ class Standing:
     """The validations of a run so far, and the decisions that depend on these validations.
 
     A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
-    is the number of worse validations since the last improvement. The run ends when `worse` reaches
-    `stop_after_worse` (0: never). `trained` is the newest step that had a record when this attempt
-    of the run began. `tasks_step` is the newest step with recorded scores of tasks. A stop may have
-    interrupted the work after step `trained`.
+    is the number of such worse validations since the last improvement. The run ends when `worse`
+    reaches `stop_after_worse` (0: never). `trained` is the newest step that had a record when this
+    attempt of the run began. `tasks_step` is the newest step with recorded scores of tasks. A stop
+    may have interrupted the validation or the evaluation of tasks after step `trained`.
     """
 
     stop_after_worse: int = 0
@@ -44,7 +44,7 @@ class Standing:
 
     @property
     def last(self) -> Validated | None:
-        """Return the newest validation."""
+        """Return the newest validation; None if there is no validation yet."""
         return self.seen[-1] if self.seen else None
 
     @property

@@ -11,9 +11,9 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
-# Exit codes for a corrupt state. Code 3 means that a person should check the named hosts before the
-# run is started again. Code 4 means that the run should be started again immediately, from a
-# checkpoint and not from copies in memory.
+# The exit codes for a corrupt state, by the value of `run.on_corruption`. Code 3 means that a
+# person should check the named hosts before the run is started again. Code 4 means that the run
+# should be started again immediately, from a checkpoint and not from copies in memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
 MOST_FAULTS = 8  # maximum number of faults that are printed on separate lines
 

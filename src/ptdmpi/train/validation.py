@@ -17,8 +17,8 @@ from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
-    """The validations of one run. Every rank calls `after_step` after each step for which `due`
-    returns True.
+    """The validations of one run, on one rank. Every rank calls `after_step` after each step for
+    which `due` returns True.
 
     `standing` has the results of the validations so far, which are the same on all ranks.
     """
@@ -45,7 +45,7 @@ class Validation:
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
-        self.values: dict[str, Any] = {}  # the values in the record of the newest validation
+        self.values: dict[str, Any] = {}  # The values in the record of the newest validation.
         # True until the loss of a bigram model is reported, which is done once. A model with a
         # lower loss has learned more than the frequencies of pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
@@ -167,8 +167,9 @@ def validation_record(
         text += f"  accuracy {accuracy:.2%}"
     elif (
         COUNT not in whole and MARGIN not in whole
-    ):  # the exponential of the loss is a perplexity only for text
-        perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 exceeds float64
+    ):  # The exponential of the loss is a perplexity only for text.
+        # The number e^710 is too large for float64.
+        perplexity = math.exp(mean) if mean < 700 else math.inf
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"
     for key, more in recorded(whole).items():

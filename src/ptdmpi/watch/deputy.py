@@ -11,9 +11,9 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
 class Deputy:
-    """The object with which rank 1 monitors rank 0. It stores the time of the last message from
-    rank 0. If rank 0 is silent for too long, this object first prints a warning, and later ends the
-    job.
+    """The object with which rank 1 monitors rank 0. This object stores the time of the last message
+    from rank 0. If rank 0 is silent for too long, this object first prints a warning, and later
+    ends the job.
 
     Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. Rank 0 sends
     messages from the start of the heartbeat on. Before the first message, rank 1 does not monitor

@@ -48,10 +48,10 @@ from ptdmpi.watch.wires import Wires
 # long without an error, so the time limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice. If a signal arrives more than SECOND_SIGNAL_S seconds after the
-# first signal, the user has sent a second request.
+# Some launchers deliver a signal twice. If a signal arrives more than SECOND_SIGNAL_S seconds after
+# the first signal, the user has sent a second request.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # signals on one rank that are closer in time are treated as one signal
+DUPLICATE_S = 0.5  # Signals to one rank within this number of seconds are treated as one signal.
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
 # the messages that rank 0 sends to the other ranks
@@ -60,7 +60,7 @@ ALIVE, WRITE_STACKS = "I am alive", "write your stacks"
 
 class Heartbeat:
     """The heartbeat thread of one rank, and the data that the thread uses. All ranks create their
-    `Heartbeat` together; each rank then calls `start`."""
+    `Heartbeat` together; after that, each rank calls `start`."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class Heartbeat:
             self._thread.join(COLLECT_S + 3 * BEAT_S)
 
     def finish(self) -> None:
-        """End the heartbeat after the training. All ranks call this method; rank 0 waits for the
-        last report of every rank."""
+        """End the heartbeat normally, after the training. All ranks call this method; rank 0 waits
+        for the last report of every rank."""
         if not self._thread.is_alive():
             return
         self.close()
@@ -321,13 +321,13 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Look for failures and stalls. Return True exactly once: when a failure or a stall is
-        found, so that all ranks must write their stacks."""
+        """Look for failures and stalls in the table. Return True exactly once: when a failure or a
+        stall is found, so that all ranks must write their stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was suspended, perhaps together with all other ranks, so all reports in
-            # the table are old
+            # This process itself was suspended, perhaps together with all other ranks, so all
+            # reports in the table are old.
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s

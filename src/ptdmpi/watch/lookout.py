@@ -123,7 +123,7 @@ class Lookout:
             self.judge.stopping = True
 
     def finish(self) -> None:
-        """End the monitoring after the training. All ranks call this method together."""
+        """End the monitoring normally, after the training. All ranks call this method together."""
         self.place.enter("ending")
         self.heartbeat.finish()
 

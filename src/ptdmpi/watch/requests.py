@@ -56,9 +56,9 @@ class Save(IntEnum):
     number of all ranks."""
 
     NO = 0
-    DUE = 1  # `save_minutes` are over; treated like a save at a multiple of `every_steps`
-    NOW = 2  # a user has requested a save; if the save fails, the run continues
-    LAST = 3  # the run ends after this save, and fails if the save fails
+    DUE = 1  # `save_minutes` are over; treated like a save at a multiple of `every_steps`.
+    NOW = 2  # A user has requested a save; if the save fails, the run continues.
+    LAST = 3  # The run ends after this save, and fails if the save fails.
 
 
 class StopRequest:
@@ -72,8 +72,9 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first signal that was received
-        self.unread = False  # True if no process reads the output of this process
+        # The first signal that this process has received.
+        self.received: signal.Signals | None = None
+        self.unread = False  # True if no process reads the output of this process.
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
         # a full pipe must not block a signal handler (signal.set_wakeup_fd requires this)
@@ -119,13 +120,13 @@ class StopRequest:
         """Return the signals that were received since the last call. If no signal was received,
         wait until a signal arrives, until `wake` is called, or until `limit_s` seconds have passed.
 
-        Only one thread may call this method. The thread that calls this method must not be the main
-        thread.
+        Only a single thread may call this method. The thread that calls this method must not be the
+        main thread.
         """
         select.select([self._out], [], [], limit_s)
         try:
             numbers = os.read(self._out, 4096)
-        except BlockingIOError:  # no signal arrived within the time limit
+        except BlockingIOError:  # no signal has arrived within the time limit
             return []
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 
@@ -190,7 +191,8 @@ class Requests:
         self._looked_s = -LOOK_S
         self._files = _Files(stop=False, save=False)
         self._gone = False
-        self._place: tuple[int, int] | None = None  # device and inode of the directory
+        # device number and inode number of the run directory
+        self._place: tuple[int, int] | None = None
 
     def mine(self, rank: int) -> Ballot:
         """Return the numbers that this rank contributes to a vote."""
@@ -223,7 +225,7 @@ class Requests:
 
     def reason(self, stop: int) -> str:
         """Return a text for the reason to stop that is the result of a vote. `stop` is the greatest
-        number of all ballots.
+        `stop` of all ballots.
 
         Raise SharedInputError, on every rank, if the run directory no longer exists.
         """

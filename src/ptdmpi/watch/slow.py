@@ -63,9 +63,9 @@ def slow_ranks(
     """Return (rank, factor) for each slow rank, the slowest first; the factor says how many times
     as long the rank takes as its peers.
 
-    `compute_s` maps a rank to the seconds of its own work in a step. A slow rank takes more than
-    `threshold` times the median of its peers, which are the ranks at the same position of the
-    pipeline axis. The median is the lower median, so that in a pair of ranks the slower rank is
+    `compute_s` maps each rank to the seconds of the rank's own work in a step. A slow rank takes
+    more than `threshold` times the median of its peers, which are the ranks at the same position of
+    the pipeline axis. The median is the lower median, so that in a pair of ranks the slower rank is
     compared with the faster one.
     """
     peers: dict[int, list[int]] = defaultdict(list)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
 
-COMPUTE_STEPS = 20  # number of steps over which the median of a rank's own work is computed
+COMPUTE_STEPS = 20  # number of steps; the time of a rank's own work is the median over these steps
 
 
 class Doing(NamedTuple):
@@ -65,7 +65,8 @@ class Place:
 
         Any thread may call this method, which never waits for the device.
         """
-        # copy the queue in one operation of the interpreter, because the main thread changes it
+        # copy the queue in a single operation of the interpreter, because the main thread may
+        # change it at any time
         for doing, begin, end in list(self._under_way):
             if not end.done():
                 since_s = begin.at_s() if begin.done() else doing.since_s
@@ -97,8 +98,8 @@ class Spanned:
         self._begin = self._watch.clock.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # after an exception no span is recorded; `place` still shows the activity in which it was
-        # raised
+        # After an exception, no span is recorded. `place` still shows the activity in which the
+        # exception was raised.
         if kind is None:
             self._watch.ended(self._doing, self._begin)
 

@@ -38,24 +38,25 @@ class Report(NamedTuple):
 
     phase: str
     step: int
-    kind: str  # kind of span: "forward", "receive", ...
+    kind: str  # kind of the present span: "forward", "receive", ...
     op: str
-    peer: int | None  # the pipeline rank from which this rank waits for a message
-    axis: str  # the group (such as an axis) in whose collective the rank is now, or ""
+    peer: int | None  # The pipeline rank from which this rank waits for a message.
+    axis: str  # The group (such as an axis) in whose collective the rank is now, or "".
     collective: str
-    age_s: float  # seconds since the rank began the activity (`kind`, `op`)
-    compute_s: float = 0.0  # seconds of own work: median over the last steps; 0: unknown
-    # the signals that the rank has received: (number, age)
+    age_s: float  # Seconds since the rank began the activity (`kind`, `op`).
+    # Seconds of the rank's own work in a step: the median over the last steps; 0 if unknown.
+    compute_s: float = 0.0
+    # The signals that the rank has received: (number, age).
     signals: tuple[tuple[int, float], ...] = ()
     # the failure of the rank: (time by the wall clock, error message)
     failure: tuple[float, str] | None = None
-    shown: bool = False  # True if this rank has written its stacks
-    leaves: bool = False  # True in the last report of a rank that ends after the training
+    shown: bool = False  # True if this rank has written its stacks.
+    leaves: bool = False  # True in the last report of a rank that ends after the training.
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A report and the time at which it arrived, by rank 0's clock."""
+    """A report of a rank, and the time by rank 0's clock at which the report arrived."""
 
     report: Report
     at_s: float

@@ -18,8 +18,8 @@ class Wires:
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # the failure after which the transports were aborted
-        self.deaf = False  # True if only the host is queried, because the device has failed
+        self.failed = ""  # The failure after which the transports were aborted.
+        self.deaf = False  # True if only the host is queried, because the device has failed.
         self._ended_s = 0.0
 
     def inside(self) -> tuple[str, str]:

@@ -24,8 +24,8 @@ from ptdmpi.plan.search.space import (
     shardings,
 )
 
-MOST_ADVICE = 3  # largest number of layouts that are advised
-# fields of a Layout that are on or off
+MOST_ADVICE = 3  # Largest number of layouts that are advised.
+# Fields of a Layout that are on or off.
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
 

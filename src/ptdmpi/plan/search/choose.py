@@ -79,7 +79,7 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
         return None
     try:
         before = resolve(load(path / "config.toml"), ranks)
-    except InputError:  # config.toml is for a different number of ranks, or does not exist
+    except InputError:  # config.toml does not exist, or is for a different number of ranks
         return None
     same = before.model == config.model
     if not same or before.batch.global_size != config.batch.global_size:

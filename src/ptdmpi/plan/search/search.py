@@ -14,7 +14,7 @@ of the second bound. The search ends when all other layouts have bounds that
 are at least the step time of the slowest kept layout: the first bound of each layout not yet
 visited, and the second bound of each layout not yet simulated. At this point no other layout can be
 among the best. The result is therefore the same as if every layout were simulated. A learned or
-approximate search could not improve it.
+approximate search could not find a better layout.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. In
 this second pass the step time of the fastest layout is known. So the second pass simulates only
@@ -52,7 +52,7 @@ from ptdmpi.plan.search.space import (
     variants,
 )
 
-HEADROOM = 8  # percent of a device's memory that a plan keeps free
+HEADROOM = 8  # Percent of a device's memory that a plan keeps free.
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
 # because the error of the prediction is larger.
 TIE = 0.02
@@ -157,7 +157,7 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
             candidate = collected.candidates[number]
             for data_s, sharding in candidate.shardings:
                 if candidate.work_s + data_s >= best.limit_s:
-                    break  # all later shardings are slower
+                    break  # all later shardings of this layout are slower
                 sharded = sharding.of(candidate.layout)
                 for layout in _all_fitting(pricer, space, sharded):
                     heapq.heappush(waiting, (pricer.bound_s(layout), next(numbers), layout))
@@ -176,8 +176,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, int]:
-    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout with
-    a smaller pair is simpler."""
+    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout
+    whose pair is smaller is simpler."""
     sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
@@ -224,8 +224,8 @@ def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layou
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the legal variants that fit. If the first variant does not fit into memory, no other
-    variant fits.
+    """Yield the legal variants of a layout that fit into memory. If the first variant does not fit
+    into memory, no other variant fits.
 
     If a layout without recomputation does not fit, yield this layout with the smallest number of
     recomputed layers with which it fits. In a pipeline, do this only if `space.uneven` is True,
@@ -349,7 +349,7 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
     """Yield a text for each layout on more ranks than `space.ranks` that fits into memory. Layouts
-    on fewer ranks come first."""
+    on fewer ranks are yielded first."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):

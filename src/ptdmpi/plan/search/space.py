@@ -49,7 +49,7 @@ class Space:
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # for recompute = "full"
+    recompute_layers: int | None = None  # the number of recomputed layers if `recompute` is "full"
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
@@ -59,16 +59,16 @@ class Space:
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
-    data: tuple[int, ...] | None = None  # legal sizes of the data axis; None: all sizes
-    sequences: int = 1  # a microbatch has a multiple of this number of sequences
-    cuts_sequences: bool = True  # if True, also try to cut long sequences
-    context_method: str | None = None  # for layouts that cut sequences
-    deals_experts: bool = True  # if True, also try to distribute experts
+    data: tuple[int, ...] | None = None  # Legal sizes of the data axis; None: all sizes.
+    sequences: int = 1  # The number of sequences in a microbatch must be a multiple of this number.
+    cuts_sequences: bool = True  # If True, also try to cut long sequences.
+    context_method: str | None = None  # The context-parallel method for layouts that cut sequences.
+    deals_experts: bool = True  # If True, also try to distribute experts.
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return the values of `scatter_gather` and `dp_overlap` that all layouts of `groups` have.
-        `variants` also yields layouts with another `scatter_gather`."""
+        (The function `variants` also yields layouts with another value of `scatter_gather`.)"""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
@@ -200,9 +200,9 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
-    """Return the sharding of a layout as command-line options. Only the options that differ from
-    the options of `before` are included. If `before` is None, the options are compared with a
-    layout without sharding."""
+    """Return the sharding of a layout as command-line options. The result has only the options that
+    differ from the options of `before`. If `before` is None, the options are compared with a layout
+    without sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:
@@ -215,8 +215,8 @@ def sharding_words(layout: Layout, before: Layout | None = None) -> str:
 
 
 def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout with one chunk per rank. Each of them represents the layouts with
-    any number of chunks (see `chunked`)."""
+    """Yield every legal layout with one chunk per rank. Each of these layouts represents the
+    layouts with any number of chunks (see `chunked`)."""
     config = pricer.model.config
     batch = pricer.batch
     modes = RECOMPUTE_MODES

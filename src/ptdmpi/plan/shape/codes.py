@@ -76,7 +76,7 @@ def scratch_bytes(
 ) -> int:
     """Return the largest working memory, in bytes, that encoding and decoding `elements` elements
     takes on one of `n` ranks. `tile` is the number of elements of the largest tile, and
-    `number_bytes` the size of a number."""
+    `number_bytes` the number of bytes of a floating-point number."""
     most = min(elements, max(MOST_ELEMENTS, tile))
     numbers = NUMBERS + MORE_NUMBERS.get(section.error_feedback, 0)
     numbers += 2 if section.method == "decentralized" else 0

@@ -53,8 +53,8 @@ def slices(own: range, unit: range, shards: int) -> list[Slice]:
 
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
-    """Yield the owner of each matrix. `matrices` has the slices of each matrix, and the cost of
-    making it orthogonal.
+    """Yield, for each matrix, the shard rank that owns it. `matrices` has the slices of each
+    matrix, and the cost of making it orthogonal.
 
     The owner is the rank with the least work so far among the ranks that have a slice of the
     matrix. If several ranks have equally little work, the owner is the rank with the largest slice.
@@ -75,8 +75,8 @@ class Dealt:
     (matrix, number of its elements that the rank stores) to the number of such matrices that the
     rank makes orthogonal. `gives` maps another rank, the owner of matrices, to the number of
     elements that this rank sends to the owner. `takes` maps another rank to the number of elements
-    that this rank receives from it. `most` is the largest number of elements of one matrix that the
-    rank sends.
+    that this rank receives from it. `most` is the largest number of elements that the rank sends of
+    a single matrix.
     """
 
     elements: int = 0
@@ -88,8 +88,8 @@ class Dealt:
     def room_bytes(self, tensor: int, compute_bytes: int, *, widens: bool) -> int:
         """Return the largest working memory, in bytes, of the rank's update.
 
-        All elements that are sent or received stay in memory while the matrices are updated one
-        after the other. `widens` is explained in `matrices.room_bytes`.
+        All elements that the rank sends or receives stay in memory while it updates the matrices
+        one after the other. `widens` is explained in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
         each = [
@@ -155,8 +155,8 @@ def _cut(
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
     """Return two numbers of elements in the flat buffer of `part`, without a tied table: (elements
-    of the embedding's tables, elements of all parameters of embedding and head). The tables come
-    before the layers."""
+    of the embedding's tables, elements of all parameters of embedding and head). In the flat
+    buffer, the tables come before the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0

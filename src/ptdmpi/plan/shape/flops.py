@@ -34,8 +34,8 @@ def kind_forward_flops(model: ModelConfig, kind: LayerKind) -> float:
 
 def core_forward_flops(model: ModelConfig) -> float:
     """Return the FLOPs per token of the two matrix products of attention in one layer, as the mean
-    over the layers. All positions of the sequence count as keys of a query, or, in a layer with a
-    sliding window, only the positions in the window."""
+    over the layers. The result counts all positions of the sequence as keys of each query, or, in a
+    layer with a sliding window, only the positions in the window."""
     core = [row for row in _layer(model) if row.recomputed_selectively]
     return 2 * multiplications(core, model)
 

@@ -2,8 +2,8 @@
 
 Muon updates the two matrices of each low-rank adapter, and the weights of the layers' linears, in
 this way. The weight of a linear with several outputs (such as queries, keys and values) counts as
-one matrix for each output. This module counts their elements, the working memory of their update,
-and the matrix products of their update.
+one matrix for each output. This module counts the elements of these matrices, and the working
+memory and the matrix products of their update.
 """
 
 import math
@@ -21,8 +21,8 @@ STEPS = 5  # number of steps of the iteration that makes a matrix orthogonal
 
 
 class Whole(NamedTuple):
-    """A parameter whose matrices Muon updates as whole matrices. `shapes` has (rows, columns) of
-    each of its matrices. `local` is the number of elements of the parameter that one tensor rank
+    """A parameter whose matrices Muon updates as whole matrices. `shapes` has (rows, columns) for
+    each of these matrices. `local` is the number of elements of the parameter that one tensor rank
     has. If `divided` is False, every tensor rank has the whole parameter."""
 
     shapes: tuple[tuple[int, int], ...]

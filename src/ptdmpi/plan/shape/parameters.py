@@ -283,7 +283,7 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
     """Return the result of `places` for the frozen weights that are not quantized. ZeRO 3 gathers
-    these weights.
+    the frozen weights that are not quantized.
 
     Layers without a backward have the same number of frozen weights as other layers.
     """

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_SHADES = 4  # number of shades of each colour, for the chunks of a rank
-_DARK_SHADES = 2  # number of the darkest shades, on which letters are white, not black
-_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # colours of letters: (in a terminal, in a picture)
-# True: a number is written horizontally into its bar; False: vertically
+_SHADES = 4  # Number of shades of each colour, for the chunks of a rank.
+_DARK_SHADES = 2  # Number of the darkest shades, on which letters are white, not black.
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # Colours of letters, for (terminal, picture).
+# True: a number is written horizontally into its bar; False: vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
@@ -42,7 +42,7 @@ _COLORS = {
     "other": "#9a9aa5",
 }
 _LEGEND_ROW_INCHES = 0.2
-_LEAST_LETTER = 4.0  # size in points; smaller letters cannot be read
+_LEAST_LETTER = 4.0  # size in points: smaller letters could not be read
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
@@ -79,10 +79,10 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows the number of its microbatch. The rest of the op's width is filled with the letter
-    of its kind, or, in colour, with blanks. If an op is too narrow for its number, only the last
-    digit of the number, or no digit, is shown. In this case, an additional line says at which width
-    all numbers would be shown.
+    Each op is shown with the number of its microbatch. The rest of the op's width is filled with
+    the letter of its kind, or, in colour, with blanks. If an op is too narrow for its number, only
+    the last digit of the number, or no digit, is shown. In this case, an additional line says at
+    which width all numbers would be shown.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -227,7 +227,7 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
         below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
         drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
         _draw_all(drawing, timelines, heights, below)
-        drawing.legend(  # rows of equal length
+        drawing.legend(  # with rows of equal length
             handles=handles,
             loc="lower center",
             ncols=math.ceil(len(handles) / rows),

@@ -23,8 +23,8 @@ from ptdmpi.train.checks import checked_data, with_form
 UNWARNED = ("pbs", "lsf", "flux")
 # Keys whose default in a configuration differs from the default of the same key in `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
-LONGEST_NAME = 63  # maximum number of characters in the name of a job in Kubernetes
-MARGIN_MINUTES = 10  # minutes that are reserved for the last step and its checkpoint
+LONGEST_NAME = 63  # Maximum number of characters in the name of a job in Kubernetes.
+MARGIN_MINUTES = 10  # Minutes that are reserved for the last step and its checkpoint.
 
 
 @dataclass(frozen=True)

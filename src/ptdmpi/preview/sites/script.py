@@ -161,8 +161,8 @@ def _flux(job: TrainingJob, template: Template) -> dict[str, object]:
 
 
 def _fill(template: Template, job: TrainingJob) -> None:
-    """Fill the template for Kubernetes. The pods find the configuration in a persistent volume
-    claim, at the same path as on this host."""
+    """Fill in the template of a job script for Kubernetes. The pods find the configuration in a
+    persistent volume claim, at the same path as on this host."""
     site = job.site
     command = ["ptdmpi", "run", "-n", str(job.ranks), "--launcher", site.launch or "mpirun"]
     words = ", ".join(_quoted(word) for word in [*command, *job.arguments])

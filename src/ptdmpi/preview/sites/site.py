@@ -60,7 +60,7 @@ class NodeShape(FrozenTable):
 
 class Site(FrozenTable):
     """The content of a site file (`jobs/site.toml` explains the keys). If the value of a key is an
-    empty string, the template or the scheduler chooses the value. `name` is the name of the
+    empty string, the template or the scheduler chooses the value. `name` is the name of the site
     file."""
 
     name: str

@@ -17,9 +17,9 @@ from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.notices import Notices
 from ptdmpi.sinks.sinks import Sinks
 
-DONE = "done"  # if this file exists, the run is complete
-FAILED_S = 3.0  # seconds for the delivery of the message that the run has failed
-DAMAGED = "metrics.damaged.jsonl"  # a copy of the records before damaged lines were removed
+DONE = "done"  # The name of a file; if it exists, the run is complete.
+FAILED_S = 3.0  # Seconds that are allowed for the delivery of the message that the run has failed.
+DAMAGED = "metrics.damaged.jsonl"  # A copy of the records before damaged lines were removed.
 
 
 def _show(line: str) -> None:
@@ -32,8 +32,8 @@ class RunDirectory:
     Each record is one line of `metrics.jsonl`, which one system call writes. An attempt that
     resumes at a step removes an incomplete last line, the records and timelines after that step,
     and the file `done`. If the disk fails during the run, the run continues, because its state is
-    in memory. In that case one warning is printed, and the lines are written when the disk works
-    again.
+    in memory. After a failure of the disk, one warning is printed, and the lines are written as
+    soon as the disk works again.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Journal:
             self.show(line)
 
     def keep(self, **values: Any) -> None:
-        """Write one record into `metrics.jsonl`."""
+        """Write one record with `values` into `metrics.jsonl`."""
         if self.directory is not None:
             self.directory.record(**values)
 

@@ -21,7 +21,7 @@ Choice = Callable[[Sequence[Any]], Any]
 @dataclass(frozen=True)
 class ReportRow:
     """A row of the report: its `name` in the output of --json, and the function `choose` that
-    computes its value.
+    computes the value of the row.
 
     `label` is the row's name in the table, by default `name` with spaces. If `of_layout` is True,
     the row leaves out the records of steps that were trained with an earlier layout.

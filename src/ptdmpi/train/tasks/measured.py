@@ -27,7 +27,7 @@ def live_model(engine: Engine) -> InferenceModel:
     """Return a model that has the engine's weights and can answer questions.
 
     The returned model has its own pipeline stages. The parameters of these stages share the memory
-    of the engine's parameters. The engine itself is not changed.
+    of the engine's parameters. The engine does not change.
     """
     config = engine.config
     axes = engine.axes
@@ -56,8 +56,8 @@ def live_model(engine: Engine) -> InferenceModel:
 
 
 class Tasks:
-    """The task files of one run, on one rank. Every rank has a `Tasks` object. `files` maps the
-    path of each file to its questions.
+    """The task files of one run, on one rank. Each rank has its own `Tasks` object. `files` maps
+    the path of each file to its questions.
     """
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
@@ -84,8 +84,8 @@ class Tasks:
         return bool(self.files) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
-        """Evaluate, record and report the tasks. Return the requests of the ranks (to stop or to
-        save) after the evaluation.
+        """Evaluate the task files, and record and report the scores. Return the requests of the
+        ranks (to stop or to save) after the evaluation.
 
         `vote` is called repeatedly during the evaluation; if a stop is requested, the evaluation is
         interrupted.

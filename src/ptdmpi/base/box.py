@@ -13,9 +13,9 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
-    tensor, counted in row-major order. For a matrix these slices are the end of a row, complete
-    rows, and the beginning of a row. In a tensor with more dims, an incomplete row is itself
-    divided into such slices."""
+    tensor, counted in row-major order. For a matrix, the yielded slices are the end of a row,
+    complete rows, and the beginning of a row. In a tensor with more dims, an incomplete row is
+    itself divided into such slices."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -99,8 +99,8 @@ class Box:
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> "Box":
-        """Return the same slice with indices in the full tensor. The indices of this slice are
-        counted from the first element of `origin`."""
+        """Return this slice with indices counted from the first element of the full tensor. The
+        indices of this slice are counted from the first element of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> "Box":

@@ -51,6 +51,6 @@ def launcher_kills(environ: Mapping[str, str] = os.environ) -> bool:
     rank can save.
 
     Open MPI's mpirun waits only a quarter of a second before it kills its ranks (PRRTE,
-    `kill_local_procs` in odls/base). Under `ptdmpi run` these signals do not reach mpirun.
+    `kill_local_procs` in odls/base). Under `ptdmpi run`, Ctrl-C and SIGTERM do not reach mpirun.
     """
     return OPEN_MPI in environ and not is_supervised(environ)

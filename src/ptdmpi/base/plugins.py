@@ -64,7 +64,7 @@ def _imported(name: str) -> Any:
 
 def name_of(value: Any) -> str:
     """Return the name "module:object" by which a function or class can be imported again. Raises
-    InputError for an object without such a name."""
+    InputError if the object cannot be imported by a name."""
     name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     try:
         imported = _imported(name) if IMPORTED.fullmatch(name) else None

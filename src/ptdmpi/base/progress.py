@@ -24,8 +24,8 @@ def progress(
 
     `what` names the work. `total` is the number of units, or None if it is unknown. `unit` is the
     name of one unit; "B" means bytes. In a log the first line is printed after `first_s` seconds.
-    After each line the time until the next line doubles, up to `EVERY_S`. Nothing is shown with
-    --quiet, or on ranks other than rank 0.
+    After each line the time until the next line doubles, up to `EVERY_S`. Nothing is shown
+    with --quiet, or on ranks other than rank 0.
     """
     if quiet() or launched_rank():
         yield lambda more: None

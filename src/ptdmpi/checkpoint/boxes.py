@@ -73,8 +73,8 @@ class Outgoing:
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     """Return the header of a safetensors file with the tensors `parts` (key, dtype, shape), in this
-    order. The header contains all bytes before the data. The length of the header is a multiple of
-    64 bytes."""
+    order. The header contains all bytes before the data. The length of the header is a multiple
+    of 64 bytes."""
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:

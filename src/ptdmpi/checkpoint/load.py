@@ -115,8 +115,9 @@ def load_tensors(
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
     whole piece compares the piece with its checksum. If a run with another layout wrote the
-    checkpoint, some pieces may not be read completely by any rank. The ranks divide these pieces
-    among them, and read them once more to compare the checksums. Raise the same errors as `load`.
+    checkpoint, some pieces may not be read completely by any rank. The ranks divide the pieces that
+    no rank reads completely among them, and read these pieces once more to compare the checksums.
+    Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -255,7 +256,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        host = piece.values.cpu()  # on a CPU, `cpu` returns the same tensor.
+        host = piece.values.cpu()  # `cpu` copies nothing if the tensor is on the host.
         if host.dtype == torch.bfloat16:  # numpy has no bfloat16
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())

@@ -1,5 +1,5 @@
-"""Copies of the training state in the memory of the nodes. A run continues from such a copy after
-ranks were lost.
+"""Copies of the training state in the memory of the nodes. After a loss of ranks, a run continues
+from a copy of the state in memory.
 
 A copy is a checkpoint whose files are in a folder of the file system tmpfs, which is in memory. The
 files remain when the ranks die. Each node has the files of its own ranks and the files of the
@@ -66,9 +66,9 @@ class MemoryCopies:
     def __init__(
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
-        """Prepare to make copies in `folder`. The function `describe(step, files)`, which only rank
-        0 calls, returns the text of a copy's manifest; `files` has the files that all ranks have
-        written."""
+        """Prepare to make copies in `folder`. The function `describe(step, files)`, which only
+        rank 0 calls, returns the text of a copy's manifest; `files` has the files that all ranks
+        have written."""
         self.folder = folder
         self.state = state
         self.describe = describe
@@ -210,9 +210,10 @@ class MemoryCopies:
         return None
 
     def _fetch(self, path: Path) -> str:
-        """Send to each node the files that its ranks will read and that the node lacks. The first
-        node that has a file sends it. Only the leading ranks of the nodes send and receive, and all
-        use the same order of messages. Return "", or the reason why a file could not be sent."""
+        """Send to each node the files that its ranks will read and that the node lacks. If several
+        nodes have a file, the first of these nodes sends the file. Only the leading ranks of the
+        nodes send and receive, and all use the same order of messages. Return "", or the reason why
+        a file could not be sent."""
         manifest = read_manifest(path)
         needs = self.world.all_gather_object(self._needed(manifest))
         why = ""

@@ -22,9 +22,9 @@ class OutgoingState:
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
-        """Prepare the slices that this rank writes. If `mean` is True and replicas differ, their
-        mean is written. If `copied` is True, the state is copied first, so that training may change
-        the state while the copy is written."""
+        """Prepare the slices that this rank writes. If `mean` is True and replicas differ, the mean
+        of the replicas is written. If `copied` is True, the state is copied first, so that training
+        may change the state while the copy is written."""
         self.state = state
         self.mean = mean
         self.copied = copied

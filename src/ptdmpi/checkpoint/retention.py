@@ -11,7 +11,8 @@ from ptdmpi.config import CheckpointConfig
 
 
 class Retention:
-    """The retention of checkpoints in a run directory: it renames, keeps and removes them.
+    """The retention of checkpoints in a run directory: this class decides which checkpoints are
+    kept, renamed or removed.
 
     `damaged` has the names of checkpoints that could not be read. Damaged checkpoints are never
     removed, and do not reduce the number of undamaged checkpoints that are kept.

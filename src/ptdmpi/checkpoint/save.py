@@ -271,8 +271,8 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """Write the manifest, give the checkpoint its name, and remove older checkpoints. Only rank
-        0 calls this. Return the seconds since the first byte was written, and the reason why older
-        checkpoints could not be removed (None if they were)."""
+        0 calls this method. Return the seconds since the first byte was written, and the reason why
+        older checkpoints could not be removed (None if they were)."""
         model = self.course.config.model.model_dump()
         lineage = self._lineage(flight.validation_loss, flight.extras)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)

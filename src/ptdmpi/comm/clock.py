@@ -25,8 +25,8 @@ class Mark(Protocol):
         may call it."""
 
     def at_s(self) -> float:
-        """Return the time of the mark in seconds, on the clock of `time.perf_counter`. The mark
-        must be done."""
+        """Return the time of the mark in seconds, on the clock of `time.perf_counter`. The device
+        must have passed the mark."""
 
 
 class Clock(Protocol):

@@ -394,7 +394,7 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
     This class uses sends and receives, which every transport has. A transport that supports graphs
-    has its own class. Tallies and `busy` name such an exchange "neighbours".
+    has its own class. Tallies and `busy` name an exchange "neighbours".
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def loading() -> Iterator[None]:
 
 
 def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
-    """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start. Without a GPU
-    these variables have no effect.
+    """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start. The variables
+    have no effect on a rank without a GPU.
 
     A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
     """

@@ -67,7 +67,7 @@ class _Request:
         self._request = request
         self._host = host
         self._target = target
-        self._sent = sent  # the tensor is kept as long as MPI may read it
+        self._sent = sent  # keep the tensor as long as MPI may read its memory
 
     def wait(self) -> None:
         """Wait for the message, and copy the received tensor to its target."""

@@ -4,8 +4,8 @@ on the host, the functions of this module do nothing.
 A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
 have a separate queue, so that they run at the same time as matrix multiplications. Marks (events)
 order the two queues: one queue waits for a mark of the other queue, and the host does not wait.
-Only page-locked memory is copied in this way, because a copy of pageable memory makes the host
-wait.
+Only page-locked memory is copied while the device computes, because a copy of pageable memory makes
+the host wait.
 """
 
 import contextlib

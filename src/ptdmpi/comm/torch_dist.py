@@ -183,7 +183,8 @@ class TorchCarrier:
     def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
         self.session = session
         self.rank: int = control.Get_rank()
-        # the world ranks of the group; they must be in ascending order, because torch sorts them
+        # the world ranks of the group, which must be in ascending order, because torch sorts the
+        # ranks of a group
         self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
         self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
         self.pairs = {pair: self._pair(control, pair) for pair in pairs if self.rank in pair}

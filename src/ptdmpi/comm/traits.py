@@ -9,8 +9,8 @@ if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI
 
 
 class WireError(RuntimeError):
-    """An error of a transport: operations on it cannot be completed any more. The message names the
-    operation."""
+    """An error: a transport has failed, and cannot complete operations any more. The message names
+    the operation."""
 
 
 class WireTraits:

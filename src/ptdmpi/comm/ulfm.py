@@ -1,8 +1,8 @@
 """User-Level Failure Mitigation (ULFM): the functions of MPI with which ranks continue after
 another rank was lost.
 
-Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability"; MPI
-5 proposal) when it is started with `--with-ft ulfm`. Ranks may see the failure in different
+Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability";
+MPI 5 proposal) when it is started with `--with-ft ulfm`. Ranks may see the failure in different
 operations, and with different error classes; only `agree` gives all survivors the same answer.
 """
 
@@ -62,9 +62,9 @@ def revoke(world: World) -> None:
     """Revoke all communicators of this world, so that the MPI call of every rank that waits raises
     an error.
 
-    All communicators must be revoked, even communicators that have lost no rank. A rank in such a
-    communicator may wait for another rank that has left its work because of the loss. The waiting
-    rank continues only if its communicator is revoked.
+    All communicators must be revoked, even communicators that have lost no rank. A rank may wait,
+    in a communicator that has lost no rank, for another rank that has left its work because of the
+    loss. The waiting rank continues only if this communicator is revoked.
     """
     for comm in world.made:
         comm.Revoke()

@@ -67,8 +67,8 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 def to_peft(adapter: Path, target: Path, base_name: str, ema: bool) -> None:
     """Write ADAPTER into the directory TARGET, in the format of the package `peft`.
 
-    The files name the base model: by default its name on the Hugging Face hub, if it was converted
-    from there.
+    The files name the base model: by default, its name on the Hugging Face hub, if BASE was
+    converted from a model of the hub.
     """
     launch.prepare()
     from ptdmpi.convert.peft.export import export

@@ -36,7 +36,7 @@ TOKENS = click.option("--tokens", required=True, type=Number(), help="Length of 
 def _answered(question: Callable[..., Reply]) -> Any:
     """Turn a function that returns a `Reply` into a command that prints or draws the reply.
 
-    Adds the options --json and --png.
+    The command has the options --json and --png.
     """
 
     @wraps(question)

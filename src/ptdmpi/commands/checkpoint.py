@@ -130,11 +130,12 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("second", type=PATH)
 @AS_JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """Compare two checkpoints, tensor by tensor, whatever layouts wrote them.
+    """Compare two checkpoints, tensor by tensor. Runs with different layouts may have written the
+    checkpoints.
 
     For a run directory, its newest complete checkpoint is compared. The relative difference is the
-    greatest difference divided by the greatest magnitude in the tensor. Exit code 0: bitwise equal,
-    1: different.
+    greatest difference divided by the greatest magnitude in the tensor. Exit code 0: bitwise
+    equal, 1: different.
     """
     first = check.newest(first)
     second = check.newest(second)

@@ -46,8 +46,8 @@ def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
 
-    With --prompts each continuation is a line of JSON, written as soon as it is complete. With
-    --chat each answer continues the whole conversation, cut to the model's sequence length.
+    With --prompts each continuation is a line of JSON, written as soon as it is complete.
+    With --chat each answer continues the whole conversation, cut to the model's sequence length.
     """
     _require_one_way(chat, as_json, options)
     launch.begin("generate")

@@ -137,9 +137,9 @@ def command(
 ) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on.
 
-    With CONFIG, a file for ptdmpi train, the command previews that run instead, as ptdmpi train
-    --dry-run does: data, sizes, memory, time, the first batch. CONFIG may be combined with --ranks,
-    --cluster and --json only. Nothing is written, and no MPI is needed.
+    With CONFIG, a file for ptdmpi train, the command previews that run instead, as ptdmpi
+    train --dry-run does: data, sizes, memory, time, the first batch. CONFIG may be combined
+    with --ranks, --cluster and --json only. Nothing is written, and no MPI is needed.
     """
     if config is not None:
         _preview(config, cluster, options["ranks"], as_json)

@@ -108,7 +108,8 @@ def _require_layout(tree: dict[str, Any], ranks: int) -> None:
 
 
 def _section(config: Path, tree: dict[str, Any], name: str, kind: type[Read]) -> Read:
-    """Return the section `name`. Raise InputError, with a single line, if it cannot be used."""
+    """Return the section `name`. Raise InputError, with a single line, if the section cannot be
+    used."""
     try:
         return kind.model_validate(tree.get(name, {}))
     except ValidationError as error:

@@ -37,7 +37,7 @@ def command(
 
     With --dry-run, with or without mpirun, nothing is trained and nothing is written. A dry run
     opens the data, checks sizes and memory, predicts the time, and shows the first batch as text.
-    With --layout auto, a dry run needs run.cluster, because it measures nothing.
+    With --layout auto, a dry run needs run.cluster, because a dry run does not measure the machine.
     """
     if dry_run:
         note("ptdmpi train --dry-run: checking configuration, data and memory")

@@ -126,8 +126,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # Tensor ranks, and ranks with different experts, are neighbours (`plan.layout.grid`). So
-        # `near` is the number of ranks on a node that have the same part of the model.
+        # Tensor ranks, and ranks with different experts, are neighbours (`plan.layout.grid`). The
+        # number of ranks on a node that have the same part of the model is therefore `near`.
         near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
@@ -192,7 +192,7 @@ def synthetic_config(
 
     `model` has the keys of [model]; `sections` has keys of any sections, by the name of the
     section. By default there is one step with one microbatch per data rank, on as many ranks as the
-    layout has. Raise InputError as `resolve` does.
+    layout has. Raise the same errors as `resolve`.
     """
     tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}
     tree["data"] = {"train": [{"path": "synthetic"}]}

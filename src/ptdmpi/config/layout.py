@@ -318,10 +318,10 @@ def parse(text: str) -> dict[str, int]:
 
 
 def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> Layout:
-    """Return the layout with these `sizes`. If the data-parallel size d is not given, it is
-    computed from the number of ranks. The schedule is the default for the number of model chunks
-    per rank v. `settings` are values of other fields; a value of None is ignored. Raise InputError
-    if the sizes do not fit the number of ranks.
+    """Return the layout whose fields have the values in `sizes`. If the data-parallel size d is not
+    given, it is computed from the number of ranks. The schedule is the default for the number of
+    model chunks per rank v. `settings` are values of other fields; a value of None is ignored.
+    Raise InputError if the sizes do not fit the number of ranks.
     """
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     context, expert = sizes.get("context", 1), sizes.get("expert", 1)

@@ -28,9 +28,9 @@ def shard_groups(data: int, context: int) -> list[int]:
 
 def expert_groups(layout: Layout) -> list[int]:
     """Return, in ascending order, the legal numbers of ranks over which experts are distributed, in
-    a layout with the other sizes of `layout`. If tensor ranks do not divide experts, these ranks
-    are some of the tensor ranks, or all tensor ranks at several positions on the context and data
-    axes."""
+    a layout with the other sizes of `layout`. If tensor ranks do not divide experts, the experts
+    are distributed over some of the tensor ranks, or over all tensor ranks at several positions on
+    the context and data axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 
@@ -167,8 +167,8 @@ def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
 
 def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule for undivided experts: the tensor-parallel size divides the number of
-    positions on a context rank. The reason is that each tensor rank sends an equal part of these
-    positions to the experts."""
+    positions on a context rank. The reason is that each tensor rank sends an equal part of the
+    positions of its context rank to the experts."""
     each = model.seq_length // layout.context
     return Rule(
         "expert_tokens",

@@ -13,9 +13,9 @@ With m = hidden / mup_base_hidden and D = head_size, relative to a model without
 
 The head has the same initial values and learning rate as the table of the embedding, so the two may
 be tied. Muon with `muon_scale = "match_rms_adamw"` gives the elements of an update a fixed size.
-The spectral norm of an orthogonal update with such elements would grow as sqrt(m). The factor
-1/sqrt(m) prevents this growth (Yang et al. 2023, arXiv 2310.17813). The weight decay of a step does
-not depend on m, because it is computed without the factor of the learning rate.
+The spectral norm of an orthogonal update with such elements would grow as sqrt(m). The
+factor 1/sqrt(m) prevents this growth (Yang et al. 2023, arXiv 2310.17813). The weight decay of a
+step does not depend on m, because it is computed without the factor of the learning rate.
 """
 
 from ptdmpi.config.sections import OptimizerConfig

@@ -209,9 +209,9 @@ class OptimizerConfig(Section):
     @property
     def moments(self) -> tuple[str, ...]:
         """Return the kinds of state that the optimizer keeps for a parameter, with the names that
-        torch uses. If there is a moving average of the weights, it is the last kind. Muon keeps
-        only the first kind for the layers' matrices; for all other parameters Muon keeps the same
-        kinds as AdamW.
+        torch uses. If the run keeps a moving average of the weights, the last kind is this moving
+        average. Muon keeps only the first kind for the layers' matrices; for all other parameters
+        Muon keeps the same kinds as AdamW.
         """
         kept = self._moments_of_kind()
         if self.ema_decay:

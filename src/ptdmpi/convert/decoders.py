@@ -273,8 +273,8 @@ def _mixtral_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _dense_layers(config: ConfigJson) -> dict[str, Any]:
-    """Return the keys of [model] that say which layers have no experts. Raise InputError for lists
-    of layers that these keys cannot express."""
+    """Return the keys of [model] that say which layers have no experts. Raise InputError if the
+    keys of [model] cannot express which layers have no experts."""
     every = require_whole(config, "decoder_sparse_step", config.get("decoder_sparse_step", 1))
     dense = config.get("mlp_only_layers", [])
     first = max(dense, default=-1) + 1

@@ -187,7 +187,7 @@ BERT = Family(
     renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
     tasks=_bert_tasks("Bert"),
 )
-# The modules have the same names as in BERT, except the norms.
+# In Megatron's BERT, all modules except the norms have the same names as in BERT.
 MEGATRON_BERT = replace(
     BERT,
     model_type="megatron-bert",

@@ -36,8 +36,7 @@ NO_CHOICES = (
 # The names of the files of a model on the hub that are downloaded, because a conversion reads or
 # copies them.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*")
-# Files with these name endings contain weights in some format. All other files of a model are
-# copied.
+# Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
 

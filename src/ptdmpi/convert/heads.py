@@ -1,8 +1,8 @@
 """Heads for tasks: the classes of `transformers` with such heads, and the labels in config.json.
 
 The heads of `transformers` compute the same functions as the heads of ptdmpi. For BERT the head is
-a pooler and a linear layer with bias on the first token. For decoders it is a linear layer without
-bias on the last token that is not padding. Only BERT has a head for questions with several
+a pooler and a linear layer with bias on the first token. For decoders, the head is a linear layer
+without bias on the last token that is not padding. Only BERT has a head for questions with several
 candidates.
 """
 
@@ -146,9 +146,10 @@ def lost(task: TaskConfig) -> str:
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the key `pad_token_id` of config.json. With this key a decoder's head finds the last
-    token of a text in a padded batch. The value of `pad_token_id` is the end-of-text id. Return {}
-    for a model of the BERT family, or if config.json already has the key."""
+    """Return the key `pad_token_id` of config.json. By the key `pad_token_id`, the head of a
+    decoder finds the last token of a text in a padded batch. The value of `pad_token_id` is the
+    end-of-text id. Return {} for a model of the BERT family, or if config.json already has the
+    key."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

@@ -41,7 +41,7 @@ class PackedModel:
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
         """Find the quantized weights of a checkpoint. Raise InputError if no weight is quantized,
-        or if "pack-quantized" cannot represent them."""
+        or if the format "pack-quantized" cannot represent the quantized weights."""
         form = reader.manifest.form
         where = reader.directory
         if form is None:

@@ -76,9 +76,9 @@ def to_hf(
 
     `like` is a directory that `from_hf` wrote; the new directory gets its files, tensor names and
     data types. The default of `like` is `source` itself, or the directory that the run began from,
-    if `from_hf` wrote one of them. Without such a directory the files of the model are made from
-    [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps
-    the types. If `quantized` is True, the quantized weights of the checkpoint stay quantized
+    if `from_hf` wrote one of them. If there is no directory `like`, the files of the model are made
+    from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters; None
+    keeps the types. If `quantized` is True, the quantized weights of the checkpoint stay quantized
     (`packed.py`); if it is False, they are dequantized. `kind` selects the stored values that
     become the weights: the trained weights, or the moving average of the weights.
 

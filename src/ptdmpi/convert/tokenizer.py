@@ -17,7 +17,8 @@ from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, 
 # Maps ptdmpi's names of the special tokens of a masked language model to the names in
 # `transformers`.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}
-END = "<|endoftext|>"  # the end-of-document name for a tokenizer without such a token
+# the end-of-document token, for a tokenizer that has no token with this meaning
+END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Microbatches for training and validation, and the thread that reads them before a step needs
-them."""
+"""Microbatches for training and validation, and a thread that reads microbatches before a step
+needs them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

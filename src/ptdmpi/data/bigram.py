@@ -13,8 +13,8 @@ CHUNK_TOKENS = 1 << 22  # the number of tokens that are counted by one call of n
 
 
 class Bigram:
-    """The estimate of P(next | token) by interpolated absolute discounting (Ney, Essen and Kneser
-    1994), fitted on every pair of neighbouring tokens of the datasets:
+    """The estimate of P(next | token) by interpolated absolute discounting (Ney, Essen and
+    Kneser 1994), fitted on every pair of neighbouring tokens of the datasets:
 
         P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
 

@@ -51,7 +51,8 @@ class Windows:
 
 
 class LabelWeights:
-    """The weights of the labels of samples. Shards with packed rows store these weights.
+    """The weights of the labels of samples, read from the shards. Only shards with packed rows
+    store weights.
 
     In datasets without packed rows every token has the weight 1.
     """

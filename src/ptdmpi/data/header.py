@@ -165,8 +165,8 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
 
 def _check_heaps(path: Path, datasets: list[_Extent]) -> None:
     """Raise ValueError if a global heap of the file contains an object that is larger than the rest
-    of the heap. HDF5 2.0 would read such a heap forever. HDF5 stores the texts of attributes in
-    heaps, before, between or after the datasets of the file.
+    of the heap. HDF5 2.0 would never stop reading a file with such a damaged heap. HDF5 stores the
+    texts of attributes in heaps, before, between or after the datasets of the file.
 
     Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
     """
@@ -200,8 +200,8 @@ def _check_heap(content: bytes, heap: int) -> None:
 
 
 def read_header(path: str | Path) -> ShardHeader:
-    """Open a shard, validate its metadata, close it and return its header. The time does not depend
-    on the number of tokens.
+    """Open a shard, validate its metadata, close it and return its header. The time of the call
+    does not depend on the number of tokens in the shard.
 
     Raise an InputError that names the file, the mistake and the legal values. The mistakes are: the
     file does not exist, is not HDF5, or is truncated; datasets or attributes are missing or have a

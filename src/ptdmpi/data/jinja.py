@@ -1,8 +1,8 @@
 """Compiling chat templates: Jinja in a sandbox, with the functions that Hugging Face provides for
 templates.
 
-Importing Jinja takes long. For this reason `chat_template` imports this module only when a program
-compiles its first template.
+Importing Jinja takes long, so `chat_template` imports this module only when a program compiles its
+first template.
 """
 
 import json
@@ -120,7 +120,8 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:
-        with at_most(MOST_BYTES):  # Jinja computes constants when it compiles
+        # Jinja already computes constant expressions when it compiles a template
+        with at_most(MOST_BYTES):
             template = environment.from_string(source)
     # deep nesting exceeds the recursion limit of Jinja, or of Python's compiler
     except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:

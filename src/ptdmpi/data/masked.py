@@ -136,7 +136,7 @@ class MaskedSamples:
 
     def _text(self, window: np.ndarray, documents: np.ndarray, draw: float) -> np.ndarray:
         """Return the tokens of one randomly chosen document of the window, without the token for
-        the end of the document. `draw` is the random number."""
+        the end of the document. The random number `draw` selects the document."""
         places = np.flatnonzero(window != self.eod_id)
         if not places.size:
             return window[:0]
@@ -175,9 +175,9 @@ class MaskedSamples:
 
         The masked tokens are n-grams of complete words, chosen in random order. For each n-gram,
         the number of words n is a random number; n is reduced if so many words would exceed
-        `budget` or the segment. `words` has, for each segment, the positions of the first tokens of
-        its words and the end of the segment; `chances` has the random numbers for the order and for
-        the lengths, float [2, at least the number of words].
+        `budget`, leave the segment or overlap an earlier n-gram. `words` has, for each segment, the
+        positions of the first tokens of its words and the end of the segment; `chances` has the
+        random numbers for the order and for the lengths, float [2, at least the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])

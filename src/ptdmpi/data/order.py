@@ -52,8 +52,8 @@ def _word(value: int) -> np.ndarray:
 
 
 def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Return the images of `bits`-bit words under a Feistel network, which is a bijection of [0,
-    2^bits) for every key.
+    """Return the images of `bits`-bit words under a Feistel network, which is a bijection of
+    [0, 2^bits) for every key.
 
     The low half of a word has bits//2 bits, and the high half has the remaining bits. Rounds change
     the two halves alternately (an alternating, unbalanced network). Because the halves may have

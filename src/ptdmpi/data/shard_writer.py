@@ -41,7 +41,8 @@ _PIECE_TOKENS = 1 << 17
 # The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # for fewer document ends than this, plain integers are faster than numpy.
-# after each such number of bytes, the kernel is asked to write them to the disk
+# whenever this number of bytes was written to the file, ask the kernel to write the bytes to the
+# disk
 _OUT_BYTES = 1 << 23
 
 
@@ -52,8 +53,8 @@ def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
 
 
 def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
-    """Make the dataset `tokens` for `tokens` tokens, without writing its bytes. Return its byte
-    offset in the file."""
+    """Make the dataset `tokens` for `tokens` tokens, without writing its bytes. Return the byte
+    offset of the dataset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     # allocate the dataset now: otherwise HDF5 would choose the position when it first writes to the
@@ -112,7 +113,8 @@ class ShardWriter:
             "vocab_size": vocab_size,
             "eod_id": eod_id,
         }
-        self._weights = bytearray()  # one byte per token of a shard with rows
+        # the weights of the tokens as labels, one byte per token; only for a shard with rows
+        self._weights = bytearray()
         if row_length:
             version = PAIRED_VERSION if pairs else WEIGHTED_VERSION
             self._attributes |= {"format_version": version, "row_length": row_length}

@@ -169,9 +169,9 @@ def hash_of(values: Tensor) -> Tensor:
     over the memory.
 
     The tensor is treated as a matrix of 8-byte words with COLUMNS columns. The words of each column
-    are added up modulo 2^64, and the sums are mixed to one number. A single flipped bit always
-    changes the hash, because it changes one sum. Several changes are not detected if they cancel in
-    one sum, for example if two words of one column are exchanged.
+    are added up modulo 2^64, and the sums are mixed to one number. A single flipped bit changes the
+    sum of one column, and so always changes the hash. Several changes are not detected if they
+    cancel in one sum, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS

@@ -55,7 +55,7 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the logical name of the parameter."""
+        """Return the name of the parameter in the whole model."""
         return self.own.entry.name
 
 

@@ -13,8 +13,8 @@ class GradientNoise:
     """Unbiased estimates from one step with `tokens` valid tokens. `square` estimates |G|^2, the
     squared norm of the true gradient, and `variance` estimates tr(Sigma), the trace of the
     covariance of one token's gradient. Both estimates may be negative by chance. Therefore compute
-    the means of both estimates over many steps, and then the noise scale B_simple = tr(Sigma) /
-    |G|^2 in tokens (section 2.2, equation 2.9)."""
+    the means of both estimates over many steps, and then the noise scale B_simple =
+    tr(Sigma) / |G|^2 in tokens (section 2.2, equation 2.9)."""
 
     square: float
     variance: float

@@ -5,8 +5,8 @@ The host does the update, chunk by chunk: gradients are copied to the host, and 
 are copied back to the device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for the
 gradients, the loss and the norm together, once in a step. The length of a chunk is a multiple of
 ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk is read and
-the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021, arXiv
-2104.07857, section 5.2.2).
+the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021,
+arXiv 2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -199,8 +199,8 @@ class FileStorage(Storage):
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # the thread reads the next row now; earlier it has written the row that used the same
-            # memory
+            # let the thread read the next row now; the thread has already written the row that used
+            # the same memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()

@@ -34,9 +34,9 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     the minimum.
 
     In a warm-up of w steps, step w - 1 is the first step at the peak rate. The cosine decay uses
-    the closed form of PyTorch's CosineAnnealingLR, and is bitwise equal to it. With "wsd" (warm-up,
-    stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) the rate stays at the peak until
-    the last steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
+    the closed form of PyTorch's CosineAnnealingLR, and gives bitwise the same rates. With "wsd"
+    (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) the rate stays at the
+    peak until the last steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak = optimizer.learning_rate
     low = optimizer.min_learning_rate

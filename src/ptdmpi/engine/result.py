@@ -19,15 +19,16 @@ class StepResult:
     of the global batch. `losses` has each loss by name. `grad_norm` is the norm of the gradient
     before clipping. `skipped` is True if the loss or the gradient is not finite, so that nothing
     was updated. `overflow` is True if the step was skipped and the loss scale of fp16 can still be
-    reduced. `watch` has this rank's timeline. `compute_s` is the time of this rank's ops in
+    reduced. `watch` records this rank's timeline. `compute_s` is the time of this rank's ops in
     seconds, without the collectives inside the ops; `inside_s` has the time of these collectives by
     group of ranks. `traffic` counts the messages and bytes that this rank has sent.
 
-    `consensus` and `noise` are None, except in steps in which they are measured. `consensus` is the
-    distance between replicas before they were averaged (`Replicas.consensus`). `noise` is the noise
-    of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of this
-    rank's compressed values, in bits per value; otherwise it is None. `loads` has the loads of the
-    experts; it is None if the model has no experts.
+    `consensus` and `noise` are None in steps in which the run does not measure these values.
+    `consensus` is the distance between replicas, measured before replicas were averaged
+    (`Replicas.consensus`). `noise` is the noise of the data ranks' gradients. If values are
+    compressed, `bits_per_element` is the size of this rank's compressed values, in bits per value;
+    otherwise it is None. `loads` has the loads of the experts; it is None if the model has no
+    experts.
     """
 
     loss: float

@@ -42,8 +42,8 @@ class OpHook:
         """Do the observer's work after `op` was computed. The time of this call is not part of the
         op's measured time.
 
-        If `op` computes gradients, they are already added to the buffer. If `op` is the forward of
-        the last stage, `microbatch` already has its losses.
+        If `op` computes gradients of parameters, the gradients are already added to the buffer. If
+        `op` is the forward of the last stage, `microbatch` already has its losses.
         """
 
 

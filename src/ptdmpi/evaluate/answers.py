@@ -92,8 +92,8 @@ def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict
     """Return the fraction of items that were answered correctly, and further scores.
 
     `answers` has the sampled answers to each item. `exact_match` is the fraction of items for which
-    the majority vote of the sampled answers is right (self-consistency; Wang et al. 2022, arXiv
-    2203.11171). `exact_match_single` is the fraction of all sampled answers that are right.
+    the majority vote of the sampled answers is right (self-consistency; Wang et al. 2022,
+    arXiv 2203.11171). `exact_match_single` is the fraction of all sampled answers that are right.
     """
     voted = 0
     single = 0

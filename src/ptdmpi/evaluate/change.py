@@ -44,8 +44,8 @@ def perplexities(
     second model (`after`), the number of `tokens`, and the `precision` of the first model.
 
     All ranks call this function together and get the results. `kind` selects the stored values of
-    the first model: the trained weights, or the moving average of the weights. Of the second model,
-    the trained weights are always loaded.
+    the first model: the trained weights, or the moving average of the weights. For the second
+    model, the trained weights are always loaded.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)
     second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)

@@ -139,7 +139,7 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
     other ranks, answer the requests and return {}.
 
     `options["lm_eval_path"]` is a folder with further task files. Raises InputError if the package
-    `lm_eval` is missing, or if it does not know a task.
+    `lm_eval` is missing, or if the harness does not know a task.
     """
     world = harness.world
     try:

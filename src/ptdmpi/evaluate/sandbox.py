@@ -5,8 +5,8 @@ and no capabilities. The sandbox stops accidents and simple attacks, but not a p
 written to break out of the sandbox. The sandbox does not prevent everything. If root starts the
 program, the program runs as the user `nobody`: it can read the files that all users may read, and
 readable files in folders near the interpreter's library, by a path with `..`. If another user
-starts the program, it can read the files of this user. The program can make any system call. Run
-programs that are not trusted at all in a container.
+starts the program, the program can read the files of this user. The program can make any system
+call. Run programs that are not trusted at all in a container.
 """
 
 import os

@@ -53,8 +53,8 @@ class Chat:
         """Answer every line that `read` returns on rank 0, until it returns None. Return the reason
         why the conversation ended.
 
-        On one rank Ctrl-C ends the conversation at any time. On several ranks Ctrl-C ends it only
-        while rank 0 waits for a line.
+        On one rank Ctrl-C ends the conversation at any time. On several ranks, Ctrl-C ends the
+        conversation only while rank 0 waits for a line.
         """
         world = self.writer.world
         try:

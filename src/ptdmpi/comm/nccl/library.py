@@ -256,7 +256,8 @@ def description() -> str:
         return "no nccl4py"
     try:
         version, path = loaded()
-    except Exception as error:  # there is no libnccl, or loading it raises some exception
+    # libnccl is missing, or loading libnccl raises an exception of some class
+    except Exception as error:
         return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return f"libnccl {version} ({path})"
 

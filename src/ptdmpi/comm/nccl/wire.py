@@ -93,7 +93,8 @@ class Line:
 
         Any thread may call this.
         """
-        # copy the queue in one operation of the interpreter, because another thread changes it
+        # copy the queue in one operation of the interpreter, because another thread changes the
+        # queue at the same time
         for what, computed, ended in list(self._placed):
             if not ended.query():
                 # the host may be far ahead of the device: while the device still computes, the

@@ -105,8 +105,8 @@ def own_loss_rules(sections: Sections) -> Iterator[str]:
 
 def compile_rules(sections: Sections) -> Iterator[str]:
     """Yield a mistake for each setting that cannot be combined with `run.compile`. A layer is
-    compiled as one graph for the forward and one graph for the backward. So the layer must not send
-    messages, and must run the same operations in every step.
+    compiled as one graph for the forward and one graph for the backward. A compiled layer must
+    therefore not send messages, and must run the same operations in every step.
     """
     if sections.run is None or not sections.run.compile:
         return

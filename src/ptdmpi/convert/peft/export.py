@@ -107,9 +107,9 @@ def _stacked(
 
 
 def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """Return the (IA)^3 factors of one module in the shape that `peft` uses. The shape is [outputs,
-    1] if the factors multiply the output of a linear layer, and [1, inputs] if they multiply its
-    input."""
+    """Return the (IA)^3 factors of one module in the shape that `peft` uses. The shape is
+    [outputs, 1] if the factors multiply the output of a linear layer, and [1, inputs] if they
+    multiply its input."""
     first = own[0]
     if first.by_rows:
         return first.factors(adapter.tensors)[None]

@@ -86,8 +86,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 
 
 def _require_same_base(config: Mapping[str, Any], base: Path, where: str) -> None:
-    """Raise InputError if the adapters and the base model both have names on the hub, and these
-    differ."""
+    """Raise InputError if the adapters name another model of the hub than the one from which the
+    base model was converted."""
     theirs, ours = config.get("base_model_name_or_path"), hub_name(base)
     if isinstance(theirs, str) and is_hub_name(theirs) and is_hub_name(ours) and theirs != ours:
         raise InputError(

@@ -79,9 +79,9 @@ class Compressor(ABC):
     denotes the decoded values of the code of x.
 
     Each row is a compression block, has at most `longest` numbers, and is compressed independently.
-    For an `unbiased` compressor, the expected values are E C(x) = x and E ||C(x) - x||^2 <= omega
-    ||x||^2. For a compressor that is not `unbiased`, E ||C(x) - x||^2 <= (1 - delta) ||x||^2. The
-    length of a code depends only on random numbers that are the same on all data ranks.
+    For an `unbiased` compressor, the expected values are E C(x) = x and E ||C(x) - x||^2 <=
+    omega ||x||^2. For a compressor that is not `unbiased`, E ||C(x) - x||^2 <= (1 - delta) ||x||^2.
+    The length of a code depends only on random numbers that are the same on all data ranks.
     """
 
     unbiased = False

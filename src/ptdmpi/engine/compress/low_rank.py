@@ -50,7 +50,7 @@ class LowRank:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the next
         factor `second`, [n, length, rank]. The function does two all-reduces over the data axis.
-        Together they send rank (lines + length) numbers for each tile."""
+        Together, the two all-reduces send rank (lines + length) numbers for each tile."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())

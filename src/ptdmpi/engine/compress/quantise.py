@@ -128,8 +128,9 @@ class Rounded(Quantiser):
 
     The element of greatest magnitude is exact. The error of any other element is at most half the
     distance of two neighbouring multiples, and at most the magnitude of the element. From these
-    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). This delta
-    cannot be improved: it is reached if all other elements are half of the first multiple.
+    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). This delta is
+    the best possible bound: a block reaches it if all its other elements are half of the first
+    multiple.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -20,8 +20,8 @@ class Compressed(DataParallel):
     """A method whose update uses the mean of compressed gradients. The mean is bitwise equal on all
     replicas.
 
-    The gradients are already summed over the tensor axis when they are compressed. Because they are
-    already summed, the result is the same for every size of the tensor axis.
+    Gradients are summed over the tensor axis before they are compressed. The result of the
+    compression therefore does not depend on the size of the tensor axis.
     """
 
     linear = False

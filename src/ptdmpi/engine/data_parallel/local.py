@@ -20,8 +20,8 @@ class Local(DataParallel):
     With a compressor, each replica encodes the change of its parameters in the round and sends the
     code. The mean of the decoded changes is then used in place of the change of the mean. Averaging
     compressed changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If
-    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv
-    1906.02367, algorithm 1).
+    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019,
+    arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. Every operation of this method
     works element by element, and adds replicas in ascending order. If the gradients are bitwise

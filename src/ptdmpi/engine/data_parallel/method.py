@@ -73,7 +73,8 @@ class DataParallel(OpHook):
     # size, in bits per element, of the values that this rank compressed in the last step; None if
     # nothing was compressed
     bits_per_element: float | None = None
-    state: State  # set by the engine when it makes the state, which contains `kinds`
+    # the engine sets this attribute when it makes the state, which contains the method's `kinds`
+    state: State
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica

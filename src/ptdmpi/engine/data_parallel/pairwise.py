@@ -1,6 +1,6 @@
-"""Sums of all gradients by messages between pairs of ranks. The result is bitwise equal to the
-result of the method `all_reduce`. The methods of this module send about as many bytes as the
-textbook algorithms."""
+"""Sums of all gradients by messages between pairs of ranks. The sums are bitwise equal to the sums
+of the method `all_reduce`. The methods of this module send about as many bytes as the textbook
+algorithms."""
 
 from collections.abc import Iterator
 
@@ -16,18 +16,18 @@ class Ring(DataParallel):
     sends at most 2 (n - 1) messages, and each message has 1 / (n - 1) of the gradients.
 
     In the textbook algorithm, the sum of part c of the gradients begins at rank c, so the ranks are
-    added in a different order for each part. In ptdmpi's ring the sum of every part begins at rank
-    0 and ends at rank n - 1, so that all parts are added in ascending order of ranks. After the
-    reduction, rank n - 1 sends the sums along the ring to ranks 0, 1, .., n - 2. All ranks together
-    send as many bytes as in the textbook algorithm, 2 (n - 1) times the gradients. In the textbook
-    algorithm each rank sends 2 (n - 1) / n times the size of the gradients. In ptdmpi's ring, ranks
-    n - 2 and n - 1 send the size of the gradients once, and all other ranks send it twice. For n =
-    3 and parts a and b:
+    added in a different order for each part. In ptdmpi's ring the sum of every part begins at
+    rank 0 and ends at rank n - 1, so that all parts are added in ascending order of ranks. After
+    the reduction, rank n - 1 sends the sums along the ring to ranks 0, 1, .., n - 2. All ranks
+    together send as many bytes as in the textbook algorithm, 2 (n - 1) times the gradients. In the
+    textbook algorithm each rank sends 2 (n - 1) / n times the size of the gradients. In ptdmpi's
+    ring, ranks n - 2 and n - 1 send the size of the gradients once, and all other ranks send it
+    twice. For n = 3 and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
-    The gather begins when the reduction is complete. Therefore no deadlock is possible, even if a
-    send completes only when its receive begins.
+    The gather begins when the reduction is complete, so no deadlock is possible, even if a send
+    completes only when its receive begins.
     """
 
     def reduce(self) -> None:

@@ -124,11 +124,12 @@ class TreeSum(DataParallel):
     """A method that sums the gradients of the global batch's microbatches along one fixed binary
     tree.
 
-    The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j
-    2^k, (j+1) 2^k). A node is the sum of its two children, or equal to its left child if there is
-    no right child. The tree does not depend on the assignment of microbatches to ranks, so the sum
-    has the same bits for every assignment. Each pipeline stage stores at most log2(m) + 1 partial
-    sums for its m microbatches. Every data rank sends its part of the tree to all other data ranks.
+    The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves
+    [j 2^k, (j+1) 2^k). A node is the sum of its two children, or equal to its left child if there
+    is no right child. The tree does not depend on the assignment of microbatches to ranks, so the
+    sum has the same bits for every assignment. Each pipeline stage stores at most log2(m) + 1
+    partial sums for its m microbatches. Every data rank sends its part of the tree to all other
+    data ranks.
     """
 
     def __init__(self, replica: Replica) -> None:

@@ -128,7 +128,7 @@ def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
     """
     try:
         header = shard_header(stored)
-    except InputError:  # the shards have been moved
+    except InputError:  # the shards are no longer at the recorded path
         return tokenizer.eod_id
     return tokenizer.eod_id if header is None else header.eod_id
 

@@ -95,7 +95,7 @@ def known_tokenizer(path: Path) -> str | None:
     known."""
     try:
         return tokenizer_sha256(open_model(path))
-    except InputError:  # for example because there is no config.toml
+    except InputError:  # the model cannot be opened, for example because there is no config.toml
         return None
 
 
@@ -106,7 +106,7 @@ def tokenizer_sha256(stored: StoredModel) -> str | None:
         return trained_on.tokenizer_sha256
     try:
         header = shard_header(stored)
-    except InputError:  # the shards have been moved
+    except InputError:  # the shards are no longer at the recorded path
         return None
     if header is not None:
         return header.tokenizer_sha256

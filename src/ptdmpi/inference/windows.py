@@ -1,4 +1,4 @@
-"""Token shards as a data set for torch."""
+"""A torch data set of the samples in token shards."""
 
 from pathlib import Path
 

@@ -37,8 +37,8 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """One training dataset of a run. `sha256` is a hash of the headers of its shards, and `samples`
-    the number of its samples.
+    """One training dataset of a run. `sha256` is a hash of the headers of the dataset's shards, and
+    `samples` is the number of the dataset's samples.
 
     `key` is the number of the dataset among all datasets that the run has seen. The key selects the
     random permutations of the dataset's samples, and names the dataset in records. `drawn` is the

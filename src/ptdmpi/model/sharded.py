@@ -190,7 +190,7 @@ class ReducedGradients:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Provide memory for the gradients of the shard units `numbers`, which are computed next.
-        Treat the gradients of all earlier units as complete."""
+        Treat the gradients of all earlier shard units as complete."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -271,9 +271,9 @@ class Walk:
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # The numbers of the shard units that each module uses. If weights are unsharded, only units
-        # that train are listed: in decentralized training, their weights may still be arriving
-        # (`Decentralized`).
+        # The numbers of the shard units that each module uses. If weights are unsharded, only shard
+        # units that train are listed, because in decentralized training the weights of these units
+        # may still be arriving (`Decentralized`).
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None

@@ -42,7 +42,7 @@ class Greatest:
 
     def within(self, bar: float) -> bool:
         """Return True if the difference does not exceed the tolerance `bar`; False for NaN."""
-        return self.value <= bar  # the comparison is False for NaN
+        return self.value <= bar  # for NaN, the comparison gives False
 
 
 def differences(actual: Training, expected: Training) -> dict[str, Greatest]:

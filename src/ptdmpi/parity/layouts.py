@@ -3,9 +3,9 @@ layouts.
 
 Most faults occur only in a combination of two settings. Examples are sequence parallelism with
 dropout, and an uneven split with a tied embedding. The cases therefore cover all pairs of settings,
-but not all combinations (Cohen et al. 1997, "The AETG system"). The candidates are few enough to be
-listed. The layouts are chosen by a greedy method without random numbers, so the set is the same on
-every machine.
+but not all combinations (Cohen et al. 1997, "The AETG system"). There are so few candidate cases
+that all of them can be listed. The layouts are chosen by a greedy method without random numbers, so
+the set is the same on every machine.
 """
 
 import itertools
@@ -307,7 +307,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
 
 @cache
 def _covering_set(ranks: int) -> tuple[Case, ...]:
-    """Return the cases of `covering_set`, which take seconds to find."""
+    """Return the cases of `covering_set`. The result is cached, because finding the cases takes
+    seconds."""
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
         Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True))), model)

@@ -36,8 +36,8 @@ COMBINED = (
     replace(PLAIN, tensor=2, sequence_parallel=True),
     replace(PLAIN, pipeline=2),
 )
-# The perturbed tokens. The first is at the edge of a chunk of 2 context ranks, the last at the edge
-# of a chunk of 4 context ranks.
+# The perturbed tokens. With 2 context ranks, the first token is at the edge of a chunk; with 4
+# context ranks, the last token is at the edge of a chunk.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 

@@ -1,4 +1,5 @@
-"""The comparisons of training runs, and their verdicts. A verdict is a row of the table."""
+"""The comparisons of training runs, and their verdicts. A verdict is a row of the table of
+results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -152,7 +152,8 @@ def size_answer(flops: float) -> Reply:
     sizes = {
         name: parameter_count((model := model_of(name, keys)).config, model.vocab_size)
         for name, keys in model_presets().items()
-        if not keys.get("experts")  # the loss was fitted to dense models
+        # leave out models with experts: the loss was fitted to dense models
+        if not keys.get("experts")
     }
     near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]
     near.sort(key=lambda name: sizes[name])

@@ -301,8 +301,8 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # n - 1 messages arrive at each server at the same time, but their bytes arrive one
-            # after the other
+            # each server receives n - 1 messages at the same time, so only one latency is counted,
+            # but the bytes of all messages
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
             # a rank decodes n codes, each of 1/n of the elements, and then the codes of the n means

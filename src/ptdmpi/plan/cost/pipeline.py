@@ -126,7 +126,8 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
     ops = [Op(letter, stage, 0) for letter in kinds for stage in range(placed.stages)]
     slots = {op[:2]: slot for slot, op in enumerate(ops)}
     sources = [schedule.source(op) for op in ops]
-    # the numbers of an op and its source differ by the same amount in every microbatch
+    # the difference between the number of an op and the number of its source is the same in every
+    # microbatch
     first_of = [-1 if source is None else slots[source[:2]] for source in sources]
     orders = []
     for order in schedule.orders:

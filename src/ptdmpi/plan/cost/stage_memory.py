@@ -239,10 +239,11 @@ class StageMemory:
         """Return the largest number of bytes that a microbatch needs in a stage during I (the
         gradient of the input).
 
-        I frees activations and stores operands for W (gradients of the weights). The layer that is
-        computed also needs its working memory. All layers of one kind and mode of recomputation
-        change the number of bytes by the same amount. So the number of bytes is the largest at the
-        loss, in the last or the first layer of such a group of layers, or at the end of the op.
+        The op I frees activations and stores operands for W (gradients of the weights). The layer
+        that is computed also needs its working memory. All layers of one kind and mode of
+        recomputation change the number of bytes by the same amount. So the number of bytes is the
+        largest at the loss, in the last or the first layer of such a group of layers, or at the end
+        of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)

@@ -161,7 +161,7 @@ class StepTimes:
         If messages overlap with computation (`dp_overlap`), a device waits only for the time by
         which the messages of an op take longer than the op.
         """
-        if not layout.shards_gradients:  # this holds for most layouts of a search
+        if not layout.shards_gradients:  # a search visits many such layouts
             return [(0.0, 0.0)] * len(seconds)
         # most stages of a layout have the same layers, and are computed once
         alike: dict[ModelPart, InOps] = {}

@@ -134,7 +134,7 @@ class StepTraffic:
         size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
-        if layout.dealing.whole:  # each tensor rank has different tokens
+        if layout.dealing.whole:  # with whole experts, each tensor rank routes different tokens
             tallies["tensor"].add("all_reduce", size)
 
     def _same_experts(self, rank: int) -> Tally:
@@ -191,7 +191,7 @@ class StepTraffic:
             yield from self._passes(describe.embedding(config, self.vocab_size), False)
         for layer in self.held.layers[stage]:
             rows = operators(describe.layer(config, layer))
-            if layer < first:  # layers before the first with adapters have no backward
+            if layer < first:  # layers before the first layer with adapters have no backward
                 yield from messages(rows, self.sizes, "forward")
                 continue
             if self.layout.recomputed(layer) == "full":

@@ -55,7 +55,7 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def refuses(self, layout: Layout) -> str | None:
-        # each tensor rank has only some of the heads
+        # the norm covers all heads, but each tensor rank has only some of them
         if self.joins_heads and layout.tensor > 1:
             return (
                 f'model.qk_norm = "all" normalises all heads together, but parallel.tensor = '

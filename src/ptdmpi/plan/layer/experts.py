@@ -122,7 +122,7 @@ class MixExperts(Operator):
     # -- sizes ------------------------------------------------------------------------------------
 
     def _tokens(self, sizes: Sizes) -> int:
-        """Return the number of tokens for which a rank chooses experts."""
+        """Return the number of tokens for which the router of a rank chooses experts."""
         return sizes.tokens // sizes.layout.dealing.tensor
 
     def _divided_by(self, sizes: Sizes) -> int:

@@ -156,10 +156,10 @@ def unpacking(
     outputs) once, as `ptdmpi.model.low_bit` does.
 
     The dequantization has four passes over the matrix, and a fifth one for codes with a minimum.
-    The first pass reads codes and writes them as integers of four bytes. The second reads the
-    integers and writes levels. The third reads levels and writes their products with the scales. If
-    there is a minimum, another pass reads and writes the products. The last pass reads the products
-    and writes them in the compute type.
+    The first pass reads codes and writes them as integers of four bytes. The second pass reads the
+    integers and writes levels. The third pass reads levels and writes the products of levels and
+    scales. If there is a minimum, another pass reads and writes the products. The last pass reads
+    the products and writes them in the compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1

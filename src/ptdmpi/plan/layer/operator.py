@@ -1,9 +1,9 @@
 """An operator: one entry ("row") in the description of a model, with methods that return its costs.
 
-An operator reads named values and writes named values. A sublayer in `describe.py` is an ordered
-list of operators. For each kind of operator, `ptdmpi.model.operators` has a module or a function
-that computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over operators
-(`folds.py`), which use only the methods of this class.
+The inputs and the outputs of an operator are tensors with names. A sublayer in `describe.py` is an
+ordered list of operators. For each kind of operator, `ptdmpi.model.operators` has a module or a
+function that computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over
+operators (`folds.py`), which use only the methods of this class.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ class Operator:
     """An operator of the model's description: its name, the names of the values that it reads and
     writes, and its costs.
 
-    Values are [rows, width] on each rank (`sizes.Rows` defines the numbers of rows). A value is
-    freed after the last operator of its sublayer that reads it. The methods return the costs. Each
-    kind of operator overrides the methods whose results are not empty. Sizes are for one rank and
-    one microbatch.
+    A value (input or output) is a tensor [rows, width] on each rank; `sizes.Rows` defines the
+    numbers of rows. A value is freed after the last operator of its sublayer that reads it. The
+    methods return the costs. Each kind of operator overrides the methods whose results are not
+    empty. Sizes are for one rank and one microbatch.
     """
 
     name: str

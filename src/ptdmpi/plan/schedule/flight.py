@@ -77,7 +77,7 @@ def fullest(order: RankOrder) -> Flight:
         return _walked(order)
     first = _walked(order._replace(microbatches=shorter))
     if all(max(moment.held) < shorter for moment in first.moments):
-        return first  # in this case no stage keeps all microbatches
+        return first  # no store holds all microbatches, so later rounds add nothing
     second = _walked(order._replace(microbatches=shorter + pipeline))
     # schedules such as GPipe keep all microbatches: every further round adds the same numbers as
     # the round before
@@ -190,4 +190,4 @@ def _largest(states: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _exceeds(held: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(map(ge, held, other))  # a search calls this millions of times
+    return all(map(ge, held, other))  # a search calls this function millions of times

@@ -158,6 +158,19 @@ CASES = {
     | {"recompute.mode": "full"},
     "d2 p2 v2 some experts zero 3": layout(d=2, p=2, v=2) | SOME | {"parallel.zero": 3},
     "d2 p2 some experts muon zero 1": layout(d=2, p=2) | SOME | MUON | {"parallel.zero": 1},
+    "d4 e2 experts muon zero 1": layout(d=4)
+    | ALL_EXPERTS
+    | MUON
+    | {"parallel.expert": 2, "parallel.zero": 1},
+    "d4 e2 some experts muon zero 3": layout(d=4)
+    | SOME
+    | MUON
+    | {"parallel.expert": 2, "parallel.zero": 3},
+    "d4 e2 lora of experts muon zero 1": layout(d=4)
+    | ALL_EXPERTS
+    | LORA
+    | MUON
+    | {"parallel.expert": 2, "parallel.zero": 1},
     "d2 p2 e2 some experts": layout(d=2, p=2) | SOME | {"parallel.expert": 2},
     "d4 e2 some experts zero 3": layout(d=4) | SOME | {"parallel.expert": 2, "parallel.zero": 3},
     "t2 lora of experts divided": layout(t=2) | EXPERTS | DIVIDED | LORA,
@@ -265,6 +278,7 @@ FEW += ("t2 p2 lora of experts zb-h1",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")
+FEW += ("d4 e2 some experts muon zero 3",)
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdmpi.config.layout import Dealing
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.shape.dealt import Slice, dealt, owners, slices
 from ptdmpi.plan.shape.matrices import matrix_elements
@@ -59,3 +60,16 @@ def test_all_is_made_once_and_what_one_gives_another_takes(method, zero, shards)
         whole = sum(kind.local * number for (kind, _), number in one.makes.items())
         assert made + one.takes.total() == whole
         assert one.most <= one.gives.total() and (shards > 1 or not one.most)
+
+
+def test_experts_on_other_ranks_are_apart_from_all_else():
+    """Two experts of a rank are one unit, which two shards cut between them: no part of an
+    expert is sent, and each rank makes the two matrices of one expert in every layer."""
+    shape = {"model.kind": "llama", "model.layers": 3, "model.experts": 4}
+    model = small(shape | {"model.experts_per_token": 2, "model.expert_hidden": 16}).model
+    part = ModelPart.whole(model)._replace(dealing=Dealing(2))
+    for zero in (1, 3):
+        for work in dealt(model, 101, part, Sharing(zero, 2)):
+            for shapes in (((16, 32), (16, 32)), ((32, 16),)):
+                (made,) = ((w, own) for w, own in work.makes if w.shapes == shapes)
+                assert made[1] == made[0].local and work.makes[made] == 3

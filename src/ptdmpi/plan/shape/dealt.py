@@ -26,7 +26,7 @@ from ptdmpi.plan.shape.matrices import (
     given_bytes,
     iteration_bytes,
     room_bytes,
-    wholes,
+    wholes_of,
 )
 from ptdmpi.plan.shape.parameters import ModelPart
 
@@ -130,7 +130,9 @@ def _cut(
     """Yield each matrix with its slices, in the flat order.
 
     In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
-    and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit.
+    and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit. If
+    experts are distributed over ranks, the experts of such a unit are a separate unit, which comes
+    after it.
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
@@ -138,19 +140,29 @@ def _cut(
     if not covers_gradients(sharing.zero):
         units = [runs]
         front, ends = _elements_of_ends(model, vocab_size, part)
-    grain = ALIGNMENT * sharing.ranks
-    for layers in units:
-        length = ends
+    for layers, of_experts in itertools.product(units, _groups(part)):
+        place, length = (0, 0) if of_experts else (front, ends)
         matrices: list[Whole] = []
         for kind, count in layers:
-            own = parameters.layer(model, kind, part.dealing).values()
+            own = [
+                row
+                for name, row in parameters.layer(model, kind, part.dealing).items()
+                if of_experts in (None, parameters.is_of_expert(name))
+            ]
             length += count * _aligned(own, part.tensor)
-            matrices += wholes(model, part.tensor, part.dealing, kind) * count
+            matrices += wholes_of(own, part.tensor) * count
+        grain = ALIGNMENT * sharing.ranks
         unit = range(-(-length // grain) * grain)
-        place = front
         for whole in matrices:
             yield whole, slices(range(place, place + whole.local), unit, sharing.ranks)
             place += aligned(whole.local)
+
+
+def _groups(part: ModelPart) -> tuple[bool | None, ...]:
+    """Return the groups of parameters that are in different units: False for all parameters except
+    experts, and True for experts. If experts are not distributed over ranks, all parameters are one
+    group (None)."""
+    return (False, True) if part.dealing.ranks > 1 else (None,)
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:

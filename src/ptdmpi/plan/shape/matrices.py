@@ -14,7 +14,7 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
-from ptdmpi.plan.layer.parts import Linear, LowRankPair
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part
 from ptdmpi.plan.shape.parameters import layer
 
 STEPS = 5  # number of steps of the iteration that makes a matrix orthogonal
@@ -44,8 +44,13 @@ def wholes(
     """Return the trained matrices of a layer, in order. If `kind` is None, the result is for the
     last layer. If `dealing` distributes experts over ranks, the result has the experts of the first
     rank only."""
+    return wholes_of(layer(model, kind, dealing).values(), tensor)
+
+
+def wholes_of(parts: Iterable[Part], tensor: int) -> list[Whole]:
+    """Return the trained matrices of these parts, in order, on one of `tensor` tensor ranks."""
     matrices = list[Whole]()
-    for part in layer(model, kind, dealing).values():
+    for part in parts:
         if isinstance(part, Linear) and part.trains:
             shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
             matrices.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))

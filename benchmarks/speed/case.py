@@ -32,6 +32,8 @@ LAYOUTS = {
     "single,compile": Layout(1, 1, 1),
     "c=2": Layout(1, 1, 1, context=2),
     "moe": Layout(1, 1, 1),
+    "moe-d2": Layout(1, 1, 2),
+    "moe-e2": Layout(1, 1, 2, expert=2),
     "d=2,weak": Layout(1, 1, 2),
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
@@ -42,8 +44,10 @@ WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # The layout with a single rank and compiled layers.
 CUT = "c=2"  # The layout with sequences of 4,096 positions, cut in two.
-EXPERTS = "moe"  # The layout with a single rank and experts.
-ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, EXPERTS)
+# The layouts with experts: a single rank, two data ranks that each have all experts, and two data
+# ranks that divide the experts.
+EXPERTS = ("moe", "moe-d2", "moe-e2")
+ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, *EXPERTS)
 # The trainers that are compared with ptdmpi in each layout, and the names of their implementations.
 # For the trainer "ptdmpi", the name is another layout of ptdmpi. If this layout has only one rank,
 # the comparison gives the scaling efficiency.
@@ -91,12 +95,18 @@ PEERS = {
         "torchtitan": "torchtitan FSDP2",
         "ptdmpi": "d=2",
     },
-    EXPERTS: {"transformers": "transformers MixtralForCausalLM"},
+    "moe": {"transformers": "transformers MixtralForCausalLM"},
+    "moe-d2": {"transformers": "transformers MixtralForCausalLM, DistributedDataParallel"},
+    # transformers does not divide experts among ranks that train with different data
+    "moe-e2": {
+        "transformers": "transformers MixtralForCausalLM, DistributedDataParallel",
+        "ptdmpi": "moe-d2",
+    },
     CUT: {"torch": "ring attention with torch's SDPA and gloo", "ptdmpi": ALONE},
     **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
 }
-# The settings of the row with experts. Two of the experts together have about as many parameters as
-# the MLP of the other rows.
+# The settings of the rows with experts. Two of the experts together have about as many parameters
+# as the MLP of the other rows.
 MIXTURE = {
     "kind": "mistral",
     "experts": 8,
@@ -111,7 +121,7 @@ TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi
 class GptSizes:
     """The sizes of a GPT and of its batch. The GPT has learned positions, tanh GELU, biases and an
     untied head. The head is untied because torch's pipeline stages cannot share an embedding table.
-    The row with experts trains a Mixtral that has these sizes."""
+    The rows with experts train a Mixtral that has these sizes."""
 
     layers: int = 8
     hidden: int = 512
@@ -181,7 +191,7 @@ class Row:
         model = asdict(self.case)
         # in a configuration, the data determines the size of the vocabulary
         del model["vocab_size"]
-        if self.layout == EXPERTS:
+        if self.layout in EXPERTS:
             model |= MIXTURE
         global_size = model.pop("global_size")
         micro_size = model.pop("micro_size")

@@ -94,17 +94,19 @@ class OurTrainer:
     def _gemm_time_s(self) -> float:
         """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
         linear layer and microbatch, in the data type in which the layers compute on this device.
-        Each expert is assumed to have the mean number of tokens."""
+        Each expert is assumed to have the mean number of tokens of each rank that sends tokens to
+        it."""
         model = self.row.config.model
         tokens = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
         shapes: Counter[tuple[int, ...]] = Counter()
         for stage in self.engine.stages.values():
             for name, weight in stage.named_logical_parameters():
-                rows = tokens
+                rows, sources = tokens, 1
                 if re.search(r"\bexperts\.\d", name):
                     rows = tokens * model.experts_per_token // model.experts
+                    sources = self.row.sizes.expert
                 if weight.dim() == 2 and not name.startswith("embedding."):
-                    shapes[(rows, *weight.shape)] += 1
+                    shapes[(rows, *weight.shape)] += sources
         dtype = data_types(self.row.precision).compute
         if not host.multiplies("cpu", dtype):
             dtype = torch.float32

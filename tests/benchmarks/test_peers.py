@@ -34,7 +34,7 @@ TINY = GptSizes(
 def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same():
     for row in every():
         # weak scaling is told by this project alone, and what compiling gains
-        assert "torch" in row.peers or row.peers == {"ptdmpi": "single"} or row.layout == EXPERTS
+        assert "torch" in row.peers or row.peers == {"ptdmpi": "single"} or row.layout in EXPERTS
         assert set(row.peers) <= set(TOOLS)
     # with this project itself as a rival, undivided or with the other schedule
     assert Row("d=2,zero=3", "bf16").peers["ptdmpi"] in LAYOUTS
@@ -45,7 +45,7 @@ def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same()
     assert stand["megatron"] == five
     assert stand["torchtitan"] == ["single", "t=2", "p=2", "p=2,v=2", "d=2,zero=3"]
     assert stand["deepspeed"] == ["d=2", "p=2", "d=2,zero=1", "d=2,zero=3"]
-    assert stand["transformers"] == ["single", EXPERTS]
+    assert stand["transformers"] == ["single", *EXPERTS]
 
 
 def test_an_unknown_peer_is_refused_with_who_is_known():
@@ -213,6 +213,8 @@ def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest
         (Row("single", "fp32", TINY), Variant("transformers")),
         (Row("moe", "fp32", TINY), Variant("transformers")),
         (Row("moe", "bf16", TINY), Variant("transformers", "masters")),
+        (Row("moe-d2", "bf16", TINY), Variant("transformers", "microbatch")),
+        (Row("moe-e2", "fp32", TINY), Variant("transformers")),
         (Row("t=2", "fp32", TINY), Variant("megatron")),
         (Row("p=2,v=2", "bf16", TINY), Variant("megatron", cast="masters")),
     ],

@@ -74,8 +74,8 @@ def test_all_rows():
     assert {row.precision for row in rows} == {"fp32", "bf16"}
     others = {row.layout for row in every()} - {row.layout for row in rows}
     zero = {"d=2,zero=1", "d=2,zero=3"}
-    assert others == {"p=2,v=2,zb-v", *zero, "single,compile", "c=2", "moe"}
-    assert len({row.id for row in every()}) == 28
+    assert others == {"p=2,v=2,zb-v", *zero, "single,compile", "c=2", *EXPERTS}
+    assert len({row.id for row in every()}) == 32
 
 
 def test_the_time_is_shared_by_how_long_a_round_of_all_sides_takes():
@@ -124,7 +124,7 @@ def test_an_unknown_row_is_refused_with_what_is_legal():
         select("t2 t3")
 
 
-STRONG = [row for row in every() if row.layout not in (*WEAK, CUT, EXPERTS)]
+STRONG = [row for row in every() if row.layout not in (*WEAK, CUT, *EXPERTS)]
 
 
 @pytest.mark.parametrize("row", STRONG, ids=lambda row: row.id)
@@ -151,12 +151,21 @@ def test_cut_sequences_are_long_and_a_step_has_as_many_tokens():
 
 
 def test_experts_compute_about_as_much_as_the_mlp_of_the_other_rows():
-    for row in select("moe"):
+    for row in select(" ".join(EXPERTS)):
         mixture = row.config.model
         assert (mixture.experts, mixture.experts_per_token) == (8, 2)
         active = mixture.experts_per_token * 3 * mixture.hidden * mixture.expert_hidden
         dense = Row("single", row.precision).config.model
         assert active == pytest.approx(2 * dense.hidden * dense.ffn_hidden, rel=0.05)
+
+
+def test_experts_on_two_ranks_are_beside_experts_on_each():
+    for row in select("moe-e2"):
+        assert row.config.parallel.expert == 2 and row.config.microbatches == 4
+        beside = replace(row, layout=row.peers["ptdmpi"])
+        assert beside.config.parallel.expert == 1
+        assert beside.config.model == row.config.model and beside.sizes.ranks == row.sizes.ranks
+    assert [row.id for row in select("moe")] == ["moe-fp32", "moe-bf16"]
 
 
 def test_a_row_survives_its_journey_to_a_worker():

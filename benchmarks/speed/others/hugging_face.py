@@ -1,6 +1,6 @@
-"""The trainer with transformers' GPT-2 or Mixtral in one process, as users of transformers train
-these models: the model, autograd, and torch's fused AdamW. Training starts with ptdmpi's initial
-weights."""
+"""The trainer with transformers' GPT-2 or Mixtral, as users of transformers train these models: the
+model, autograd, and torch's fused AdamW, on several data ranks with torch's
+DistributedDataParallel. Training starts with ptdmpi's initial weights."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import mean_loss
@@ -20,35 +21,46 @@ from ptdmpi.model.random import initial
 
 
 class TransformersTrainer:
-    """The trainer of the single rank, with transformers' model. The trainer trains microbatches in
-    a loop, with scaled dot product attention and without a key-value cache."""
+    """The trainer of one data rank, with transformers' model. The trainer trains microbatches in a
+    loop, with scaled dot product attention and without a key-value cache."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row
         self.rank = rank
         self.variant = variant
-        self.model = _model(row)
+        model = _model(row)
         if variant.cast == "masters":
-            self.model.bfloat16()
-        parameters = list(self.model.parameters())
+            model.bfloat16()
+        parameters = list(model.parameters())
         masters = variant.cast == "masters"
         self.optimizer = Optimizer(row.config, parameters, masters=masters, divided=False)
+        self.model = model
+        if row.sizes.data > 1:
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the microbatches for a step."""
-        return microbatches(self.row, 0, step)
+        """Return this rank's microbatches for a step."""
+        return microbatches(self.row, self.rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
         """Train a step and return its loss."""
         losses = []
-        for inputs, labels in batch:
-            with self._autocast():
-                logits = self.model(inputs).logits
-            loss = mean_loss(logits, labels)
-            (loss / len(batch)).backward()
+        for number, (inputs, labels) in enumerate(batch):
+            with self._sync(number == len(batch) - 1):
+                with self._autocast():
+                    logits = self.model(inputs).logits
+                loss = mean_loss(logits, labels)
+                (loss / len(batch)).backward()
             losses.append(loss.detach())
         self.optimizer.step()
         return float(torch.stack(losses).double().mean())
+
+    def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
+        """Return a context manager for a microbatch after which gradients are reduced only if
+        `reduced` is True."""
+        if reduced or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.variant.cast == "microbatch":

@@ -82,7 +82,7 @@ class StoredModel:
     @property
     def task(self) -> TaskConfig:
         """Return the task of the model's head; its `kind` is "none" if the model has no head for a
-        task. Raises InputError if [task] and the head contradict each other."""
+        task. Raises InputError if the section [task] and the model's head contradict each other."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:

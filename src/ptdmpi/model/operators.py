@@ -166,8 +166,8 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of this rank's part of the heads. The method "ulysses" (`deals`)
-        # divides the heads also among the context ranks.
+        # `part` is the number of this rank's part of the heads. The context-parallel method
+        # "ulysses" (`deals`) also divides the heads among the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"

@@ -2,14 +2,15 @@
 name.
 
 A kind of state has one number for each element of a parameter. The kinds are the master `weights`,
-each moment of the optimizer, and the values that the data-parallel method keeps. For each kind,
-replicas have equal or different values. The state also contains a few counters (`Counters`). Code
-that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of logical
-tensors with their values. Each slice has the list of axes along which ranks have different slices.
-Ranks that differ only along other axes have the same values. Only this module knows the form in
-which a rank stores its part of the state. The form may differ between parameters and between kinds.
-There is one exception. After the loss of a rank, the surviving ranks send `State.flats` unchanged,
-because the receiver of a flat tensor stores the same part of the state as the sender.
+each moment of the optimizer, and the values that the data-parallel method keeps. The values of a
+kind of state are either equal on all replicas, or different. The state also contains a few counters
+(`Counters`). Code that stores or compares state, such as checkpoints, iterates over `State.pieces`:
+slices of logical tensors with their values. Each slice has the list of axes along which ranks have
+different slices. Ranks that differ only along other axes have the same values. Only this module
+knows the form in which a rank stores its part of the state. The form may differ between parameters
+and between kinds. There is one exception. After the loss of a rank, the surviving ranks send
+`State.flats` unchanged, because the receiver of a flat tensor stores the same part of the state as
+the sender.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def _greatest_of_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def _compared(name: str, whole: Tensor) -> Tensor:
-    """Return the tensor; if it is the bias of queries, keys and values, return it without the
+    """Return the tensor. If the tensor is the bias of queries, keys and values, leave out the
     elements for the keys."""
     if not name.endswith(KEY_BIAS):
         return whole

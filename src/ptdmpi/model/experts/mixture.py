@@ -288,10 +288,11 @@ class Gradients(NamedTuple):
 
 
 class _Mixture(Function):
-    """The full computation of a mixture: gather the input, route it, compute the experts, and add
-    and reduce their outputs. For the backward, the function saves the input at this rank's
-    positions, the router's outputs, the choice of experts, and the outputs of the experts' first
-    linears. The input is saved only if the gradient of a parameter needs the input."""
+    """The full computation of a mixture: gather the input, choose the experts of each token,
+    compute the experts, and sum their outputs. For the backward, the function saves the input at
+    this rank's positions, the router's outputs, the choice of experts, and the outputs of the
+    experts' first linears. The input is saved only if the gradient of a parameter needs the
+    input."""
 
     @staticmethod
     def forward(

@@ -287,9 +287,9 @@ def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tens
 
 
 class _Merged:
-    """The merged partial results of softmax(scores) v. `out` [b, heads, queries, head size] is the
-    sum of exp(score - maximum) v over the keys so far; it is not yet divided by the sum of the
-    exponentials."""
+    """The running result of softmax(scores) v, merged from partial results for blocks of keys.
+    `out` [b, heads, queries, head size] is the sum of exp(score - maximum) v over the keys so far;
+    it is not yet divided by the sum of the exponentials."""
 
     def __init__(self, q: Tensor, wide: torch.dtype) -> None:
         b, heads, s, d = q.shape

@@ -221,8 +221,8 @@ def _pricer(request: LayoutRequest) -> Pricer:
 
 
 def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
-    """Return the layout `text` with the settings of the request. Raises InputError if the layout is
-    illegal.
+    """Return the layout that `text` names, completed by the settings of the request. Raises
+    InputError if the layout is illegal.
 
     If the request does not set sequence parallelism or scatter/gather, these two settings are
     chosen so that the layout fits and is the fastest.

@@ -75,8 +75,8 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """Return the checkpoint interval for a training on `ranks` ranks. Each node fails once in
-    `node_days` days on average, and all ranks together write `bytes_per_s`.
+    """Return the checkpoint interval for a training on `ranks` ranks. On average, each node fails
+    once in `node_days` days. All ranks together write `bytes_per_s`.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

@@ -52,8 +52,8 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels over `elements` elements. Each entry of `element_bytes` is the number of bytes that
-    one kernel moves per element.
+    """Kernels that each process `elements` elements. Each entry of `element_bytes` is the number of
+    bytes that one kernel moves per element.
 
     `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
     a time per element for this operation.

@@ -104,8 +104,8 @@ class _Exchange(Operator, ABC):
 
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
-    """The gather of keys and values from all context ranks, so that each rank has those of all
-    positions. Only the method "all_gather" needs this gather.
+    """The gather of keys and values from all context ranks. Each rank then has the keys and values
+    of all positions. Only the method "all_gather" needs this gather.
 
     The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2).

@@ -40,8 +40,9 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # Name of the vocabulary's table, which a tied head shares.
-# Number of a dropout mask in a layer -> what the mask drops. Dropout before a residual sum has the
-# number `AddResidual.place` instead. `RandomStream.at` draws each mask by its number.
+# Number of a dropout mask in a layer -> name of the tensor that is dropped. Dropout before a
+# residual sum has the number `AddResidual.place` instead. `RandomStream.at` draws each mask by its
+# number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 

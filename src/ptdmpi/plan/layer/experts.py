@@ -3,9 +3,9 @@
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
 tokens. If the tensor axis divides the width of each expert, all tensor ranks choose the same
 experts. Each tensor rank computes a summand of the outputs and of all gradients, including the
-gradient of the router. The usual sums over the tensor axis add these summands. If experts are not
-divided, each tensor rank chooses experts for 1/t of the positions, and these experts compute
-complete outputs.
+gradient of the router. The usual sums over the tensor axis add the summands of all tensor ranks. If
+experts are not divided, each tensor rank chooses experts for 1/t of the positions, and these
+experts compute complete outputs.
 """
 
 from collections.abc import Iterator

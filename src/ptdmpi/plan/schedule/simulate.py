@@ -31,7 +31,7 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of one rank from `start_s` to `end_s`.
+    """A span: an activity of one rank from `start_s` to `end_s`.
 
     `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op,
     such as "F2.0", or empty; for "receive" and "send" it is the op whose output is received or

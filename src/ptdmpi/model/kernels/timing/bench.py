@@ -88,8 +88,8 @@ class Bench:
         return least_s
 
     def _repeats(self, seconds: float) -> int:
-        """Return how often a trial repeats work of `seconds` seconds. All ranks get the same
-        number.
+        """Return how often a trial repeats work of `seconds` seconds. The result is the same on all
+        ranks.
 
         All ranks must repeat equally often, because the work may be a collective.
         """

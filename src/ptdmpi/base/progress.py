@@ -11,7 +11,7 @@ from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
 FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line.
-SOON_S = 2.0  # seconds until the first line for work during which a user waits.
+SOON_S = 2.0  # seconds until the first line, if a user waits for the end of the work.
 EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 

@@ -1,11 +1,11 @@
 """The number of bytes that a rank sends, for each kind of message. The bytes are counted during a
 run, or computed by closed formulas.
 
-The counts and the formulas use the same convention for the bytes of a message. The convention is
-independent of the algorithm of a collective and of the transport. For a collective on x bytes of
-tensors, the convention counts the bytes that each of n ranks must send on average (Thakur et al.
-2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the same way for
-large n: 2 x for an all-reduce.
+The counts of a run and the closed formulas use the same convention for the bytes of a message. The
+convention is independent of the algorithm of a collective and of the transport. For a collective on
+x bytes of tensors, the convention counts the bytes that each of n ranks must send on average
+(Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the
+same way for large n: 2 x for an all-reduce.
 
     all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
     all_gather        x (n - 1) / n     each rank has x bytes after the call

@@ -10,8 +10,8 @@ node. `ptdmpi run` chooses the folder and removes it at the end.
 
 A copy is made in two phases. First every rank writes its file, and sends the file to the next node.
 If all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
-report success, the previous copy is removed. Therefore a complete copy always exists after the
-first one was made.
+report success, the previous copy is removed. A complete copy therefore exists at any time after the
+first copy was made.
 """
 
 import contextlib
@@ -84,8 +84,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # these two are set by `find`: the copies on each node, by the rank that leads the node; and
-        # the name of the newest complete copy
+        # `find` sets these two attributes: the copies on each node, by the rank that leads the
+        # node; and the name of the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0

@@ -2,9 +2,9 @@
 events.
 
 A call that hands work to a device returns before the work has run, so the host's time before and
-after the call does not measure the work. Therefore a clock makes marks. A mark has a position in
-the order of the device's work. The time of a mark is known when the work before the mark is done. A
-mark of the host is done as soon as it is made.
+after the call does not measure the work. To measure the work of a device, a clock makes marks. A
+mark has a position in the order of the device's work. The time of a mark is known when the work
+before the mark is done. A mark of the host is done as soon as it is made.
 """
 
 import time

@@ -88,8 +88,8 @@ class Session:
         """Return a process group of the ranks `ranks` of the world, in ascending order. Only the
         ranks of the new group call this method. `most` returns the maximum over these ranks of its
         argument."""
-        # torch names a group by its ranks and by the number of groups that the process has made. So
-        # this number must be the same on all ranks of the new group.
+        # torch names a group by its ranks and by the number of groups that the process has made.
+        # The number of groups made must therefore be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)

@@ -77,7 +77,7 @@ def work(
     source: Path, target: Path, form: LowBit, *, world: "World", options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Quantize the model at `source` on rank 0, and return the results, which include the
-    perplexities before and after. All ranks call this and get the results.
+    perplexities before and after. All ranks call this function and get the results.
 
     `options` are the options of the command. Raises InputError on all ranks for illegal options or
     inputs, if possible before anything is computed.
@@ -123,7 +123,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _codes(options: dict[str, Any]) -> CodesName:
-    """Return the name of the codes that the options select."""
+    """Return the name of the quantized format that the options select."""
     for name, codes in FOUR_BIT_CODES.items():
         if options[name]:
             return codes

@@ -308,8 +308,8 @@ def _gelu(x: Tensor, form: str) -> Tensor:
 
 def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     """Apply RoPE to `x` [prompts, tokens, heads * head size], as rotations of complex numbers. The
-    real parts of these numbers are the first half of a head, and the imaginary parts are the second
-    half."""
+    first half of a head has the real parts of the complex numbers, and the second half has the
+    imaginary parts."""
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)

@@ -70,8 +70,9 @@ class TrainBatches:
     trains on global samples k*B to (k+1)*B - 1. If `order` starts at a later step of the run, the
     steps k and the samples in this formula are counted from the start of `order`. Microbatch j of a
     step contains the samples j*b to (j+1)*b - 1 of the step, and data rank r has the contiguous
-    block of microbatches r*m to (r+1)*m - 1. So the samples of a step and their order do not depend
-    on the layout (data-parallel size d, tensor-parallel size t, pipeline-parallel size p).
+    block of microbatches r*m to (r+1)*m - 1. The samples of a step, and their order, therefore do
+    not depend on the layout (data-parallel size d, tensor-parallel size t, pipeline-parallel size
+    p).
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class ChatTemplate:
             raise InputError(f"chat template of {self.said_of}: {error}") from None
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Return the text of a conversation. With `ask`, the text ends with the prompt for an
+        """Return the text of a conversation. If `ask` is True, the text ends with the prompt for an
         answer.
 
         Raise InputError if the template cannot be compiled or refuses the conversation; the message

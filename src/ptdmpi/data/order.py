@@ -165,7 +165,8 @@ def _apportion(weights: list[int]) -> np.ndarray:
     """Return the number of the dataset for each sample of one period, int32 [sum of weights].
 
     For every n, the first n samples contain floor(w_i n) or ceil(w_i n) samples of dataset i (w_i =
-    weights[i] / period). So the number of samples of dataset i differs from w_i n by less than one.
+    weights[i] / period). The number of samples of dataset i therefore differs from w_i n by less
+    than one.
 
     Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
     slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The bounds floor(w_i n) and

@@ -100,9 +100,9 @@ class ShardWriter:
         row_length: int = 0,
         pairs: bool = False,
     ):
-        """Begin the file. With `row_length` above 0, documents are packed into rows of that length,
-        and tokens have weights (`write_row`). With `pairs`, the documents of a row form pairs of
-        answers."""
+        """Begin the file. If `row_length` is above 0, documents are packed into rows of that
+        length, and tokens have weights (`write_row`). If `pairs` is True, the documents of a row
+        form pairs of answers."""
         self.path = Path(path)
         self.tokens = 0  # number of tokens written so far
         self._temporary = self.path.with_name(self.path.name + ".tmp")

@@ -178,8 +178,8 @@ class _PreadTokens:
 
 
 def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
-    """Open the tokens of a shard. With `verified`, each block is verified when one of its tokens is
-    first read, if the shard has checksums of blocks."""
+    """Open the tokens of a shard. If `verified` is True and the shard has checksums of blocks, each
+    block is verified when one of its tokens is first read."""
     tokens: Tokens = _MappedTokens(header) if use_mmap else _PreadTokens(header)
     sums = block_sums(header.path, header.tokens) if verified else None
     return tokens if sums is None else VerifiedTokens(tokens, header, sums)
@@ -214,9 +214,10 @@ class Dataset:
         """Find the shards of a directory, and check that their headers agree.
 
         If `use_mmap` is False, tokens are read by the system call pread; use this on file systems
-        on which memory mapping is slow. With `verified`, reading raises InputError for tokens of a
-        damaged block (see `blocks`). Raise InputError if shards differ in tokenizer, vocabulary
-        size, eod_id, length of rows or pairs. Also raise the same errors as `find_headers`.
+        on which memory mapping is slow. If `verified` is True, reading raises InputError for tokens
+        of a damaged block (see `blocks`). Raise InputError if shards differ in tokenizer,
+        vocabulary size, eod_id, length of rows or pairs. Also raise the same errors as
+        `find_headers`.
         """
         self.directory = Path(directory)
         self.headers = find_headers(directory)

@@ -23,7 +23,7 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-BLANK = "\u2581"  # SentencePiece writes this character for a blank.
+BLANK = "\u2581"  # the character that SentencePiece writes for a blank.
 # The names that tokenizers give to special tokens, by their role in masking.
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),

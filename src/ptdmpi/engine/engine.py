@@ -226,8 +226,8 @@ class Engine:
     def accumulate(
         self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
     ) -> tuple[list[MicrobatchPass], dict[str, float], float]:
-        """Run forward and backward of all microbatches. Afterwards the buffer has the sum of their
-        gradients on this rank.
+        """Run forward and backward of all microbatches. After the call, the buffer has the sum of
+        the gradients of this rank's microbatches.
 
         Return three values: the microbatches, which have their losses if this rank has the last
         stage; the number of terms of each loss in the global batch, by name; and a factor. The

@@ -105,8 +105,9 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the gradients of the two uses. Afterwards both the first and the last stage have the
-        sum. If both uses of the table are on this rank, the gradient of the first use is the sum.
+        """Add the gradients of the two uses. After the call, both the first and the last stage have
+        the sum of the two gradients. If both uses of the table are on this rank, the gradient of
+        the first use is the sum.
         """
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])

@@ -12,8 +12,9 @@ from ptdmpi.model.batch import Microbatch
 class GradientNoise:
     """Unbiased estimates from one step with `tokens` valid tokens. `square` estimates |G|^2, the
     squared norm of the true gradient, and `variance` estimates tr(Sigma), the trace of the
-    covariance of one token's gradient. Both estimates may be negative by chance. Therefore compute
-    the means of both estimates over many steps, and then the noise scale B_simple =
+    covariance of one token's gradient. Both estimates may be negative by chance. Users should
+    therefore compute the mean of each estimate over many steps, and from the two means the noise
+    scale B_simple =
     tr(Sigma) / |G|^2 in tokens (section 2.2, equation 2.9)."""
 
     square: float

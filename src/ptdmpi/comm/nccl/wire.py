@@ -91,7 +91,7 @@ class Line:
         """Return the name of the operation that the stream executes; "" while the stream waits for
         computations.
 
-        Any thread may call this.
+        Any thread may call this method.
         """
         # copy the queue in one operation of the interpreter, because another thread changes the
         # queue at the same time

@@ -290,7 +290,8 @@ def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of an entry of the checkpoint, and advance the progress display."""
+    """Return the values that an entry of the checkpoint will contain, and advance the progress
+    display."""
     values = part.values()
     advance(part.nbytes)
     return values

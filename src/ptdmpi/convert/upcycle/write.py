@@ -4,8 +4,8 @@ arXiv 2212.05055).
 Every expert of a layer is a copy of the layer's MLP, and the router is random. All other weights
 are copied. The experts of a layer differ only after training, because they compute different
 tokens. If the weights of a token's experts are divided by their sum, the experts together compute
-the dense MLP, whatever the router chooses. In this case the first loss of the mixture of experts is
-the loss of the dense model, up to rounding.
+the dense MLP, whatever the router chooses. With weights divided by their sum, the first loss of the
+mixture of experts is the loss of the dense model, up to rounding.
 """
 
 import re

@@ -2,6 +2,6 @@
 bytes again. The error of each compressor has a known bound.
 
 A compressor works on compression blocks, each of which is a part of one logical (unsharded)
-parameter (see `units`). Therefore the result of a compressor depends neither on the layout nor on
+parameter (see `units`). The result of a compressor therefore depends neither on the layout nor on
 the other parameters of the rank.
 """

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# Some random numbers are the same on all data ranks. In the hash for such random numbers, this
-# value takes the position of the number of the data rank.
+# Some random numbers are the same on all data ranks. The hash for these random numbers contains
+# this value in place of the number of the data rank.
 EVERYBODY = -1
 
 
@@ -27,8 +27,8 @@ def unit_number(name: str, line: int, run: int) -> int:
 @dataclass(frozen=True)
 class Draws:
     """Random numbers for some compression blocks. Each number is a hash of (seed, step, round),
-    data rank, block and element, so no random generator is needed. Therefore every layout, every
-    resumed run and every receiver computes the same numbers.
+    data rank, block and element, so no random generator is needed. Every layout, every resumed run
+    and every receiver therefore computes the same random numbers.
 
     `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
     round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`

@@ -46,8 +46,8 @@ class Local(DataParallel):
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Average over replicas at the end of a round. Afterwards the averaged tensors are bitwise
-        equal on all replicas."""
+        """Average over replicas at the end of a round. After the call, the averaged tensors are
+        bitwise equal on all replicas."""
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return

@@ -118,7 +118,7 @@ class MegatronIndex:
             self.tokens = mapped.view(np.ndarray)
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        """Return one of the arrays in the index, mapped into memory."""
+        """Return one of the arrays in the index file, mapped into memory."""
         # map the index as bytes, because its arrays are not aligned to their element size
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)

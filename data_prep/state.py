@@ -191,7 +191,7 @@ def _nothing_held_out(documents: int) -> str:
 
 
 class _OutputLocks:
-    """The locks on the output directories to which this process writes."""
+    """The locks that this process has on the output directories to which it writes."""
 
     def __init__(self) -> None:
         self._held: dict[Path, FileLock] = {}

@@ -100,7 +100,7 @@ class ByteTokenizer:
         return np.array(ids, "<u2"), np.array(starts, np.int64)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the bytes of each text as uint16."""
+        """Return the token ids of each text, which are its bytes, as uint16."""
         return [np.frombuffer(text.encode(), np.uint8).astype("<u2") for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -115,10 +115,11 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json` file.
 
-    The end-of-document token is the end of a text according to the model's files in the same
-    folder. If no file names this token, it is the first name in END_OF_DOCUMENT that is in the
-    vocabulary; if no such name is in the vocabulary, it is a new id after the vocabulary. Names of
-    special tokens in texts are treated as plain text, except in `encode_marked`.
+    The end-of-document token is the token that marks the end of a text, according to the model's
+    files in the same folder. If no file names this token, it is the first name in END_OF_DOCUMENT
+    that is in the vocabulary; if no such name is in the vocabulary, it is a new id after the
+    vocabulary. Names of special tokens in texts are treated as plain text, except in
+    `encode_marked`.
     """
 
     def __init__(self, path: str | Path):

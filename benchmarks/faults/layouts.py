@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from benchmarks.faults.training import BASE, Way
 
-# Every layout has exactly one of the first four kinds, which depends on `parallel.zero`. A layout
-# may also have some of the other kinds: ZeRO shards within groups, an optimizer whose state is in a
-# file, and adapters of a frozen model.
+# Every layout belongs to exactly one of the first four kinds, which depends on `parallel.zero`. A
+# layout may also have some of the other kinds: ZeRO shards within groups, an optimizer whose state
+# is in a file, and adapters of a frozen model.
 KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
 ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}

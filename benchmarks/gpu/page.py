@@ -35,8 +35,8 @@ def page(everything: dict[str, Any]) -> str:
 
 
 def _section(part: dict[str, Any]) -> str:
-    """Return the reason why a part was not measured, if there is one, and the part's rows as a
-    table. A part that has no separate rows is shown as one row."""
+    """Return the section about one part: the reason why the part was not measured, if there is one,
+    and the rows of the part as a table. A part that has no separate rows is shown as one row."""
     why = reasons(part)
     reason = ""
     if "" in why:

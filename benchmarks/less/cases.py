@@ -1,4 +1,4 @@
-"""The compared data-parallel methods, as sections of a configuration."""
+"""The data-parallel methods that the benchmark compares, as sections of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

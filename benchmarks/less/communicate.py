@@ -146,8 +146,8 @@ def transient_lines(steps: int) -> Iterator[str]:
 
 
 def _count_of(steps: int) -> Callable[[int | None], str]:
-    """Return a function that formats a number of steps. The function formats None as a number above
-    `steps`."""
+    """Return a function that formats a number of steps as text. The function formats None as a
+    number above `steps`."""
     return lambda count: f"> {steps:,}" if count is None else f"{count:,}"
 
 

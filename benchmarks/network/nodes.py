@@ -55,7 +55,8 @@ class NoNodes(Exception):
 
 @dataclass(frozen=True)
 class NodeLink:
-    """The rate of each node's network card, and the travel time of a network frame."""
+    """The link between nodes: the rate of each node's network card, and the travel time of a
+    network frame."""
 
     # 0 means that a bridge of the Linux kernel connects the nodes, with full speed and no delay
     rate_mbit: float

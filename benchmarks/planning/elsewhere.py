@@ -95,8 +95,8 @@ class MappedSource:
         return model_of("", {**self.model, **sizes})
 
     def layout_of(self, row: Mapping[str, str]) -> Layout:
-        """Return the layout that the row and `layout` state. Sizes that neither of them states have
-        their default values."""
+        """Return the layout of the run. The row and the field `layout` state its sizes and
+        settings. Sizes that neither of them states have their default values."""
         sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
         schedule = row.get("schedule") or "1f1b"
         stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
@@ -225,7 +225,7 @@ class MappedRun:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction."""
+        """Return the relative error of the predicted step time."""
         return self.predicted_s / self.measured_s - 1
 
 

@@ -215,7 +215,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """Return the row from which `to_json` made `values`."""
+        """Return the row of which `values` is the result of `to_json`."""
         return cls(**{**values, "case": GptSizes(**values["case"])})
 
 

@@ -164,7 +164,7 @@ class Bare:
 
 
 def main() -> None:
-    """Print a line for each of the sizes."""
+    """Measure each of the two sizes of experts, and print a line for it."""
     torch.set_num_threads(1)
     sizes = GptSizes()
     base = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads}

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for `x`, both [batch, tokens, hidden]."""
+        """Return the output for the input `x`; both are [batch, tokens, hidden]."""
         # The tensor qkv has the shape [batch, tokens, heads, 3, head size]. The heads are before
         # the 3, so that DTensor's contiguous shards of the rows of the weight consist of complete
         # heads.
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for `x`, both [batch, tokens, hidden]."""
+        """Return the output for the input `x`; both are [batch, tokens, hidden]."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for `x`, both [batch, tokens, hidden]."""
+        """Return the output for the input `x`; both are [batch, tokens, hidden]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 

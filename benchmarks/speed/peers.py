@@ -41,8 +41,8 @@ class PeerMissing(Exception):
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Install the trainers in `tools` that are not installed yet. Return the reason for each
-    trainer that cannot be installed. All installations together may take a third of the time until
+    """Install the trainers in `tools` that are not installed yet. Return name of a trainer ->
+    reason why it cannot be installed. All installations together may take a third of the time until
     `end_s` (of time.monotonic)."""
     reasons = {}
     left = list(tools)

@@ -311,9 +311,9 @@ def connect_alone() -> None:
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
-    """Connect the ranks over gloo, and call `serve`. The environment variables RANK and WORLD_SIZE
-    have the number of this rank and the number of all ranks. The ranks find each other through the
-    file `store`."""
+    """Connect the ranks over gloo, and call `serve` with the number of this rank. The environment
+    variables RANK and WORLD_SIZE have the number of this rank and the number of all ranks. The
+    ranks find each other through the file `store`."""
     torch.set_num_threads(row.config.run.threads)
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])

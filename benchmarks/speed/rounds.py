@@ -51,7 +51,7 @@ class LeastTimes:
     both_s: float
 
     def least(self, other: "LeastTimes") -> "LeastTimes":
-        """Return the smaller value of each field."""
+        """Return, for each field, the smaller one of the two values."""
         return LeastTimes(min(self.gemm_s, other.gemm_s), min(self.both_s, other.both_s))
 
 

@@ -246,8 +246,8 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _wait(process: subprocess.Popen) -> None:
-    """Wait until a process of a side has ended. Terminate it, and then kill it, if it does not end
-    within END_LIMIT_S seconds."""
+    """Wait until a process of a side has ended. If it does not end within END_LIMIT_S seconds,
+    terminate it, and then kill it."""
     try:
         for end in (lambda: None, process.terminate, process.kill):
             end()

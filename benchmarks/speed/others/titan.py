@@ -119,7 +119,7 @@ class Mlp(Module):
         self.w2 = config.w2.build()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for `x`, both [batch, tokens, hidden]."""
+        """Return the output for the input `x`; both are [batch, tokens, hidden]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 

@@ -11,8 +11,8 @@ LINES = 8  # maximum number of lines of text that are shown of a sample
 
 
 def as_text(forecast: dict[str, Any]) -> str:
-    """Return the result of `preview` as text. The entry "mistake" of the preview is left out,
-    because the caller prints it."""
+    """Return `forecast`, a result of `preview`, as text. The entry "mistake" of the preview is left
+    out, because the caller prints it."""
     rows = [
         *_run_rows(forecast),
         *_data_rows(forecast),

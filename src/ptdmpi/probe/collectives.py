@@ -34,8 +34,8 @@ def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
     """Yield, for each kind of group, the group that this rank belongs to. The communicators send
     tensors on `device`.
 
-    The kinds are pairs of ranks on a node, all ranks of a node, and one rank of each node. All
-    groups of one kind are measured at the same time.
+    The kinds of groups are: pairs of ranks on a node, all ranks of a node, and one rank of each
+    node. All groups of one kind are measured at the same time.
     """
     local = world.local_size
     wire = wire_named(device=device)
@@ -181,7 +181,8 @@ def _first(comm: Communicator, elements: int, dtype: torch.dtype, device: torch.
 
 
 def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
-    """Return a function that sends to the next rank while it receives from the previous one."""
+    """Return a function that sends `tensor` to the next rank while it receives a tensor from the
+    previous rank."""
     following = (comm.rank + 1) % comm.size
     previous = (comm.rank - 1) % comm.size
     result = torch.empty_like(tensor)

@@ -111,7 +111,7 @@ class Watched:
         self.steps = steps
 
     def _forget(self) -> None:
-        """Forget all records, because the file of records was replaced."""
+        """Forget all stored records, because the file of records was replaced."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._validations: list[dict[str, Any]] = []

@@ -59,8 +59,8 @@ def _layout(record: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _of_files(run: RecordedRun) -> dict[str, Any]:
-    """Return the values that do not come from `metrics.jsonl`, but from the run's configuration,
-    timeline, profiles and history."""
+    """Return those entries of the summary that do not come from `metrics.jsonl`, but from the run's
+    configuration, timeline, profiles and history."""
     numbers: dict[str, Any] = {}
     if covers_state(run.config["parallel"].get("zero", 0)):
         numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"

@@ -71,7 +71,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the numbers of `table` as rows of the report's table."""
+    """Return the numbers in `table`, a result of `sent`, as rows of the report's table."""
     return [
         (f"rank 0 sends: {group} {kind.replace('_', '-')}", _text(numbers))
         for group, kinds in table.items()

@@ -30,4 +30,4 @@ class Sink(Protocol):
         record, in the order in which records are written."""
 
     def close(self) -> None:
-        """Write all records to files, and close the sink."""
+        """Write all records that are not written yet, and close the sink."""

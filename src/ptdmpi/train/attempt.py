@@ -35,9 +35,10 @@ from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
 def _measured(config: Config) -> Entries:
-    """Return the fastest kernels according to the file `run.kernels`, or else the cluster file
-    `run.cluster`. Return {} if the file has no such measurements. If `run.kernels` is "default",
-    return PyTorch's own kernels, without regard to measurements."""
+    """Return the fastest kernels according to the file that `run.kernels` names. If it names no
+    file, use the cluster file that `run.cluster` names. Return {} if there is no such file, or if
+    the file has no measurements of kernels. If `run.kernels` is "default", return PyTorch's own
+    kernels, without regard to measurements."""
     wish = config.run.kernels
     if wish == "default":
         return BY_PYTORCH

@@ -29,8 +29,8 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """Kinds of values that may be not finite. A value that is not finite may cause values of the
-    later kinds that are not finite."""
+    """The kinds of values that may be not finite, in the order from cause to effect. A value that
+    is not finite may cause values of the later kinds that are not finite."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1
@@ -215,8 +215,8 @@ class _Watcher(OpHook):
         self._broken: set[int] = set()
 
     def begin(self, op: Op) -> None:
-        """Store `op`, and count its outputs from 0 on. An output is identified by its op, and by
-        its number among the outputs of the op."""
+        """Note that the rank begins to compute `op`, and count the outputs of this op from 0 on. An
+        output is identified by its op, and by its number among the outputs of the op."""
         self._op = op
         self._calls = -1
         self._broken.clear()

@@ -158,7 +158,8 @@ def _with_state(
 
 
 def _vote(lookout: Lookout, engine: Engine) -> Asked:
-    """Return the requests of all ranks to stop or save. Every rank calls this function."""
+    """Let all ranks vote, and return the requests to stop or to save. Every rank calls this
+    function."""
     return lookout.vote(peak_memory_bytes(engine.device))
 
 

@@ -52,8 +52,8 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Store the marks of a span whose work the host has given to the device, until the device
-        has finished this work."""
+        """Store the two marks (device events) around work that the host has given to the device,
+        until the device has finished this work."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
@@ -74,7 +74,7 @@ class Place:
         return self.doing
 
     def forget_device(self) -> None:
-        """From now on, let `now` return only the activity of the host."""
+        """Let all later calls of `now` return only the activity of the host."""
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:

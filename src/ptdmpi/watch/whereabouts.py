@@ -127,8 +127,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
 
 
 def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]:
-    """Return the ranks that wait for no rank or are silent, in descending order of the time since
-    their activity began.
+    """Return the ranks that cause a stall: the ranks that wait for no other rank, and the silent
+    ranks. They are in descending order of the time since their activity began.
 
     The list is empty if the ranks wait for each other in a circle.
     """

@@ -2,10 +2,11 @@
 idle.
 
 A rank may delay its weight gradients, because no other rank waits for them (Qi et al. 2023, arXiv
-2401.10241; Qi et al. 2024, arXiv 2405.15362). I is the part of a backward that computes the
-gradient of the stage's input, and W is the part that computes the gradients of its weights. The
-properties of the orders are from these papers. In this trainer the end of the step is synchronous:
-the gradients of all ranks are summed before any rank updates its weights.
+2401.10241; Qi et al. 2024, arXiv 2405.15362). An op I is the part of a backward that computes the
+gradient of the stage's input; an op W is the part that computes the gradients of the stage's
+weights. The properties of the orders that this module states are from these papers. In this trainer
+the end of the step is synchronous: the gradients of all ranks are summed before any rank updates
+its weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
 
 
 class _Rank:
-    """The state of one rank of ZB-V while its order is built, and the rule for its next op."""
+    """One rank of the schedule ZB-V, while the order of its ops is built. The class has the rule
+    that chooses the rank's next op."""
 
     def __init__(self, rank: int, pipeline: int, microbatches: int) -> None:
         self.down, self.up = rank, 2 * pipeline - 1 - rank
@@ -91,7 +93,8 @@ class _Rank:
         The op I (gradient of the input) has the highest priority, because other ranks wait for it,
         and because W (gradients of the weights), which frees memory, can run only after I. Forwards
         have the second priority. Forwards of the second chunk come before forwards of the first
-        chunk, because the second chunk is nearer to the loss. W runs only if no other op can start.
+        chunk, because the second chunk is nearer to the loss. An op W runs only if no other op can
+        start.
         """
         # memory for one forward is reserved for the second chunk: without this memory, no
         # microbatch could reach the loss, and no backward could begin

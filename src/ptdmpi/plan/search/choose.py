@@ -30,8 +30,8 @@ CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration without the keys that the search chooses, validated for a run on one
-    rank. Raises InputError with all mistakes of the configuration."""
+    """Return the configuration without the keys that the search chooses. It is validated as for a
+    run on one rank. Raises InputError with all mistakes of the configuration."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
         for name, section in tree.items()
@@ -62,8 +62,8 @@ def require_free(overrides: Sequence[str]) -> None:
 
 
 def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks that train, without spare ranks. Raises InputError if all ranks
-    would be spare."""
+    """Return the number of ranks that train, which is `ranks` without the spare ranks. Raises
+    InputError if all ranks would be spare."""
     spare = tree.get("run", {}).get("spare_ranks", 0)
     if not isinstance(spare, int) or not 0 <= spare < ranks:
         raise InputError(f"run.spare_ranks = {spare}: legal are 0 to {ranks - 1}")

@@ -176,8 +176,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, int]:
-    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout
-    whose pair is smaller is simpler."""
+    """Return the complexity of a layout: (number of axes with several ranks, number of chunks per
+    pipeline rank). A layout whose pair is smaller is simpler."""
     sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
@@ -329,8 +329,8 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 
 def _named(layout: Layout) -> list[str]:
-    """Return a layout in words: its sizes, its recomputation, and its sharding if state is sharded
-    or offloaded."""
+    """Return a layout in words: the sizes of its axes, its recomputation, and, if state is sharded
+    or offloaded, its sharding."""
     words = [str(layout), f"recompute {layout.recompute}"]
     if covers_state(layout.zero) or layout.offload != "none":
         words.append(sharding_words(layout))

@@ -1,6 +1,6 @@
-"""The lengths of the codes of compressed gradients, as closed forms. The planner computes the times
-of messages from these lengths, and the encoders of gradients produce codes of exactly these
-lengths.
+"""Closed forms for the lengths, in bits, of the codes into which compressors convert gradients. The
+planner computes the times of messages from these lengths, and the encoders of gradients produce
+codes of exactly these lengths.
 
 Each compressor divides the numbers of a parameter into units. A unit is a run of consecutive
 elements of a parameter. The last unit of a parameter, or a unit of a bias, may be shorter; then the
@@ -40,9 +40,9 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _tile(part: Part, cut: int) -> int:
-    """Return the number of elements of the largest tile of `part`. `cut` is gcd(heads, ffn_hidden),
-    the number of equal slices into which the lines (rows or columns) of the part are divided if
-    possible."""
+    """Return the number of elements of the largest tile into which the parameters `part` are cut.
+    `cut` is gcd(heads, ffn_hidden), the number of equal slices into which the lines (rows or
+    columns) of the part are divided if possible."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):

@@ -1,11 +1,11 @@
 """The assignment of matrices to the ranks of a shard group. The optimizer Muon makes the update of
 each matrix orthogonal on one rank; the other ranks send their slices of the matrix to this rank.
 
-Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon must update
-as a whole. One of the ranks that have a slice of such a matrix is the owner of the matrix: it makes
-the matrix orthogonal. The other ranks send their slices to the owner, and receive their slices of
-the update. So the ranks of a group share the work. A matrix that is completely on one rank is not
-sent.
+Sharding divides a flat order of all parameters among ranks. Some divisions are inside matrices that
+Muon must update as a whole. One of the ranks that have a slice of such a matrix is the owner of the
+matrix: it makes the matrix orthogonal. The other ranks send their slices to the owner, and receive
+their slices of the update. So the ranks of a group share the work. A matrix that is completely on
+one rank is not sent.
 """
 
 import itertools
@@ -127,7 +127,7 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 def _cut(
     model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 ) -> Iterator[tuple[Whole, list[Slice]]]:
-    """Yield each matrix with its slices, in the flat order.
+    """Yield each matrix and its slices, in the flat order of the parameters.
 
     In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
     and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit. If

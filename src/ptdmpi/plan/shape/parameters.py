@@ -76,27 +76,27 @@ def stage_parts(
 def layer(
     model: ModelConfig, kind: LayerKind | None = None, dealing: Dealing = ON_ONE_RANK
 ) -> dict[str, Part]:
-    """Return the parts of a layer by name. If `kind` is None, the result is for the last layer,
-    which has adapters if any layer has adapters. If `dealing` distributes experts over ranks, the
-    result has only the experts of the first rank."""
+    """Return name -> group of parameters (part), for all parts of a layer. If `kind` is None, the
+    result is for the last layer, which has adapters if any layer has adapters. If `dealing`
+    distributes experts over ranks, the result has only the experts of the first rank."""
     if kind is None:
         kind = model.kind_of(model.layers - 1)
     return parts_of(operators(describe.layer_of(model, kind)), dealing)
 
 
 def is_of_expert(name: str) -> bool:
-    """Return True if the part `name` of a layer belongs to an expert."""
+    """Return True if the parameters with the name `name` in a layer belong to an expert."""
     return name.startswith("mlp.experts.")
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return the parts before the first layer, by name."""
+    """Return name -> group of parameters (part), for the parts before the first layer."""
     return parts_of(describe.embedding(model, vocab_size))
 
 
 def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return the parts after the last layer, by name. The part "head" is included even if its
-    weight is tied to the table of the embedding."""
+    """Return name -> group of parameters (part), for the parts after the last layer. The part
+    "head" is included even if its weight is tied to the table of the embedding."""
     return parts_of(describe.head(model, vocab_size))
 
 
@@ -265,7 +265,8 @@ def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:
 
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """Return the (inputs, outputs) of a layer's frozen matrices on one of `tensor` ranks."""
+    """Return (number of inputs, number of outputs) for each frozen matrix of a layer on one of
+    `tensor` ranks."""
     parts = layer(model).values()
     return [p.local(tensor) for p in parts if isinstance(p, Linear) and not p.trains]
 

@@ -177,8 +177,8 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the table. The lines explain the columns c, e and et only if
-    the sizes of a layout include them."""
+    """Return the lines that explain the columns of the table. The lines explain the columns c, e
+    and et only if the sizes of a layout include them."""
     words = {"c": "c context, ", "e": "e expert, ", "et": "et expert_tensor, "}
     for letter in words:
         if not any(f"{letter}=" in entry["layout"] for entry in entries):

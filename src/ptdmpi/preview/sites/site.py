@@ -94,7 +94,8 @@ class Site(FrozenTable):
 
 
 def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of the remembered site files, in the user's configuration folder."""
+    """Return the folder in which site files are remembered; it is in the user's configuration
+    folder."""
     base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
     return Path(base) / "ptdmpi" / "sites"
 

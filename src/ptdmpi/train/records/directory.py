@@ -126,7 +126,7 @@ class RunDirectory:
                 timeline.unlink()
 
     def open_sinks(self, config: Config) -> None:
-        """From now on, also send all records to the tools that the section [log] names, such as
+        """Send all later records also to the tools that the section [log] names, such as
         TensorBoard."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)

@@ -106,8 +106,8 @@ def _optional(**values: Any) -> dict[str, Any]:
 
 
 def _loads(result: StepResult) -> dict[str, Any]:
-    """Return the record's entries about the loads of the experts, by layer; {} if the model has no
-    experts."""
+    """Return the entries of a step's record about the loads of the experts in each layer; {} if the
+    model has no experts."""
     if result.loads is None:
         return {}
     return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}

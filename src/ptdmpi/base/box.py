@@ -22,10 +22,10 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
         yield Box((start,), (stop,))
         return
     row = math.prod(shape[1:])
-    # the complete rows are [first, last)
+    # the rows from `first` to `last` - 1 are complete
     first = -(-start // row)
     last = stop // row
-    if first > last:  # all elements are in one row
+    if first > last:  # `start` and `stop` are in the same row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row)

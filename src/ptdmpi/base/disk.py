@@ -82,7 +82,8 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
     block the program for ever, or have no end."""
     with contextlib.suppress(FileNotFoundError):
         kind = path.stat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # for a directory, `open` raises OSError
+        # no check for a directory is needed: `open` raises OSError for it
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
     return open(path, mode, buffering=0)
 

@@ -15,7 +15,7 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# parameters of mallopt(3), with their numbers in malloc.h
+# parameters of the function mallopt(3); the numbers are defined in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 # Blocks above this number of bytes, such as a rank's flat parameters, are returned to the kernel

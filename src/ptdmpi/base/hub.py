@@ -36,14 +36,16 @@ def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[
     left_out: list[str] = []
     if kind == "model":
         option = ""
-        left_out = ["*/*"]  # subfolders have the same weights in other formats
+        # do not download subfolders, which have the same weights in other formats
+        left_out = ["*/*"]
     try:
         return Path(
             snapshot_download(
                 name, repo_type=kind, allow_patterns=list(patterns), ignore_patterns=left_out
             )
         )
-    except Exception as error:  # the libraries that download raise exceptions of many classes
+    # catch every exception, because the libraries that download raise exceptions of many classes
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
         raise InputError(
             f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "

@@ -55,6 +55,7 @@ def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[P
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():
-        with contextlib.suppress(InputError):  # a damaged file names no checkpoint
+        # if the file is damaged, it names no checkpoint to keep
+        with contextlib.suppress(InputError):
             kept.append(files.named(pointer))
     return kept

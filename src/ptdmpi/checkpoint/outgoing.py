@@ -43,7 +43,7 @@ class OutgoingState:
         views of the state itself. If the state is on a device, the device copies while it computes;
         the next update of the state waits until the copy is complete (`State.read`).
         """
-        self.state.settle()  # wait for operations that still change the state
+        self.state.settle()  # wait until no operation changes the state any more
         views = [part.values for part in self.parts]
         if self.copied or self.mean:
             views = self._copy()

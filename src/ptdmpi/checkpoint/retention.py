@@ -47,7 +47,8 @@ class Retention:
         if self._branch is not None:
             self._branch()
             self._branch = None
-            if (self.directory / files.BEST).is_file():  # `best` may name a renamed checkpoint
+            # write `best` again, because it may name a checkpoint that was just renamed
+            if (self.directory / files.BEST).is_file():
                 best.point(self.directory, self.damaged)
         return temporary
 

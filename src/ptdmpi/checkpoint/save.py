@@ -72,7 +72,8 @@ class _Flight:
     extras: dict[str, Any]
     since: float
     writing: Future[Written]
-    publishing: Future[tuple[float, str | None]] | None = None  # only on rank 0
+    # rank 0 publishes; None on other ranks
+    publishing: Future[tuple[float, str | None]] | None = None
     written: bool = False
     bytes: int = 0
     stall_s: float = 0.0

@@ -44,7 +44,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         ) from None
     # cron, systemd and some containers do not set HOME, and Open MPI needs it
     if "HOME" not in environ:
-        home = os.path.expanduser("~")  # from the system's user database
+        home = os.path.expanduser("~")  # `expanduser` reads the system's user database
         environ["HOME"] = home if os.path.isabs(home) else "/"
     # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
     # no locks.

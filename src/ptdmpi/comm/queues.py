@@ -83,7 +83,7 @@ class _DeviceCopies:
     def behind(self, place: Passed) -> Iterator[None]:
         """Make the copy stream the current stream, and let it wait for the mark `place`."""
         with self._module.stream(self._stream):
-            place.computing_waits()  # inside this block the copy stream is the current stream
+            place.computing_waits()  # in this context the copy stream is the current stream
             yield
 
     def computed(self) -> Passed:

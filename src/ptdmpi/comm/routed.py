@@ -11,7 +11,7 @@ from torch import Tensor
 from ptdmpi.comm.clock import HOST, Clock
 from ptdmpi.comm.communicator import Communicator, Exchanged, Handle
 
-if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI
+if TYPE_CHECKING:  # not imported at run time, because importing mpi4py.MPI initialises MPI
     from mpi4py import MPI
 
 PIPELINE = "pipeline"

@@ -155,7 +155,7 @@ class Attendant:
             work, future = waiting
             try:
                 work.wait()
-            except Exception as error:  # the error is raised again where `wait` is called
+            except Exception as error:  # `Attended.wait` raises this error again
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI
+if TYPE_CHECKING:  # not imported at run time, because importing mpi4py.MPI initialises MPI
     from mpi4py import MPI
 
 

@@ -101,7 +101,8 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 def leave(world: World, code: int) -> None:
     """End this process without MPI_Finalize, which can hang after the loss of a rank. All other
     living ranks call `leave`, too."""
-    with contextlib.suppress(MPI.Exception):  # the barrier fails if a rank is lost
+    # if another rank is lost, the barrier fails, which does not matter here
+    with contextlib.suppress(MPI.Exception):
         world.control.Barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -157,7 +157,7 @@ def _llama_config(model: ModelConfig) -> dict[str, Any]:
 def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
     window = window_keys(config, [True] * layer_count(config))
-    # `transformers` ignores layer_types for this family
+    # `transformers` ignores the key layer_types of Mistral models
     if window.get("sliding_layers", "all") != "all":
         raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
     return {**window, "bias": False}
@@ -248,7 +248,7 @@ ROUTED = {
     "shared_experts": 0,
     "balance": "none",
 }
-ALL_MIX = {"dense_layers": 0, "moe_every": 1}  # all layers have experts
+ALL_MIX = {"dense_layers": 0, "moe_every": 1}  # keys for a model in which all layers have experts
 
 
 def _expert_keys(config: ConfigJson) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    # safetensors reports a full disk by its own error class
+    # catch SafetensorError, too: safetensors raises it if the disk is full
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error

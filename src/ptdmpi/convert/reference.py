@@ -86,7 +86,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         layer = f"layers.{i}"
         normed = norm(f"{layer}.input_layernorm", x)
         y = _self_attention(config, get, norm, layer=i, x=normed)
-        if gemma:  # Gemma has norms before and after each block
+        if gemma:  # Gemma has a norm before and a norm after each attention and MLP
             x = x + norm(f"{layer}.post_attention_layernorm", y)
             normed = norm(f"{layer}.pre_feedforward_layernorm", x)
             y = _gated_mlp(config, get, f"{layer}.mlp", normed)
@@ -138,7 +138,7 @@ def _self_attention(
         size = q.shape[-1] // heads
         q = norm(f"{name}.q_norm", q.unflatten(-1, (-1, size))).flatten(2)
         k = norm(f"{name}.k_norm", k.unflatten(-1, (-1, size))).flatten(2)
-    if kind == "olmoe":  # one norm over all heads
+    if kind == "olmoe":  # OLMoE normalizes all heads together
         q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
     q = _rotated(config, q, heads)
     k = _rotated(config, k, kv_heads)
@@ -423,7 +423,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), decoder),  # these decoders have experts
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), decoder),  # the decoders with experts
     "bert": bert,
     "megatron-bert": bert,
 }

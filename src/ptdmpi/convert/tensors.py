@@ -131,7 +131,8 @@ def header_text(path: Path) -> str:
                 raise InputError(f"{path} is no safetensors file, or is truncated")
             text = file.read(length).decode()
         with safe_open(path, framework="pt"):
-            return text  # the library checks offsets, types and the size of the file
+            # opening the file lets the library check offsets, types and the size of the file
+            return text
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, SafetensorError) as error:

@@ -310,7 +310,8 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
-    if not model.tie_embeddings:  # some versions of `transformers` read only repeating tensors
+    # also write repeating tensors, because some versions of `transformers` read only these
+    if not model.tie_embeddings:
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)

@@ -80,7 +80,7 @@ def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     try:
         file = template_file(stored)
     except InputError as error:
-        if kept is None:  # `tokenizer_of` reports missing shards
+        if kept is None:  # no note here, because `tokenizer_of` already reports missing shards
             return ExtraFiles()
         return ExtraFiles(note=f"no {TEMPLATE} of its own is written: {error}")
     if file is None:

@@ -180,7 +180,8 @@ class ValidationBatches:
         self.samples = dataset.samples(seq_length)
         if max_samples is not None:
             self.samples = min(self.samples, max_samples)
-        self.count = -(-self.samples // (micro_size * data_size))  # microbatches per data rank
+        # the number of microbatches of each data rank
+        self.count = -(-self.samples // (micro_size * data_size))
         self._dataset = dataset
         self._seq_length = seq_length
         self._micro_size = micro_size

@@ -93,7 +93,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def _attributes(file: h5py.File) -> dict[str, Any]:
     """Return the attributes of a shard. Raise ValueError if an attribute is missing or illegal."""
     values: dict[str, Any] = {}
-    attributes = file.attrs  # h5py makes a new object at each access of `attrs`
+    # keep the object, because h5py makes a new one at each access of `attrs`
+    attributes = file.attrs
     weighted = "weights" in file
     kinds = _ATTRIBUTES
     if weighted:
@@ -308,12 +309,13 @@ def _entry(header: ShardHeader) -> dict[str, int | str]:
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
     """Return the header that an entry of SUMMARY describes. Raise ValueError or KeyError if the
     entry is damaged."""
-    with_weights = _FIELDS - {"pairs"}  # `pairs` is only listed if it is True
+    with_weights = _FIELDS - {"pairs"}  # SUMMARY lists `pairs` only for shards in which it is True
     if entry.keys() not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
         raise ValueError("its fields are not the fields of a header")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
-    counts = tuple(entry[name] for name in named if name in entry)  # each must be at least 1
+    # each of these numbers must be at least 1
+    counts = tuple(entry[name] for name in named if name in entry)
     if entry.get("pairs", True) is not True:
         raise ValueError("pairs is not true")
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:

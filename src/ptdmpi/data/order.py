@@ -181,7 +181,7 @@ def _apportion(weights: list[int]) -> np.ndarray:
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
-    # (first slot of the next job, dataset)
+    # for each dataset: (first slot in which its next job may run, number of the dataset)
     waiting = [(0, number) for number in range(len(weights))]
     ready: list[tuple[int, int]] = []  # (deadline, dataset)
     for slot in range(period):

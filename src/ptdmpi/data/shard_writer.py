@@ -244,7 +244,7 @@ class ShardWriter:
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
             put_in_place(self._temporary, self.path)
-        # HDF5 raises either of these exceptions for a failed write
+        # if a write fails, HDF5 raises OSError or RuntimeError
         except (OSError, RuntimeError) as error:
             self.discard()
             raise self._failure(error) from error

@@ -85,7 +85,8 @@ class Engine:
         )
         self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        self.losses = kinds_of(config)  # the properties of each loss, by name
+        # the kind of each loss (its row of `LOSS_KINDS`), by the name of the loss
+        self.losses = kinds_of(config)
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes[SHARDS])

@@ -208,7 +208,7 @@ class GradientReduction:
         """Return the norm of the gradient of each parameter that this rank counts. The norm is over
         the full logical tensor, not only over this rank's slice."""
         rows = self._row_norms()
-        if not self.counted:  # no parameter trains on the ranks of this tensor group
+        if not self.counted:  # the ranks of this tensor group train no parameter
             return self.buffer.gradients.new_zeros(0)
         entries = [self.buffer.entries[name] for name in self.counted]
         parts = [rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)] for e in entries]
@@ -301,7 +301,7 @@ def _partial_sums(
     for entry in buffer.entries.values():
         for group in entry.declaration.partial_over(divided):
             over.setdefault(group, []).append(entry)
-    # a single rank already has the full gradient
+    # in a group of one rank, the rank already has the full gradient
     return [
         PartialSum(axes[group], buffer, entries)
         for group, entries in sorted(over.items())

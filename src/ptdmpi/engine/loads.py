@@ -66,7 +66,7 @@ class Balance:
     ) -> None:
         """Prepare the sums for the layers with experts in `stages`."""
         self.model = config.model
-        # True if each tensor rank chooses experts only for its own tokens
+        # True if a tensor rank chooses experts for its own tokens, and not for those of other ranks
         self.routes_apart = config.layout.dealing.whole
         self.axes = axes
         self.state = state

@@ -114,7 +114,7 @@ class Optimizer:
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
-        # the step count in Adam's bias correction
+        # the number of updates, by which Adam corrects the bias of its moments
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
         rates = partial(_rates, config, width_ratio)
         self._groups = _alike(config, state, rates)

@@ -79,7 +79,7 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        # groups of ranks, by name, whose collectives run inside ops
+        # the groups of ranks in which ops call collectives: name -> communicator
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
@@ -103,7 +103,7 @@ class Runner:
         for stage in self.stages.values():
             stage.begin_step()
         self._inside = {group: Total() for group in self.inside}
-        # a group of one rank sends nothing
+        # measure no group of one rank, because such a group sends nothing
         self._counted = [(c, self._inside[group]) for group, c in self.inside.items() if c.size > 1]
         self.most_in_flight = 0
         for place, action in enumerate(program):

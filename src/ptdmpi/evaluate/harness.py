@@ -18,7 +18,7 @@ from ptdmpi.generate.sampling import Sampling
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.inference.text import Text
 
-MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
+MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness for max_gen_toks
 
 
 class Writing(NamedTuple):

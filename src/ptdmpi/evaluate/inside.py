@@ -14,7 +14,7 @@ import sys
 FILE_BYTES = 1 << 24
 OPEN_FILES = 64
 NOBODY = 65534
-# numbers from <linux/prctl.h>, <linux/capability.h>
+# numbers that <linux/prctl.h> and <linux/capability.h> define
 DUMPABLE = 4
 DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
@@ -37,7 +37,8 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0:  # the limit on processes does not apply to root
+    # the system's limit on processes does not apply to root, so root becomes the user `nobody`
+    if os.geteuid() == 0:
         keep_library()
         # the call returns EINVAL for capabilities that the kernel does not have
         for capability in range(CAPABILITIES):

@@ -22,7 +22,7 @@ from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
 from ptdmpi.inference.lines import numbered_lines
 from ptdmpi.inference.text import Text, token_ids
 
-# this text separates passage, question and candidate in a sequence
+# the text that separates the passage, the question and the candidate in a sequence
 BETWEEN = "\n"
 
 

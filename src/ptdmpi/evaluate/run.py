@@ -23,7 +23,8 @@ from ptdmpi.inference.text import Text, find_text
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
-Work = dict[str, tuple[list[TaskItem], list[str]]]  # maps a file to its items and their contexts
+# path of a task file -> its items and their contexts
+Work = dict[str, tuple[list[TaskItem], list[str]]]
 
 
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:

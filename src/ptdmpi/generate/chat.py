@@ -64,7 +64,7 @@ class Chat:
                     return str(why)
                 try:
                     self._require(line)
-                except InputError as error:  # all ranks raise the same error here
+                except InputError as error:  # `_require` raises the same error on all ranks
                     note(f"ptdmpi generate: {error}")
                     continue
                 self.answer(line)

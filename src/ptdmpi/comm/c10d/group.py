@@ -120,7 +120,7 @@ class TransportGroup(ProcessGroup):
             if len(sizes) == 1:
                 self._scattered(output, torch.stack(tuple(parts)), _op(opts))
                 continue
-            # the ranks' parts have unequal sizes
+            # the parts of the ranks have unequal sizes, so reduce all parts on every rank
             flat = torch.cat([part.reshape(-1) for part in parts])
             self._reduced(flat, _op(opts))
             here = sum(part.numel() for part in parts[: self.comm.rank])

@@ -48,7 +48,7 @@ LEGAL: dict[str, Sequence[Any]] = {
     "use_dora": (False,),
     "use_rslora": (False,),
     "trainable_token_indices": (None,),
-    # this option makes adapters act only after certain tokens
+    # with this option, adapters would act only after certain tokens
     "alora_invocation_tokens": (None,),
     # other values (PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA) change the weights of the base model
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -63,7 +63,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     do not fit the model; then `target` is not written.
     """
     config = read_json(source / CONFIG_FILE)
-    header_text(source / WEIGHTS_FILE)  # raises InputError for a damaged file
+    # this call checks the file: it raises InputError if the file is damaged
+    header_text(source / WEIGHTS_FILE)
     tensors = {
         name.removeprefix(PREFIX): values.float()
         for name, values in load_file(source / WEIGHTS_FILE).items()

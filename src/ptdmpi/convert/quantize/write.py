@@ -162,7 +162,8 @@ class Maker:
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
             self.description |= {"samples": samples.count, "sample_tokens": samples.length}
-        self._made: dict[str, Packed] = {}  # the quantized matrices of the present layer
+        # the quantized matrices of the layer that was requested last
+        self._made: dict[str, Packed] = {}
 
     def matrix(self, name: str) -> Packed:
         """Return a quantized matrix. Raise InputError for weights, or calibration inputs, that are

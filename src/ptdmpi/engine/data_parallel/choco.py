@@ -64,7 +64,8 @@ class Choco(Decentralized):
             public += own
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
-            # multiply and add separately, in ascending order, as in `Decentralized`
+            # multiply in one kernel and add in another, in ascending order of ranks, as in
+            # `Decentralized`
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

@@ -71,7 +71,7 @@ class Local(DataParallel):
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # with this method the whole flat buffer is one shard unit
+        # with this data-parallel method the whole flat buffer is one shard unit
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

@@ -152,7 +152,7 @@ class TreeSum(DataParallel):
 
     def leaf(self, stage: int, microbatch: int) -> None:
         """Move the gradient of one microbatch from the buffer into the tree of its stage."""
-        if stage not in self.views:  # no parameter of this stage trains
+        if stage not in self.views:  # if the stage trains no parameter, it has no gradient
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
         # copy the leaf, because the next leaf overwrites the buffer

@@ -79,7 +79,7 @@ class ByteTokenizer:
     special = frozenset(END_OF_DOCUMENT[:1])
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, and the index of the character at which each token begins.
+        """Return the token ids of each text, and the index of the first character of each token.
         The text <|endoftext|> is encoded as the end-of-document id."""
         return [self._marked(text) for text in texts]
 
@@ -157,7 +157,7 @@ class HuggingFaceTokenizer:
         self.special = frozenset(token.content for token in added if token.special)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, and the index of the character at which each token begins.
+        """Return the token ids of each text, and the index of the first character of each token.
         The names of special tokens are encoded as special tokens. Raise InputError for a text that
         cannot be encoded."""
         self._tokenizer.encode_special_tokens = False

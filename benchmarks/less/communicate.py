@@ -239,7 +239,7 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
 
     The labels of two points overlap if the points are close in both coordinates: in the logarithm
     of the bytes and in the loss, relative to the range of all points. A point belongs to a group if
-    its label would overlap with the label of the group's first point.
+    the point's label would overlap with the label of the group's first point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]

@@ -131,7 +131,7 @@ class RowWriter:
         row.size += size
 
     def finish(self) -> None:
-        """Write the rows that are still open, and complete the last shard."""
+        """Write the rows that are not full yet, and complete the last shard."""
         while self._rows:
             self._write(self._rows.pop(0))
         self._close()

@@ -74,9 +74,9 @@ def products(
     """Return a table of the FLOP/s of matrix multiplications (m, k) x (k, n), for all combinations
     of `sides`.
 
-    A rate is computed from the mean time of the three multiplications of a linear: output, gradient
-    of the input, gradient of the weight. `launch`, the seconds of a kernel launch, is subtracted
-    from this time.
+    Each rate is computed from the mean time of the three multiplications of a linear: output,
+    gradient of the input, gradient of the weight. `launch`, the seconds of a kernel launch, is
+    subtracted from this time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:

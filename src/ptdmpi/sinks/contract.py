@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Past:
-    """The state of a run when it is started or resumed.
+    """The state of a run at the time when the run is started or resumed.
 
     `path` is the run directory. Its file `metrics.jsonl` has the records of all steps up to `step`.
     The run resumes after step `step`. `dropped` is True if records of steps after `step` were

@@ -13,7 +13,8 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
-# Open MPI passes only its own variables to a rank on another host; the rank also needs these.
+# Open MPI passes only its own environment variables to a rank on another host; the rank also needs
+# these variables.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
 

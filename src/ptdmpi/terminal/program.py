@@ -94,8 +94,8 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command in the same way as click. If the command runs only on rank 0, end all
-        other ranks without a message."""
+        """Find a command by its name, in the same way as click. If the command runs only on rank 0,
+        end all other ranks without a message."""
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()

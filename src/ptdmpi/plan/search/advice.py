@@ -73,8 +73,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield each layout in which half of the ranks of one axis are moved to another axis. The size
-    of the context axis becomes only a size that `contexts` in `space.py` returns."""
+    """Yield each layout in which half of the ranks of one axis are moved to another axis. For the
+    context axis, only the sizes that `contexts` in `space.py` returns are possible."""
     sizes = ["tensor", "pipeline", "data"]
     most = contexts(Space(layout.ranks), pricer.model.config)[-1]
     if max(most, layout.context) > 1:

@@ -95,8 +95,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
 
 
 def end(launcher: int | None, reason: str) -> None:
-    """Print the `reason` why the job ends, and terminate the launcher of the job. Do neither if the
-    launcher has ended already."""
+    """Print the `reason` why the job ends, and terminate the launcher of the job. If the launcher
+    has already ended, print nothing and terminate nothing."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)

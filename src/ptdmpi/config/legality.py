@@ -337,7 +337,7 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 def _expert_ranks(layout: Layout) -> Rule:
     """Return the rule that the experts are distributed over some context ranks of one data rank, or
     over all context ranks of some data ranks. If the tensor ranks do not divide experts, the rule
-    holds for tensor, context and data ranks (see `expert_groups`).
+    concerns tensor, context and data ranks (see `expert_groups`).
     """
     expert, legal = layout.expert, expert_groups(layout)
 

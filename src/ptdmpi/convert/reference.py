@@ -346,8 +346,8 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
     """Return rotary frequencies after the scaling of YaRN. The frequencies below a first index are
-    unchanged, and the frequencies above a last index are divided by `factor`. Between these two
-    indices there is a linear transition. `base` is rope_theta."""
+    unchanged, and the frequencies above a last index are divided by `factor`. Between the first and
+    the last index there is a linear transition. `base` is rope_theta."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     half = len(frequencies)

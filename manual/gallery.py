@@ -199,6 +199,11 @@ CHAPTERS = (
                 "python -m benchmarks.tuning.lora_full MODEL",
             ),
             Picture(
+                "experts.png",
+                "A mixture of experts and a dense model with the same active parameters.",
+                "python -m benchmarks.tuning.experts",
+            ),
+            Picture(
                 "mup.png",
                 "muP: activations by width, and losses by learning rate.",
                 "python -m benchmarks.tuning.mup",

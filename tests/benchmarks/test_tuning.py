@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.tuning import layouts, lora_full, one_line, theirs
+from benchmarks.tuning import experts, layouts, lora_full, one_line, theirs
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from tests.convert import _hugging_face
@@ -87,3 +87,22 @@ def test_the_table_tells_how_far_curves_are_apart():
     found |= {"rounding": 1e-5, "theirs": 1e-5}
     lines = layouts.table([(1, 1, 1), (2, 1, 1)], [[2.0, 1.0], [2.0, 1.1]], found)
     assert [line.split(" | ")[-1].strip(" |") for line in lines[2:5]] == ["", "1.0e-01", "0.0e+00"]
+
+
+def test_a_token_uses_as_many_parameters_in_both_models_but_for_routers():
+    (dense, alike), (mixture, active) = (experts.counts(name, 1000) for name in experts.NAMES)
+    # a router has a row and a balance number for each expert
+    routers = experts.SIZES["layers"] * (experts.SIZES["hidden"] + 1) * experts.EXPERTS
+    assert dense == alike == active - routers < mixture / 2
+    one, other = (experts.configuration(name, 1) | {"model": None} for name in experts.NAMES)
+    assert one == other
+
+
+def test_the_table_of_experts_has_means_and_the_difference_for_each_seed():
+    curves = {("dense", 1): {1: 5.0, 2: 4.0}, ("mixture", 1): {1: 4.5, 2: 3.9}}
+    curves |= {("dense", 2): {1: 5.2, 2: 4.2}, ("mixture", 2): {1: 4.7, 2: 4.3}}
+    head, _, dense, mixture, _, last = experts.lines(curves, 1000)
+    assert head.endswith("| step 1 | step 2 |")
+    assert dense.endswith("| 5.100 | 4.100 (4.000 to 4.200) |")
+    assert mixture.endswith("| 4.600 | 4.100 (3.900 to 4.300) |")
+    assert last.endswith("for each seed: -0.100, +0.100.")

@@ -284,18 +284,42 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     help="Type of the computation [default: the run's].",
 )
 @EMA
+@click.option(
+    "--top",
+    type=click.IntRange(1, 1 << 16),
+    metavar="K",
+    help="Store the K most probable tokens in place of each label, for a run that distills MODEL.",
+)
+@click.option(
+    "--seq-length",
+    type=click.IntRange(min=1),
+    help="With --top: model.seq_length of the run [default: that of MODEL].",
+)
+@click.option(
+    "--document-boundaries/--no-document-boundaries",
+    "documents",
+    default=None,
+    help="With --top: data.document_boundaries of the run [default: that of MODEL].",
+)
 @_JSON
-def score(model: Path, datasets: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def score(
+    model: Path, datasets: tuple[Path, ...], as_json: bool, top: int | None, **options: Any
+) -> None:
     """Store the log-probabilities that the reference MODEL gives to the pairs in DATASETS.
 
     MODEL is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`. The
     log-probabilities are in the folder `reference` of each dataset, for example
 
     mpirun -n 2 ptdmpi-data score base pairs/train pairs/valid --layout t=2
-    """
-    from data_prep.launch import score_pairs
 
-    tables = score_pairs(model, datasets, **options)
+    With --top, MODEL is a teacher, DATASETS are any shards but pairs, and the folder is `teacher`.
+    """
+    from data_prep.launch import store_scores
+
+    if top is None and (options["seq_length"], options["documents"]) != (None, None):
+        raise InputError("--seq-length and --document-boundaries belong to --top K")
+
+    tables = store_scores(model, datasets, top=top or 0, **options)
     for table in tables:
         _print_table(table, as_json)
 

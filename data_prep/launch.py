@@ -39,11 +39,10 @@ def launcher_ranks() -> Team:
     return Team(world.rank, world.size, world.control.allgather)
 
 
-def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
-    """Store, with the pairs of answers in the datasets `paths`, the log-probabilities that the
-    model `run` gives to the pairs. All ranks of this launch do this together. Return a table for
-    each dataset on rank 0, and an empty list on all other ranks. Raise the errors that
-    `ptdmpi.evaluate.reference.score` raises."""
+def store_scores(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
+    """Store the outputs of the model `run` with datasets, on all ranks of this launch. Return a
+    table for each dataset on rank 0, and an empty list on all other ranks. For the options and the
+    errors see `ptdmpi.evaluate.stored_scores.score`."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()
@@ -52,7 +51,7 @@ def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict
         from ptdmpi.comm.world import World, fail_together
     world = World()
     with fail_together(world), mendable_paths():
-        from ptdmpi.evaluate.reference import score
+        from ptdmpi.evaluate.stored_scores import score
 
         tables = score(run, paths, world, **options)
     return [] if world.rank else tables

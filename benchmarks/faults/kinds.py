@@ -20,7 +20,8 @@ from ptdmpi.config.methods import CompressorName, MethodName
 from ptdmpi.config.model import CodesName
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import ParallelConfig, PreferenceConfig, TaskConfig
-from ptdmpi.data.references import write_shard, write_summary
+from ptdmpi.data.references import REFERENCE
+from ptdmpi.data.scored import ScoreWriter
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
@@ -118,4 +119,8 @@ def prepare_pairs(folder: Path) -> None:
         writer.write_row(np.array([VOCAB_SIZE - 1]), np.array([1]), np.array([False]))
     (header,) = Dataset(folder).headers
     values = draws.normal(-3.0, 0.5, header.tokens).astype(np.float32)
-    write_summary(folder, "drawn", {path.name: write_shard(header, values)})
+    with ScoreWriter(REFERENCE, header) as scores:
+        scores.open({"": (np.float32, ())})
+        scores.append({"": values})
+        shards = {path.name: scores.close()}
+    REFERENCE.write_summary(folder, {"model": "drawn", "shards": shards})

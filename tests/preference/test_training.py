@@ -10,7 +10,7 @@ import pytest
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.data.references import REFERENCE
-from ptdmpi.evaluate.reference import score
+from ptdmpi.evaluate.stored_scores import score
 from tests._runs import loop, records
 from tests.parallel import parallel
 
@@ -91,7 +91,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(comm, tmp_path)
     seen = []
     for where in ("t=2", "p=2", "d=2"):
         tables = score(tmp_path / "base", paths, World(comm), layout=where, **OPTIONS)
-        (path,) = (tmp_path / "pairs" / REFERENCE).glob("*.npy")
+        (path,) = (tmp_path / "pairs" / REFERENCE.folder).glob("*.npy")
         seen.append(np.load(path))
         comm.Barrier()  # before rank 0 writes the next ones
     assert all(np.allclose(values, seen[0], rtol=1e-5, atol=1e-6) for values in seen)

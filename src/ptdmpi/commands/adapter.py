@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.terminal.options import EMA, PATH
@@ -78,15 +79,19 @@ def to_peft(adapter: Path, target: Path, base_name: str, ema: bool) -> None:
 
 
 @command.command("import")
-@click.argument("source", type=PATH)
+@click.argument("source")
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
-def of_peft(source: Path, base: Path, target: Path) -> None:
+def of_peft(source: str, base: Path, target: Path) -> None:
     """Convert the adapter in SOURCE, which the package `peft` wrote, into the directory TARGET.
 
-    BASE is the model that the adapter was trained on.
+    BASE is the model that the adapter was trained on. SOURCE may also be the name of an adapter on
+    the Hugging Face hub, which is downloaded.
     """
     launch.prepare()
-    from ptdmpi.convert.peft.read import import_peft
+    from ptdmpi.convert.peft.read import ADAPTER_FILES, import_peft
 
-    print(f"{target}: {short(import_peft(source, base, target))} parameters")
+    folder = Path(source)
+    if is_hub_name(source):
+        folder = downloaded(source, "model", ADAPTER_FILES)
+    print(f"{target}: {short(import_peft(folder, base, target))} parameters")

@@ -16,6 +16,7 @@ from ptdmpi.config.sections import (
     CheckpointConfig,
     CommConfig,
     DataConfig,
+    DistillationConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -45,6 +46,7 @@ class Config(FrozenTable):
     data: DataConfig
     task: TaskConfig = TaskConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    distillation: DistillationConfig = DistillationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     comm: CommConfig = CommConfig()
@@ -130,6 +132,7 @@ class Sections:
     data: DataConfig | None = None
     task: TaskConfig | None = None
     preference: PreferenceConfig | None = None
+    distillation: DistillationConfig | None = None
     checkpoint: CheckpointConfig | None = None
     log: LogConfig | None = None
     comm: CommConfig | None = None

@@ -356,6 +356,18 @@ class PreferenceConfig(Section):
         return self.method != "none"
 
 
+class DistillationConfig(Section):
+    """The section [distillation]: training on the stored outputs of a teacher model (Hinton et al.
+    2015, arXiv 1503.02531), in addition to the labels. With `weight = 0` no teacher is used."""
+
+    weight: Reported[Annotated[float, Field(ge=0)]] = 0.0
+
+    @property
+    def teaches(self) -> bool:
+        """Return True if the run uses a teacher's outputs."""
+        return self.weight > 0
+
+
 class CheckpointConfig(Section):
     """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
     `every_minutes` minutes; a value of 0 switches the interval off. The run keeps the newest `keep`

@@ -45,6 +45,9 @@ class MicrobatchRows(NamedTuple):
     order: np.ndarray | None = None
     # float32 [b, s]: log-probabilities of the labels in a reference model, for pairs of answers
     references: np.ndarray | None = None
+    # the most probable tokens of a teacher model for each label: ids int64 [b, s, K], and
+    # log-probabilities float32 [b, s, K]
+    teacher: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class _Window(NamedTuple):

@@ -35,6 +35,7 @@ from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import token_log_probabilities
+from ptdmpi.model.output.distillation import top_log_probabilities
 from ptdmpi.model.parameters import DataTypes, data_types
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
@@ -205,11 +206,29 @@ class InferenceModel:
         """Return the log probabilities of a batch's labels in nats [labels, sequences], on the last
         stage; None on other stages. As in training, no token attends to another document. Call
         `finish` after the last call of this method."""
+        logits = self._label_logits(batch)
+        if logits is None:
+            return None
+        return token_log_probabilities(logits, batch.labels, self.axis)[0]
+
+    def top_log_probabilities(self, batch: Microbatch, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the ids of the `count` most probable tokens in place of each label, and their log
+        probabilities in nats, both [labels, sequences, count], on the last stage; None on other
+        stages. As in training, no token attends to another document. Call `finish` after the last
+        call of this method."""
+        logits = self._label_logits(batch)
+        if logits is None:
+            return None
+        return top_log_probabilities(logits, count, self.axis)
+
+    def _label_logits(self, batch: Microbatch) -> Tensor | None:
+        """Return this rank's columns of the logits at all labels of a batch, on the last stage;
+        None on other stages."""
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None
         with torch.no_grad():
-            return token_log_probabilities(self._head.heads(x)[0], batch.labels, self.axis)[0]
+            return self._head.heads(x)[0]
 
 
 def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.data.batches import MicrobatchRows
-from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.batch import Microbatch, TeacherOutputs
 from ptdmpi.model.documents import Documents, Pairs
 
 
@@ -23,6 +23,9 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
     if rows.references is not None:
         parts = (rows.documents, rows.weights, rows.references)
         pairs = Pairs.of(*(torch.from_numpy(part) for part in parts))
+    teacher = None
+    if rows.teacher is not None:
+        teacher = TeacherOutputs(*(_sequence_first(part) for part in rows.teacher))
     return Microbatch(
         inputs=_sequence_first(rows.inputs),
         labels=_sequence_first(rows.labels),
@@ -33,10 +36,11 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
         types=perhaps(rows.types),
         order=perhaps(rows.order),
         pairs=pairs,
+        teacher=teacher,
     )
 
 
 def _sequence_first(array: np.ndarray) -> Tensor:
-    """Return an array [sequences, positions] as a contiguous tensor [positions, sequences]. The
-    positions of one context rank are then contiguous in memory."""
-    return torch.from_numpy(array).t().contiguous()
+    """Return an array [sequences, positions, ...] as a contiguous tensor [positions, sequences,
+    ...], so that the positions of one context rank are contiguous in memory."""
+    return torch.from_numpy(array).transpose(0, 1).contiguous()

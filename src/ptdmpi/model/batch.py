@@ -16,6 +16,19 @@ ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Sl
 
 
 @dataclass(frozen=True)
+class TeacherOutputs:
+    """The most probable tokens of a teacher model at each of s positions of b sequences: `ids`,
+    int64 [s, b, K], and their log-probabilities in nats, `logs` [s, b, K]."""
+
+    ids: Tensor
+    logs: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "TeacherOutputs":
+        """Return the same outputs with `change` applied to both tensors."""
+        return TeacherOutputs(change(self.ids), change(self.logs))
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """A microbatch of b sequences of s tokens, in the form that a model uses. `inputs` and `labels`
     [s, b] are token ids, `weights` [s, b] are the weights of the labels (None if all are 1), and
@@ -29,7 +42,8 @@ class Microbatch:
     with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
     positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
     their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
-    of answers that a preference loss compares.
+    of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
+    for the labels, if the run distills one.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. `tokens` and `orders` are computed on the host when a
@@ -45,6 +59,7 @@ class Microbatch:
     types: Tensor | None = None
     order: Tensor | None = None
     pairs: Pairs | None = None
+    teacher: TeacherOutputs | None = None
     tokens: float = field(init=False)
     orders: int = field(init=False)
 
@@ -80,7 +95,9 @@ class Microbatch:
             return here._with_masked_of(self, positions)
         weights = None if self.weights is None else positions.of(self.weights)
         pairs = None if self.pairs is None else self.pairs.at(positions)
-        return replace(here, labels=positions.of(self.labels), weights=weights, pairs=pairs)
+        teacher = None if self.teacher is None else self.teacher.each(positions.of)
+        labels = positions.of(self.labels)
+        return replace(here, labels=labels, weights=weights, pairs=pairs, teacher=teacher)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
         """Return this microbatch, which has this rank's positions, with the masked positions and
@@ -109,6 +126,8 @@ class Microbatch:
             object.__setattr__(changed, "documents", self.documents.each(change))
         if self.pairs is not None:
             object.__setattr__(changed, "pairs", self.pairs.each(change))
+        if self.teacher is not None:
+            object.__setattr__(changed, "teacher", self.teacher.each(change))
         return changed
 
 

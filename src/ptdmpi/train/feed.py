@@ -25,13 +25,10 @@ from ptdmpi.data.labelled import LabelledBatches, in_order
 from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.own import is_own
-from ptdmpi.data.references import (
-    LabelReferences,
-    ReferencedSamples,
-    References,
-    with_references,
-)
+from ptdmpi.data.references import REFERENCE, with_references
+from ptdmpi.data.scored import LabelScores, ScoredSamples, Scores
 from ptdmpi.data.shards import Dataset
+from ptdmpi.data.teacher import TEACHER, check_teacher, with_teacher
 from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
@@ -86,25 +83,32 @@ class ShardSource:
         """Open the datasets. Raises InputError if the datasets do not fit together."""
         self.config = config
         self._train, self._valid = open_datasets(config)
-        self.train: Sequence[Samples] = self._train
-        self.valid: Sequence[Samples] = self._valid
-        # the stored log-probabilities of the reference model for each dataset, if a run compares
-        # pairs of answers (DPO)
-        self._references: dict[Dataset, References] = {}
+        # the stored outputs of a model for each dataset: of a reference model, if the run compares
+        # pairs of answers (DPO), or of a teacher for the training data
+        self._scores: dict[Dataset, Scores] = {}
         if config.preference.compares:
-            self._references = {
-                dataset: References(dataset) for dataset in (*self._train, *self._valid)
+            self._scores = {
+                dataset: Scores(REFERENCE, dataset) for dataset in (*self._train, *self._valid)
             }
-            self.train = self._referenced(self._train)
-            self.valid = self._referenced(self._valid)
+        elif config.distillation.teaches:
+            self._scores = {dataset: Scores(TEACHER, dataset) for dataset in self._train}
+            for scores in self._scores.values():
+                check_teacher(scores, config)
+        self.train = self._scored(self._train)
+        self.valid = self._scored(self._valid)
         self.masked: MaskedSamples | None = None
         if config.model.masked:
             self.masked = masked_samples(config, self._train[0])
         self.vocab_size = vocabulary(config, self._train[0], self.masked)
         self.length = config.model.text_length
 
-    def _referenced(self, datasets: list[Dataset]) -> list[ReferencedSamples]:
-        return [ReferencedSamples(dataset, self._references[dataset]) for dataset in datasets]
+    def _scored(self, datasets: list[Dataset]) -> Sequence[Samples]:
+        """Return the datasets as samples; a dataset with stored outputs of a model includes them in
+        its identity."""
+        return [
+            ScoredSamples(dataset, self._scores[dataset]) if dataset in self._scores else dataset
+            for dataset in datasets
+        ]
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
         """Return this rank's training microbatches."""
@@ -134,10 +138,11 @@ class ShardSource:
             forms.append(partial(with_weights, LabelWeights(datasets, locate, self.length)))
         if self.config.data.document_boundaries:
             forms.append(partial(with_documents, windows))
-        if self._references:
-            references = [self._references[dataset] for dataset in datasets]
-            labels = LabelReferences(datasets, references, locate, self.length)
-            forms.append(partial(with_references, labels))
+        if all(dataset in self._scores for dataset in datasets):
+            scores = [self._scores[dataset] for dataset in datasets]
+            labels = LabelScores(datasets, scores, locate, self.length)
+            add = with_references if self.config.preference.compares else with_teacher
+            forms.append(partial(add, labels))
 
         def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
             """Apply all conversions from windows of tokens to samples, one after the other."""
@@ -167,10 +172,9 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield, for each dataset of pairs of answers, a line about the reference model of this
-        dataset."""
-        for dataset, references in self._references.items():
-            yield f"{dataset.directory}: log-probabilities of {references.model}"
+        """Yield a line about the model whose stored outputs each dataset has."""
+        for dataset, scores in self._scores.items():
+            yield f"{dataset.directory}: log-probabilities of {scores.model}"
 
     def bigram_loss(self) -> float:
         """Return the validation loss of a bigram model of the training shards, in nats per token.
@@ -270,6 +274,11 @@ def source_of(config: Config) -> SampleSource:
     if config.model.classifies:
         raise InputError('model.output_head = "classes" is trained by a [task]')
     if any(is_own(part.path) for part in config.data.train):
+        if config.distillation.teaches:
+            raise InputError(
+                "distillation.weight needs shards with the outputs of a teacher, and data.train is "
+                "a data source of your own; legal: distillation.weight = 0"
+            )
         return OwnSource(config)
     return ShardSource(config)
 

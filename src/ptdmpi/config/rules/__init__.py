@@ -11,6 +11,7 @@ from functools import partial
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.adapt import adapt_rules
 from ptdmpi.config.rules.context import context_rules
+from ptdmpi.config.rules.distillation import distillation_rules
 from ptdmpi.config.rules.experts import expert_rules
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.rules.methods import method_rules
@@ -70,6 +71,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from expert_rules(sections)
     yield from task_rules(sections)
     yield from preference_rules(sections)
+    yield from distillation_rules(sections)
     yield from mup_rules(sections)
 
 

@@ -41,6 +41,8 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
+# The names of the files of an adapter on the hub that are downloaded.
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 # Options of `peft` that change the forward pass or the base model. ptdmpi supports only these
 # values of the options.
 LEGAL: dict[str, Sequence[Any]] = {

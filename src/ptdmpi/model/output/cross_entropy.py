@@ -25,18 +25,18 @@ def token_log_probabilities(
     a mask that is True if no other label of the token is more probable. `logits` [s, b, V/t] are
     this rank's columns, which are not overwritten."""
     flat = logits.reshape(-1, logits.shape[-1])
-    local, here = _columns(labels, flat.shape[-1], axis)
+    local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
     sums = torch.empty_like(top)
-    for rows in _chunks(flat):
-        torch.sum((_wide(flat[rows]) - top[rows, None]).exp_(), -1, out=sums[rows])
+    for rows in row_chunks(flat):
+        torch.sum((widened(flat[rows]) - top[rows, None]).exp_(), -1, out=sums[rows])
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     logs = totals[1] - top - totals[0].log()
     greatest = totals[1] >= top
     return logs.view(labels.shape), greatest.view(labels.shape)
 
 
-def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+def columns_of(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
     """Return the column [s b, 1] of each label [s, b] among this rank's `columns` columns, and a
     mask [s b] that is True if this rank has the label's column."""
     local = labels.reshape(-1) - axis.rank * columns
@@ -44,9 +44,9 @@ def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Te
     return local.clamp(0, columns - 1)[:, None], here
 
 
-def _chunks(flat: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `flat` [s b, V/t]. The callers convert one slice at a time to a
-    wider type."""
+def row_chunks(flat: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of `flat` [s b, V/t]. One slice at a time is converted to a wider
+    type."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
@@ -56,9 +56,9 @@ def _widens(flat: Tensor) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16)
 
 
-def _wide(chunk: Tensor) -> Tensor:
-    """Return a chunk in float32 or wider. If the type of the chunk is already wide, the result is
-    the chunk itself, and otherwise a copy."""
+def widened(chunk: Tensor) -> Tensor:
+    """Return a chunk in float32 or wider. If its type is already wide, the result is the chunk
+    itself, otherwise a copy."""
     if _widens(chunk):
         return chunk.float()
     return chunk
@@ -70,15 +70,16 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
     subtract the greatest logit so that exponentials do not overflow. In the loss, the greatest
     logit cancels."""
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
-    top = _wide(flat.amax(-1))
-    target = _wide(flat.gather(-1, local)[:, 0])
+    top = widened(flat.amax(-1))
+    target = widened(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 
-class _Softmax(NamedTuple):
-    """The tensors that the backward pass needs: the buffer of the logits (`flat` [s b, V/t]), the
-    column of each label (`local`), whether this rank has this column (`here`), the greatest logit
-    of each row (`top`), and the sum of the exponentials over all columns (`totals`)."""
+class Softmax(NamedTuple):
+    """The tensors that the backward pass of `softmax_losses` needs: the buffer of the logits
+    (`flat` [s b, V/t]), the column of each label (`local`), whether this rank has this column
+    (`here`), the greatest logit of each row (`top`), and the sum of the exponentials over all
+    columns (`totals`)."""
 
     flat: Tensor
     local: Tensor
@@ -87,40 +88,47 @@ class _Softmax(NamedTuple):
     totals: Tensor
 
 
-def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, _Softmax]:
-    """Return the loss of each token [s b], and the tensors for the backward pass. The function
-    overwrites the logits."""
+def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, Softmax]:
+    """Return -log softmax(logits)[label] of each token [s b], and the tensors for the backward pass
+    (`logit_gradient`). The function overwrites the logits. For the arguments see `cross_entropy`.
+    """
     # detach, because autograd does not allow writing to a view
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])
-    local, here = _columns(labels, flat.shape[-1], axis)
+    local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
     sums = torch.empty_like(top)
-    for rows in _chunks(flat):
+    for rows in row_chunks(flat):
         torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
     # send sums and labels' logits in one message, because latency dominates for a few bytes per
     # token
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     losses = totals[0].log() + top - totals[1]
-    return losses, _Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
+    return losses, Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
 
 
-def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
-    """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `factors`
-    [s b] are the gradients of the tokens' losses."""
-    flat, local, here, top, totals = softmax
-    labels = -(factors * here)[:, None]
-    for rows in _chunks(flat):
+def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return it: for each token,
+    `factors` [s b] times the softmax, plus the `values` [s b, n] at the `columns` [s b, n] of this
+    rank. A column may occur several times."""
+    flat, _, _, top, totals = softmax
+    for rows in row_chunks(flat):
         chunk = flat[rows]
         # for wide types, the forward pass has stored the exponentials in the buffer
         wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
         wide.div_(totals[rows, None]).mul_(factors[rows, None])
-        # the rank that has the column of the label subtracts the token's factor there; other ranks
-        # subtract 0
-        wide.scatter_add_(-1, local[rows], labels[rows])
+        wide.scatter_add_(-1, columns[rows], values[rows])
         if wide is not chunk:
             chunk.copy_(wide)
         del wide  # free the float32 copy before the next chunk is converted
     return flat
+
+
+def _backward(softmax: Softmax, factors: Tensor) -> Tensor:
+    """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `factors`
+    [s b] are the gradients of the tokens' losses."""
+    # the factor is subtracted on the rank that has the label's column; other ranks subtract 0
+    labels = -(factors * softmax.here)[:, None]
+    return logit_gradient(softmax, factors, softmax.local, labels)
 
 
 class _CrossEntropy(Function):
@@ -136,7 +144,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
     ) -> Tensor:
-        losses, softmax = _forward(logits, labels, axis)
+        losses, softmax = softmax_losses(logits, labels, axis)
         if weights is not None:
             weights = weights.reshape(-1).to(losses.dtype)
             losses = losses * weights
@@ -147,7 +155,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         weights, *saved = ctx.saved_tensors
-        softmax = _Softmax(*saved)
+        softmax = Softmax(*saved)
         factors = scale.expand(softmax.here.shape)
         if weights is not None:
             factors = scale * weights
@@ -160,20 +168,20 @@ class _TokenLosses(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
-        losses, softmax = _forward(logits, labels, axis)
+        losses, softmax = softmax_losses(logits, labels, axis)
         ctx.save_for_backward(*softmax)
         ctx.shape = logits.shape
         return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, scales: Tensor) -> tuple[Tensor, None, None]:
-        gradient = _backward(_Softmax(*ctx.saved_tensors), scales.reshape(-1))
+        gradient = _backward(Softmax(*ctx.saved_tensors), scales.reshape(-1))
         return gradient.view(ctx.shape), None, None
 
 
 def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
     """Return exp(chunk - top). If the chunk has a wide type, the result overwrites the chunk."""
-    return _wide(chunk).sub_(top[:, None]).exp_()
+    return widened(chunk).sub_(top[:, None]).exp_()
 
 
 def cross_entropy(

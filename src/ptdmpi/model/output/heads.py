@@ -18,6 +18,7 @@ from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.output.distillation import DistillationLoss
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.output.own import OwnLoss
 from ptdmpi.model.output.preference import PreferenceLoss
@@ -33,7 +34,7 @@ class Output(ABC):
     registers `modules` under their names. `loss` computes the losses from the logits; None means
     that the loss is the cross-entropy."""
 
-    loss: OwnLoss | PreferenceLoss | None = None
+    loss: OwnLoss | PreferenceLoss | DistillationLoss | None = None
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
@@ -196,11 +197,13 @@ class ClassOutput(Output):
 
 def loss_of(
     config: Config, vocab_size: int, axis: TensorAxis, context: ContextAxis
-) -> OwnLoss | PreferenceLoss | None:
+) -> OwnLoss | PreferenceLoss | DistillationLoss | None:
     """Return the loss that a run uses instead of the cross-entropy; None if it uses the
     cross-entropy. Raise InputError for a loss that cannot be imported."""
     if config.preference.compares:
         return PreferenceLoss(config.preference, axis, context)
+    if config.distillation.teaches:
+        return DistillationLoss(config.distillation, axis)
     return OwnLoss.of(config.run.loss, vocab_size, axis, context)
 
 

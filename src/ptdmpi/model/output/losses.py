@@ -19,6 +19,7 @@ ORDER = "order"
 RIGHT = "right"
 MARGIN = "margin"
 PREFERRED = "preferred"
+DISTILLATION = "distillation"
 COUNT = "count"
 
 
@@ -72,16 +73,21 @@ def _positions(batch: Microbatch) -> float:
     return batch.inputs.numel()
 
 
+def _taught(batch: Microbatch) -> float:
+    return 0.0 if batch.teacher is None else batch.tokens
+
+
 def _pairs(batch: Microbatch) -> float:
     assert batch.pairs is not None, "a loss of pairs needs to know them"
     return batch.pairs.counted
 
 
-# The task's loss comes first. The terms of the task's loss are tokens, classified samples, or pairs
-# of answers. `right` and `count` are not losses: `right` is the number of correctly classified
-# samples. `count` is the number of terms of the user's own loss (`ptdmpi.model.output.own`), which
-# is known only when the loss has been computed. `margin` and `preferred` are measured for pairs of
-# answers (`ptdmpi.model.output.preference`).
+# The task's loss comes first. Its terms are tokens, classified samples, or pairs of answers.
+# `right` and `count` are not losses: `right` is the number of correctly classified samples. `count`
+# is the number of terms of the user's own loss (`ptdmpi.model.output.own`), which is known only
+# when the loss has been computed. `margin` and `preferred` are measured for pairs of answers
+# (`ptdmpi.model.output.preference`). `distillation` is the divergence from a teacher's outputs
+# (`ptdmpi.model.output.distillation`).
 LOSS_KINDS: Mapping[str, LossKind] = {
     TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
     ORDER: LossKind(
@@ -91,6 +97,7 @@ LOSS_KINDS: Mapping[str, LossKind] = {
     COUNT: LossKind(lambda model: False, lambda batch: batch.tokens, trains=False),
     MARGIN: LossKind(lambda model: False, _pairs, "reward_margin", trains=False),
     PREFERRED: LossKind(lambda model: False, _pairs, "reward_accuracy", trains=False),
+    DISTILLATION: LossKind(lambda model: False, _taught, "distillation_loss"),
     "sequence_balance": _of_routers("sequence_balance", _sequences, "balance_loss"),
     "batch_balance": _of_routers("batch_balance", _positions, "balance_loss"),
     "router_z": _of_routers("router_z", _positions, "router_z_loss"),
@@ -104,6 +111,8 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
         more = {COUNT}
     elif config.preference.compares:
         more = {MARGIN, PREFERRED}
+    elif config.distillation.teaches:
+        more = {DISTILLATION}
     kinds = {
         name: kind
         for name, kind in LOSS_KINDS.items()

@@ -98,6 +98,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "sentence_order_loss": _newest("last_sentence_order_loss"),
     "balance_loss": _newest("last_balance_loss"),
     "router_z_loss": _newest("last_router_z_loss"),
+    "distillation_loss": _newest("last_distillation_loss"),
     "reward_margin": _newest("last_reward_margin"),
     "reward_accuracy": _newest("last_reward_accuracy"),
     "grad_norm": _newest("last_grad_norm"),

@@ -1,0 +1,157 @@
+"""The loss of distillation: a student model learns the probabilities that a teacher model gives to
+its K most probable tokens (Hinton et al. 2015, arXiv 1503.02531, section 2, at temperature 1).
+
+All other tokens count as one more outcome, whose probability in the teacher is 1 - sum q_k. For
+each label, the loss is the Kullback-Leibler divergence of the K + 1 outcomes:
+
+    sum_k q_k (log q_k - log p_k) + r (log r - log(1 - sum_k p_k)),    r = 1 - sum_k q_k
+
+Here q_k is the stored probability of the teacher, and p_k the probability of the student. Merging
+outcomes cannot increase the divergence, so this loss is at most the divergence over the full
+vocabulary, and equal to it if K is the size of the vocabulary.
+
+In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.config.sections import DistillationConfig
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.output.cross_entropy import (
+    Softmax,
+    columns_of,
+    cross_entropy,
+    logit_gradient,
+    row_chunks,
+    softmax_losses,
+    widened,
+)
+from ptdmpi.model.output.losses import DISTILLATION, TASK
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+
+def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """Return the ids of the `count` most probable tokens at each position, int64 [s, b, count], and
+    their log-probabilities in nats, in float32 or wider, in decreasing order. `logits` [s, b, V/t]
+    are this rank's columns; padded columns have the logit -inf. `count` is at most V."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    width = flat.shape[-1]
+    own = min(count, width)
+    top = axis.comm.all_reduce(widened(flat.amax(-1)), "max")
+    sums = torch.empty_like(top)
+    values = top.new_empty(len(flat), own)
+    ids = torch.empty(len(flat), own, dtype=torch.int64, device=flat.device)
+    for rows in row_chunks(flat):
+        wide = widened(flat[rows])
+        torch.topk(wide, own, out=(values[rows], ids[rows]))
+        torch.sum((wide - top[rows, None]).exp_(), -1, out=sums[rows])
+    ids += axis.rank * width
+    # [t own, s b]: the candidates of all tensor ranks
+    gathered = axis.comm.all_gather(values.t().contiguous())
+    all_ids = axis.comm.all_gather(ids.t().contiguous())
+    best, places = torch.topk(gathered, count, dim=0)
+    logs = best - top - axis.comm.all_reduce(sums).log()
+    shape = (*logits.shape[:-1], count)
+    return all_ids.gather(0, places).t().reshape(shape), logs.t().reshape(shape)
+
+
+class _Teacher(NamedTuple):
+    """The teacher's outcomes for n = s b tokens, on one tensor rank: the column of each of the K
+    tokens (`local` [n, K]), whether this rank has the column (`here`), the probabilities q of the K
+    tokens [n, K], and the probability `rest` [n] of all other tokens."""
+
+    local: Tensor
+    here: Tensor
+    q: Tensor
+    rest: Tensor
+
+
+def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAxis) -> _Teacher:
+    """Return the teacher's outcomes for the tensor rank that has `columns` columns."""
+    assert batch.teacher is not None, "the stored outputs of the teacher"
+    kept = batch.teacher.ids.shape[-1]
+    local, here = columns_of(batch.teacher.ids, columns, axis)
+    q = batch.teacher.logs.reshape(-1, kept).to(dtype).exp()
+    return _Teacher(local.view(-1, kept), here.view(-1, kept), q, (1 - q.sum(-1)).clamp_min(0))
+
+
+class _Distillation(Function):
+    """Two losses of the same logits: the weighted sums over tokens of the cross-entropy and of the
+    divergence from the teacher. They share one softmax, and the buffer of the logits becomes the
+    sum of both gradients.
+
+    With S = sum_k p_k, the divergence has the gradient p_j - q_j for the logit of a stored token j,
+    and p_j (1 - r / (1 - S)) for all other logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, batch: Microbatch, axis: TensorAxis
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        teacher = _teacher(batch, logits.shape[-1], wide, axis)
+        # the logits of the stored tokens are read before the softmax overwrites the buffer
+        scores = logits.detach().reshape(-1, logits.shape[-1]).gather(-1, teacher.local).to(wide)
+        losses, softmax = softmax_losses(logits, batch.labels, axis)
+        shifted = scores - softmax.top[:, None]
+        exps = shifted.exp().masked_fill_(~teacher.here, 0)
+        # mask the products, too, because a padded column has the logit -inf
+        products = (teacher.q * shifted).masked_fill_(~teacher.here, 0)
+        sums = axis.comm.all_reduce(torch.stack((exps.sum(-1), products.sum(-1))))
+        # rounding must not make the probability of the other tokens 0
+        others = (1 - sums[0] / softmax.totals).clamp_min_(torch.finfo(wide).eps)
+        entropy = torch.xlogy(teacher.q, teacher.q).sum(-1)
+        matched = sums[1] - teacher.q.sum(-1) * softmax.totals.log()
+        rest = torch.xlogy(teacher.rest, teacher.rest) - teacher.rest * others.log()
+        divergences = entropy - matched + rest
+        weights = None
+        if batch.weights is not None:
+            weights = batch.weights.reshape(-1).to(wide)
+            losses = losses * weights
+            divergences = divergences * weights
+        ratio = teacher.rest / others
+        probabilities = exps / softmax.totals[:, None]
+        q = teacher.q * teacher.here
+        ctx.save_for_backward(weights, teacher.local, ratio, probabilities, q, *softmax)
+        ctx.shape = logits.shape
+        return losses.sum(), divergences.sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, teacher_scale: Tensor) -> tuple[Tensor, None, None]:
+        weights, local, ratio, probabilities, q, *saved = ctx.saved_tensors
+        softmax = Softmax(*saved)
+        factors = scale.expand(ratio.shape)
+        of_teacher = teacher_scale.expand(ratio.shape)
+        if weights is not None:
+            factors = scale * weights
+            of_teacher = teacher_scale * weights
+        stored = of_teacher[:, None] * (ratio[:, None] * probabilities - q)
+        columns = torch.cat((softmax.local, local), -1)
+        values = torch.cat((-(factors * softmax.here)[:, None], stored), -1)
+        everywhere = factors + of_teacher * (1 - ratio)
+        gradient = logit_gradient(softmax, everywhere, columns, values)
+        return gradient.view(ctx.shape), None, None
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """The loss of a run with the section [distillation], on one tensor axis."""
+
+    config: DistillationConfig
+    axis: TensorAxis
+
+    def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
+        """Return two sums over the tokens of a microbatch, computed from this tensor rank's columns
+        of the logits [s, b, V/t]: the cross-entropy, and the divergence from the teacher times
+        `distillation.weight`. The logits are overwritten. The divergence is 0 for a microbatch
+        without outputs of a teacher, as in validation."""
+        if batch.teacher is None:
+            loss = cross_entropy(logits, batch.labels, batch.weights, self.axis)
+            return {TASK: loss, DISTILLATION: torch.zeros_like(loss)}
+        loss, divergence = _Distillation.apply(logits, batch, self.axis)
+        return {TASK: loss, DISTILLATION: self.config.weight * divergence}

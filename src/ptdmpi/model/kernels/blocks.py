@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.choice import QUERY_BLOCK
 from ptdmpi.model.sequence.positions import ALL, Positions
+from ptdmpi.plan.layer.chunks import EARLIER_BLOCK
 
 Region = tuple[slice, slice, slice]  # sequences, heads, positions
 
@@ -107,22 +108,54 @@ def blocks(
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts
     for piece in _pieces(length, seen):
-        rows, begin, shift = piece.rows, piece.begin, piece.shift
         if not scores.causal:
+            rows, shift = piece.rows, piece.shift
             queries = slice(piece.first + shift, piece.last + shift)
-            yield (rows, every, queries), (rows, every, slice(begin, piece.end)), None
+            yield (rows, every, queries), (rows, every, slice(piece.begin, piece.end)), None
             continue
         # all blocks use the lower right corner of one mask, because the mask depends only on the
         # distance between query and key
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
-        for first in range(piece.first, piece.last, block):
-            last = min(first + block, piece.last)
-            oldest = begin
-            if scores.window:
-                oldest = max(begin, first - scores.window + 1)
-            mask = band[first - last :, oldest - last :]
-            queries = slice(first + shift, last + shift)
-            yield (rows, every, queries), (rows, every, slice(oldest, last)), mask
+        yield from _causal_blocks(piece, band, scores.window, block)
+
+
+def _causal_blocks(
+    piece: QueryRun, band: Tensor, window: int, block: int
+) -> Iterator[tuple[Region, Region, Tensor]]:
+    """Yield the blocks of a causal run of queries; see `blocks`. The masks are parts of `band`."""
+    rows, every = piece.rows, slice(None)
+    for first in range(piece.first, piece.last, block):
+        last = min(first + block, piece.last)
+        oldest = piece.begin
+        if window:
+            oldest = max(piece.begin, first - window + 1)
+        queries = slice(first + piece.shift, last + piece.shift)
+        keys = slice(oldest, last)
+        yield (rows, every, queries), (rows, every, keys), band[first - last :, oldest - last :]
+
+
+def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
+    """Yield the blocks of `blocks` for the backward pass, in which few large blocks are faster than
+    many small ones: each block adds its gradients to those of all keys that it sees.
+
+    If a run of queries does not start at the first position of its document, the keys before the
+    run are in blocks of up to `EARLIER_BLOCK` queries without a mask, and only the keys of the run
+    itself are in the blocks of `blocks`.
+    """
+    scores = seen.scores
+    if not scores.causal or scores.window:
+        yield from blocks(q, seen)
+        return
+    every, length = slice(None), q.shape[2] * seen.positions.parts
+    for piece in _pieces(length, seen):
+        earlier = (piece.rows, every, slice(piece.begin, piece.first))
+        if piece.first > piece.begin:
+            for first in range(piece.first, piece.last, EARLIER_BLOCK):
+                last = min(first + EARLIER_BLOCK, piece.last)
+                queries = slice(first + piece.shift, last + piece.shift)
+                yield (piece.rows, every, queries), earlier, None
+        band = _band(QUERY_BLOCK, length, 0, dtype=q.dtype, device=q.device)
+        yield from _causal_blocks(piece._replace(begin=piece.first), band, 0, QUERY_BLOCK)
 
 
 def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
@@ -176,32 +209,31 @@ class BlockedAttention(Function):
         seen = work.seen
         out, sums = by_library(q, k, v, seen)
         ctx.seen = seen
-        ctx.save_for_backward(q, k, v, out, *sums)
+        logsumexp = joined(sums, q, seen)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         if not work.with_logsumexp:
             return out, None
-        logsumexp = joined(sums, q, seen)
         ctx.mark_non_differentiable(logsumexp)
         return out, logsumexp
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        each = zip(blocks(q, ctx.seen), sums, strict=True)
-        for (queries, keys, mask), sum_of_exponentials in each:
+        q, k, v, out, sums = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys, mask in _gradient_blocks(q, ctx.seen):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout[queries],
                 q[queries],
                 k[keys],
                 v[keys],
                 out[queries],
-                sum_of_exponentials,
+                sums[queries].contiguous(),
                 0.0,
                 False,
                 attn_mask=mask,
                 scale=ctx.seen.scores.scale,
             )
-            dq[queries] = parts[0]
+            dq[queries] += parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
             # free these gradients now, because the next block needs the same amount of memory for

@@ -57,7 +57,7 @@ def _widens(flat: Tensor) -> bool:
 
 
 def widened(chunk: Tensor) -> Tensor:
-    """Return a chunk in float32 or wider. If its type is already wide, the result is the chunk
+    """Return a chunk in float32 or wider. If the type of the chunk is already wide, the result is the chunk
     itself, otherwise a copy."""
     if _widens(chunk):
         return chunk.float()

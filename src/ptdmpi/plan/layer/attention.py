@@ -17,7 +17,7 @@ from ptdmpi.plan.layer.account import (
     Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
+from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.context import CoreShape, RingCore, keeps_outputs
 from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
@@ -394,8 +394,11 @@ class Attend(Operator):
         gradients of the operands, of the output, and of one block before it is added. A block has
         at most all keys, the gradient of its queries, and copies of its output's gradient."""
         shape, d = _core_shape(sizes), sizes.model.head_size
-        block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
-        rows = shape.heads * (2 * _rows(sizes) + 3 * block)
+        block = min(QUERY_BLOCK, shape.queries)
+        if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:
+            # a context rank has two runs of queries, and only its first run may begin a document
+            block = min(EARLIER_BLOCK, shape.queries // 2)
+        rows = shape.heads * (2 * _rows(sizes) + 3 * block * sizes.layout.micro_size)
         return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
 
     def _capped_bytes(self, sizes: Sizes) -> int:

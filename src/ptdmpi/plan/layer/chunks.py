@@ -11,6 +11,9 @@ HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
 QUERY_BLOCK = 128  # Number of queries whose scores are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
+# The number of queries whose gradients are computed at once on a CPU, in a block of the backward
+# pass in which every query sees all keys of the block.
+EARLIER_BLOCK = 512
 
 
 def loss_rows(columns: int, on_host: bool) -> int:

@@ -58,11 +58,10 @@ def test_a_length_without_equal_chunks_is_an_error(length):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("length", [48, 1200])
-@pytest.mark.parametrize("earlier", [blocks.EARLIER_BLOCK, 5])
-def test_attention_at_some_positions(kind, in_documents, length, earlier, monkeypatch):
-    """Queries of three dummy ranks, with all keys: rows of the whole, and their gradients. Keys
-    before a rank's run of queries are computed in blocks of `earlier` queries."""
-    monkeypatch.setattr(blocks, "EARLIER_BLOCK", earlier)
+def test_attention_at_some_positions(kind, in_documents, length, monkeypatch):
+    """Queries of three dummy ranks, with all keys: rows of the whole, and their gradients."""
+    # a rank's run of length / 6 queries has two blocks of gradients of the keys before it
+    monkeypatch.setattr(blocks, "EARLIER_BLOCK", length // 8)
     generator = torch.Generator().manual_seed(1)
     shape = (2, 2, length, 8)
     q, k, v, dout = torch.randn(4, *shape, generator=generator, dtype=torch.float64)

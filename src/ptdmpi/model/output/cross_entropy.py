@@ -57,8 +57,8 @@ def _widens(flat: Tensor) -> bool:
 
 
 def widened(chunk: Tensor) -> Tensor:
-    """Return a chunk in float32 or wider. If the type of the chunk is already wide, the result is the chunk
-    itself, otherwise a copy."""
+    """Return a chunk in float32 or wider. If the type of the chunk is already wide, the result is
+    the chunk itself, and otherwise a copy."""
     if _widens(chunk):
         return chunk.float()
     return chunk

@@ -390,14 +390,12 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of all gradients if a host computes blocks of queries. They are the
-        gradients of the operands, of the output, and of one block before it is added. A block has
-        at most all keys, the gradient of its queries, and copies of its output's gradient."""
+        """Return the bytes of all gradients if a host computes blocks of queries: of the operands,
+        the output, and one block, which has at most all keys and copies of output gradients."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:
-            # a context rank has two runs of queries, and only its first run may begin a document
-            block = min(EARLIER_BLOCK, shape.queries // 2)
+            block = min(EARLIER_BLOCK, shape.queries // 2)  # a context rank has two runs of queries
         rows = shape.heads * (2 * _rows(sizes) + 3 * block * sizes.layout.micro_size)
         return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
 

@@ -16,25 +16,13 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.terminal.options import EMA
+from ptdmpi.terminal.options import EMA, PATH, NamedPath
 from ptdmpi.terminal.program import CommandGroup, run
 
 if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions
 
 
-class _NamedPath(click.Path):
-    """A path that must not be empty. Without this check, `--output "$DIR"` with an unset variable
-    DIR would mean the current directory."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path. Fail with a message if the path is empty."""
-        if str(value) == "":
-            self.fail("it is empty; a path is needed", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-_PATH = _NamedPath(path_type=Path)
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _TEXT_FIELD = click.option(
     "--text-field",
@@ -63,8 +51,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add to a command the options for making shards: the fields of OutputOptions, and --json."""
     options = (
-        click.option("--output", required=True, type=_PATH, help="Directory for the shards."),
-        click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
+        click.option("--output", required=True, type=PATH, help="Directory for the shards."),
+        click.option("--valid-output", type=PATH, help="Directory for held-out shards."),
         click.option(
             "--valid-fraction",
             type=float,
@@ -102,7 +90,7 @@ def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--template",
-            type=_PATH,
+            type=PATH,
             help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
         ),
     )
@@ -274,9 +262,9 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 
 
 @commands.command()
-@click.argument("model", type=_PATH)
-@click.argument("datasets", nargs=-1, required=True, type=_PATH)
-@click.option("--adapter", type=_PATH, help="Run or checkpoint of adapters for MODEL.")
+@click.argument("model", type=PATH)
+@click.argument("datasets", nargs=-1, required=True, type=PATH)
+@click.option("--adapter", type=PATH, help="Run or checkpoint of adapters for MODEL.")
 @click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's].")
 @click.option(
     "--precision",
@@ -325,7 +313,7 @@ def score(
 
 
 @commands.command("import-megatron")
-@click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
+@click.argument("prefixes", nargs=-1, required=True, type=NamedPath())
 @click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")
 @click.option("--vocab-size", type=int, help="Vocabulary size, if there is no tokenizer file.")
 @click.option("--eod-id", type=int, help="Token id that ends a document.")
@@ -352,8 +340,8 @@ def import_megatron(
 
 
 @commands.command("export-megatron")
-@click.argument("directory", type=_PATH)
-@click.option("--output", required=True, type=_PATH, help="The PREFIX of the two files.")
+@click.argument("directory", type=PATH)
+@click.option("--output", required=True, type=PATH, help="The PREFIX of the two files.")
 @_JSON
 def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
     """Write a directory of shards as Megatron's PREFIX.bin and PREFIX.idx."""
@@ -381,7 +369,7 @@ def _cell(value: Any) -> str:
 
 @commands.command("train-tokenizer")
 @_INPUTS
-@click.option("--output", required=True, type=_PATH, help="The tokenizer.json to write.")
+@click.option("--output", required=True, type=PATH, help="The tokenizer.json to write.")
 @click.option(
     "--vocab-size",
     required=True,
@@ -466,7 +454,7 @@ def _training_texts(
 
 
 @commands.command()
-@click.argument("path", type=_PATH)
+@click.argument("path", type=PATH)
 @_JSON
 def inspect(path: Path, as_json: bool) -> None:
     """Show the contents of a directory of shards, or of one shard."""
@@ -480,7 +468,7 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @commands.command()
-@click.argument("path", type=_PATH)
+@click.argument("path", type=PATH)
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
     """Read and check a whole dataset, or one shard. The exit code is 2 if anything is wrong."""

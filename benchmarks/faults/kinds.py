@@ -20,8 +20,8 @@ from ptdmpi.config.methods import CompressorName, MethodName
 from ptdmpi.config.model import CodesName
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import ParallelConfig, PreferenceConfig, TaskConfig
-from ptdmpi.data.references import REFERENCE
-from ptdmpi.data.scored import ScoreWriter
+from ptdmpi.data.scores.reference import REFERENCE
+from ptdmpi.data.scores.stored import ScoreWriter
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 

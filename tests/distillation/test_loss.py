@@ -108,7 +108,7 @@ def test_the_whole_vocabulary_gives_the_plain_divergence(comm):
 
 @parallel(ranks=[2])
 def test_padded_columns_are_no_tokens(comm):
-    """Of V + 1 columns, the last rank's last one is padding."""
+    """The last column of the last rank is padding."""
     axis = TensorAxis(MpiCommunicator(comm))
     logits, _ = drawn(5)
     short = logits[..., : V - 1]

@@ -9,7 +9,7 @@ import pytest
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.data.references import REFERENCE
+from ptdmpi.data.scores.reference import REFERENCE
 from ptdmpi.evaluate.stored_scores import score
 from tests._runs import loop, records
 from tests.parallel import parallel

@@ -17,17 +17,16 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.documents import LabelWeights, Windows, with_documents, with_weights
-from ptdmpi.data.references import REFERENCE
-from ptdmpi.data.scored import ScoreKind, ScoreWriter
+from ptdmpi.data.scores.reference import REFERENCE
+from ptdmpi.data.scores.stored import ScoreKind, ScoreWriter
 from ptdmpi.data.shards import Dataset
-from ptdmpi.data.teacher import IDS, LOGS, TEACHER
+from ptdmpi.data.scores.teacher import IDS, LOGS, TEACHER
 from ptdmpi.evaluate.run import check_dataset
 from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.inference.tensors import as_tensors
-from ptdmpi.model.batch import Microbatch
 
 # The number of batches that each data rank computes before rank 0 writes their scores.
 _BATCHES = 8
@@ -47,6 +46,10 @@ class Scorer(ABC):
     def __init__(self, model: InferenceModel) -> None:
         self.model = model
 
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device of the model."""
+        return tensor.to(self.model.device)
+
     @abstractmethod
     def check(self, path: Path, dataset: Dataset) -> None:
         """Set `length` and `documents` for a dataset. Raise InputError if the dataset is of another
@@ -57,7 +60,7 @@ class Scorer(ABC):
         """Return the data type and the shape of a token's row in each array, by suffix."""
 
     @abstractmethod
-    def arrays(self, batch: Microbatch) -> dict[str, Tensor] | None:
+    def arrays(self, batch: MicrobatchRows) -> dict[str, Tensor] | None:
         """Return the arrays of a batch, [length, sequences, ...] by suffix, on the last stage; None
         on other stages."""
 
@@ -98,12 +101,13 @@ class ReferenceScorer(Scorer):
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         return {"": (np.float32, ())}
 
-    def arrays(self, batch: Microbatch) -> dict[str, Tensor] | None:
-        logs = self.model.label_log_probabilities(batch)
+    def arrays(self, batch: MicrobatchRows) -> dict[str, Tensor] | None:
+        placed = as_tensors(batch).each(self.on_device)
+        logs = self.model.label_log_probabilities(placed)
         if logs is None:
             return None
-        if batch.weights is not None:
-            logs = torch.where(batch.weights > 0, logs, 0.0)
+        if placed.weights is not None:
+            logs = torch.where(placed.weights > 0, logs, 0.0)
         return {"": logs}
 
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
@@ -149,8 +153,9 @@ class TeacherScorer(Scorer):
         ids = np.uint16 if self.model.vocab_size <= 1 << 16 else np.uint32
         return {IDS: (ids, (self.top,)), LOGS: (np.float32, (self.top,))}
 
-    def arrays(self, batch: Microbatch) -> dict[str, Tensor] | None:
-        best = self.model.top_log_probabilities(batch, self.top)
+    def arrays(self, batch: MicrobatchRows) -> dict[str, Tensor] | None:
+        placed = as_tensors(batch).each(self.on_device)
+        best = self.model.top_log_probabilities(placed, self.top)
         if best is None:
             return None
         return dict(zip((IDS, LOGS), best, strict=True))
@@ -274,8 +279,7 @@ def _windows(
     """Return the arrays of each window of a group by suffix, and the mask of its counted labels. A
     rank that does not have the last stage returns an empty dictionary."""
     batch = _batch(scorer, dataset, np.array(group))
-    placed = as_tensors(batch).each(lambda tensor: tensor.to(scorer.model.device))
-    answer = scorer.arrays(placed)
+    answer = scorer.arrays(batch)
     if answer is None:
         return {}
     counts = np.ones(batch.labels.shape, dtype=bool)

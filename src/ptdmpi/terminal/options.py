@@ -12,7 +12,19 @@ from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.section import MOST_BATCH
 
-PATH = click.Path(path_type=Path)
+
+class NamedPath(click.Path):
+    """A path that must not be empty. Without this check, `--output "$DIR"` with an unset variable
+    DIR would mean the current directory."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the path. Fail with a message if the path is empty."""
+        if str(value) == "":
+            self.fail("it is empty; a path is needed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = NamedPath(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 SET = click.option(
     "--set",

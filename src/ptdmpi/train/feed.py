@@ -25,10 +25,10 @@ from ptdmpi.data.labelled import LabelledBatches, in_order
 from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.own import is_own
-from ptdmpi.data.references import REFERENCE, with_references
-from ptdmpi.data.scored import LabelScores, ScoredSamples, Scores
+from ptdmpi.data.scores.reference import REFERENCE, with_references
+from ptdmpi.data.scores.stored import LabelScores, ScoredSamples, StoredScores
 from ptdmpi.data.shards import Dataset
-from ptdmpi.data.teacher import TEACHER, check_teacher, with_teacher
+from ptdmpi.data.scores.teacher import TEACHER, check_teacher, with_teacher
 from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
@@ -85,13 +85,14 @@ class ShardSource:
         self._train, self._valid = open_datasets(config)
         # the stored outputs of a model for each dataset: of a reference model, if the run compares
         # pairs of answers (DPO), or of a teacher for the training data
-        self._scores: dict[Dataset, Scores] = {}
+        self._scores: dict[Dataset, StoredScores] = {}
         if config.preference.compares:
             self._scores = {
-                dataset: Scores(REFERENCE, dataset) for dataset in (*self._train, *self._valid)
+                dataset: StoredScores(REFERENCE, dataset)
+                for dataset in (*self._train, *self._valid)
             }
         elif config.distillation.teaches:
-            self._scores = {dataset: Scores(TEACHER, dataset) for dataset in self._train}
+            self._scores = {dataset: StoredScores(TEACHER, dataset) for dataset in self._train}
             for scores in self._scores.values():
                 check_teacher(scores, config)
         self.train = self._scored(self._train)

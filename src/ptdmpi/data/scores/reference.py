@@ -8,7 +8,7 @@ that do not count as labels.
 import numpy as np
 
 from ptdmpi.data.batches import MicrobatchRows
-from ptdmpi.data.scored import LabelScores, ScoreKind
+from ptdmpi.data.scores.stored import LabelScores, ScoreKind
 
 REFERENCE = ScoreKind(
     folder="reference",

@@ -132,7 +132,7 @@ class ScoreWriter:
             raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-class Scores:
+class StoredScores:
     """The stored arrays of one kind for one dataset. `summary` is the summary as it was written,
     and `model` the name of the model in it."""
 
@@ -186,7 +186,7 @@ class ScoredSamples:
     """A dataset together with arrays that a model has computed for it. `sha256` covers the arrays,
     so a run treats changed arrays as changed data."""
 
-    def __init__(self, dataset: Dataset, scores: Scores) -> None:
+    def __init__(self, dataset: Dataset, scores: StoredScores) -> None:
         self._dataset = dataset
         self.tokenizer = dataset.tokenizer
         self.tokenizer_sha256 = dataset.tokenizer_sha256
@@ -201,7 +201,11 @@ class LabelScores:
     """The stored arrays for the labels of samples, from the shards of several datasets."""
 
     def __init__(
-        self, datasets: Sequence[Dataset], scores: Sequence[Scores], locate: Locate, length: int
+        self,
+        datasets: Sequence[Dataset],
+        scores: Sequence[StoredScores],
+        locate: Locate,
+        length: int,
     ) -> None:
         self._datasets = datasets
         self._locate = locate
@@ -222,7 +226,7 @@ class LabelScores:
         return np.stack(rows)
 
 
-def _shard(scores: Sequence[Scores], dataset: int, shard: int, suffix: str) -> np.ndarray:
+def _shard(scores: Sequence[StoredScores], dataset: int, shard: int, suffix: str) -> np.ndarray:
     return scores[dataset].shard(shard, suffix)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import MicrobatchRows
-from ptdmpi.data.scored import LabelScores, ScoreKind, Scores
+from ptdmpi.data.scores.stored import LabelScores, ScoreKind, StoredScores
 
 IDS = ".ids"
 LOGS = ".logs"
@@ -23,7 +23,7 @@ TEACHER = ScoreKind(
 )
 
 
-def check_teacher(scores: Scores, config: Config) -> None:
+def check_teacher(scores: StoredScores, config: Config) -> None:
     """Raise InputError if the stored outputs were made for other windows than those on which a run
     with this configuration trains."""
     here = {

@@ -6,8 +6,8 @@ from click.testing import CliRunner
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import Dataset
 from ptdmpi.data.scores.teacher import IDS, LOGS, TEACHER
+from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.stored_scores import score
 from tests._runs import loop, records, shard
 from tests.parallel import parallel

@@ -19,8 +19,8 @@ from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.documents import LabelWeights, Windows, with_documents, with_weights
 from ptdmpi.data.scores.reference import REFERENCE
 from ptdmpi.data.scores.stored import ScoreKind, ScoreWriter
-from ptdmpi.data.shards import Dataset
 from ptdmpi.data.scores.teacher import IDS, LOGS, TEACHER
+from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.run import check_dataset
 from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.generate.sampling import NOT_FINITE

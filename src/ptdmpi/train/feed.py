@@ -27,8 +27,8 @@ from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.own import is_own
 from ptdmpi.data.scores.reference import REFERENCE, with_references
 from ptdmpi.data.scores.stored import LabelScores, ScoredSamples, StoredScores
-from ptdmpi.data.shards import Dataset
 from ptdmpi.data.scores.teacher import TEACHER, check_teacher, with_teacher
+from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course

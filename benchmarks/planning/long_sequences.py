@@ -168,12 +168,13 @@ def draw(found: dict[str, dict[int, Price]], steps: Sequence[LongStep], *, quiet
 
 
 def main() -> None:
-    """Predict and measure, print tables, and draw the picture."""
-    found = predictions()
-    print("\n".join(lines(prediction_table(found))), end="\n\n")
+    """Measure and predict, print tables, and draw the picture."""
+    # measure first, because predictions keep a core busy
     quiet = os.getloadavg()[0] < QUIET_LOAD
     steps = [long_step(context, length) for context in HERE_CONTEXTS for length in HERE_LENGTHS]
     print("\n".join(lines(here_table(steps, quiet=quiet))), end="\n\n")
+    found = predictions()
+    print("\n".join(lines(prediction_table(found))), end="\n\n")
     draw(found, steps, quiet=quiet)
     print(f"wrote {PICTURE.relative_to(ROOT)}")
 

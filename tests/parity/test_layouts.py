@@ -17,6 +17,7 @@ from ptdmpi.parity.layouts import (
     pairs,
     refusal,
 )
+from ptdmpi.parity.mixtures import mixture_cases
 from ptdmpi.parity.run import TrainingTask, configuration
 
 # by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; partitioned activations are recomputed
@@ -94,7 +95,7 @@ def test_settings_meet_where_they_have_an_effect(effect, setting):
 
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
 def test_every_case_can_be_trained(compute):
-    for case in [*layouts.covering_set(), *layouts.reproducible_cases()]:
+    for case in [*layouts.covering_set(), *layouts.reproducible_cases(), *mixture_cases()]:
         for layout in (case.layout, case.layout.base, case.layout.reference):
             config = configuration(TrainingTask(Case(layout, case.model), compute, 20))
             assert config.data_size == layout.data

@@ -43,7 +43,7 @@ def test_table_of_all_layouts_is_markdown_of_120_columns():
     lines = table.text(whole(), 8, 20).splitlines()
     assert max(map(len, lines)) <= table.WIDTH
     in_table = [line for line in lines if line.startswith("|")]
-    assert len(in_table) == len(whole()) + 2 * 6  # each of six tables has a head and a rule
+    assert len(in_table) == len(whole()) + 2 * 7  # each of seven tables has a head and a rule
     assert len({line.count("|") for line in in_table}) == 1
     assert lines[-1] == f"{len(whole())} rows, all ok"
     assert "RED" not in "\n".join(lines)
@@ -71,6 +71,18 @@ def test_muon_has_wider_bars_in_float32():
     assert [len(comparison.red()) for comparison in verdicts] == [5, 7]
     assert "Bars of Muon, which iterates in bfloat16: fp32 1e-04" in table.text(whole(), 8, 20)
     assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(verdicts, 8, 20)
+
+
+def test_choices_of_experts_that_differ_are_told_and_red_in_float64():
+    first = next(comparison for comparison in comparisons() if comparison.section == suite.EXPERTS)
+    replaced = replace(row(first), flips={"fp64": 0, "fp32": 3})
+    text = table.text([replaced], 8, 20)
+    assert "t p v d b z = 1 1 1 2 8 0 gpipe e2: fp64 0, fp32 3 of 20,480" in text.splitlines()
+    assert text.endswith("1 rows, all ok") and max(map(len, text.splitlines())) <= table.WIDTH
+    assert table.as_json([replaced], 8, 20)["rows"][0]["flips"] == {"fp64": 0, "fp32": 3}
+    other = replace(replaced, flips={"fp64": 1, "fp32": 3})
+    assert other.red() == ["fp64: 1 choice of experts differs"]
+    assert "Choices of experts" not in table.text(whole()[:1], 8, 20)
 
 
 @pytest.mark.parametrize(

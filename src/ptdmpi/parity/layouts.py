@@ -162,11 +162,14 @@ class ComparedLayout(Layout):
         order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
         unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
         the base layout also sums gradients in the same order: over ranks before or after
-        microbatches, and first within shard groups or at once over all ranks.
+        microbatches, and first within shard groups or at once over all ranks. Experts are
+        distributed over equally many ranks in both layouts, unless experts on one rank also give
+        these bits.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
             data=self.data,
+            expert=1 if self.sums_by_source else self.expert,
             sequence_parallel=self.sequence_parallel,
             micro_size=self.micro_size,
             reproducible=self.reproducible,
@@ -184,6 +187,17 @@ class ComparedLayout(Layout):
         """Return True if groups of ranks shard the optimizer's state, and several groups have
         copies of the same state."""
         return 1 < self.shards < self.copies
+
+    @property
+    def sums_by_source(self) -> bool:
+        """Return True if the sums of experts' gradients have the order of data parallelism: experts
+        are distributed over all data ranks, each of which has one microbatch, and nothing is
+        sharded."""
+        return (
+            self.expert == self.data
+            and self.microbatches(GLOBAL_SIZE) == 1
+            and not self.shards_state
+        )
 
     @property
     def sums_by_microbatch(self) -> bool:
@@ -379,7 +393,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     return chosen
 
 
-def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
+def legal(cases: Sequence[Case], ranks: int) -> list[Case]:
     """Return the cases that can be trained on `ranks` ranks."""
     return [case for case in cases if refusal(case, ranks) is None]
 
@@ -396,7 +410,7 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
         ComparedLayout(data=4, micro_size=2, zero=1, shard_group=2),
         ComparedLayout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
     ]
-    return _legal([Case(replace(layout, reproducible=True), model) for layout in layouts], ranks)
+    return legal([Case(replace(layout, reproducible=True), model) for layout in layouts], ranks)
 
 
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
@@ -429,7 +443,7 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
             replace(model, documents=False),
         ),
     ]
-    return _legal(cases, ranks)
+    return legal(cases, ranks)
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
@@ -455,7 +469,7 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
             replace(lora, method="ia3"),
         ),
     ]
-    return _legal(cases, ranks)
+    return legal(cases, ranks)
 
 
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
@@ -480,4 +494,4 @@ def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
             micro_size=2,
         ),
     ]
-    return _legal([Case(layout, model) for layout in layouts], ranks)
+    return legal([Case(layout, model) for layout in layouts], ranks)

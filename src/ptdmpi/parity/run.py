@@ -2,7 +2,7 @@
 ranks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from tempfile import gettempdir
 from typing import TypeVar
@@ -19,6 +19,7 @@ from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
+from ptdmpi.parity.mixtures import Choices, Chooser, MixtureModel
 from ptdmpi.plan.layout.grid import Grid, layout_grid
 
 T = TypeVar("T")
@@ -46,6 +47,19 @@ class TrainingTask:
     steps: int
     attempt: int = 0
 
+    @property
+    def reference(self) -> "TrainingTask":
+        """Return the training run of the same model on one rank."""
+        case = replace(self.case, layout=self.case.layout.reference)
+        return replace(self, case=case, attempt=0)
+
+    @property
+    def watches_choices(self) -> bool:
+        """Return True if the choices of experts are compared with those of `reference`, or, in
+        float32, are replaced by them."""
+        is_mixture = isinstance(self.case.model, MixtureModel)
+        return is_mixture and self.compute in ("fp64", "fp32") and self != self.reference
+
 
 @dataclass(frozen=True)
 class Training:
@@ -53,7 +67,9 @@ class Training:
 
     The results are the loss and the gradient norm of each step, the gradients of the first step as
     the optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
-    copies on several ranks differ (`torn`).
+    copies on several ranks differ (`torn`). If the model has experts, `choices` has the experts of
+    each token in a run on one rank, and `flips` is the number of choices in all other runs that
+    differ from these.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -61,6 +77,8 @@ class Training:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
+    choices: Choices = field(default_factory=dict)
+    flips: int = 0
 
 
 def configuration(task: TrainingTask) -> Config:
@@ -141,24 +159,31 @@ def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
     )
 
 
-def train(task: TrainingTask, axes: Axes) -> Training | None:
+def train(
+    task: TrainingTask, axes: Axes, known: Mapping[TrainingTask, Choices] | None = None
+) -> Training | None:
     """Train on the ranks of `axes`. Return the result of the training run on rank 0 of `axes`, and
-    None on all other ranks."""
+    None on all other ranks. `known` has the choices of experts of the runs on one rank, if the task
+    watches them."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
+    expected = (known or {})[task.reference] if task.watches_choices else None
+    chooser = Chooser(engine, expected, replaces=task.compute == "fp32" and expected is not None)
     losses = []
     norms = []
     gradients: list[Piece] = []
     for step in range(task.steps):
-        batches = microbatches(config, task.case, step, axes["data"].rank)
-        result = engine.step(step, [batch.at(engine.context.positions) for batch in batches])
+        whole = microbatches(config, task.case, step, axes["data"].rank)
+        batches = [batch.at(engine.context.positions) for batch in whole]
+        chooser.begin(step, batches)
+        result = engine.step(step, batches)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
             gradients = [piece.copied() for piece in engine.state.gradients()]
     weights = [piece.copied() for piece in engine.state.pieces() if piece.kind == WEIGHTS]
-    everyone = axes.world.control.gather((gradients, weights), root=0)
+    everyone = axes.world.control.gather((gradients, weights, chooser.flips), root=0)
     if everyone is None:
         return None
     first, torn = assemble(piece for of_rank in everyone for piece in of_rank[0])
@@ -169,6 +194,8 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
         gradients=first,
         parameters=last,
         torn=list(dict.fromkeys(torn + also_torn)),
+        choices=chooser.recorded if task == task.reference else {},
+        flips=sum(of_rank[2] for of_rank in everyone),
     )
 
 

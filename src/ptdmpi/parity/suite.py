@@ -3,6 +3,7 @@ results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ptdmpi.base.words import counted
 from ptdmpi.comm.wires import Wire, wire_named
@@ -17,6 +18,7 @@ from ptdmpi.parity.compare import (
     first_other_bit,
 )
 from ptdmpi.parity.layouts import Case
+from ptdmpi.parity.mixtures import Choices, MixtureModel, mixture_cases
 from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
@@ -28,6 +30,7 @@ REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
 MODERN = "Windows, caps, and a key head that all tensor ranks share"
 ADAPTED = "Adapters next to a frozen model"
 MUON = "Matrices made orthogonal as wholes"
+EXPERTS = "Experts on several ranks"
 TWICE = "A second run of one layout"
 
 
@@ -51,7 +54,7 @@ class Comparison:
 
     def expected(self, compute: str, steps: int) -> TrainingTask:
         """Return the training run of the same model on one rank."""
-        return TrainingTask(replace(self.case, layout=self.case.layout.reference), compute, steps)
+        return TrainingTask(self.case, compute, steps).reference
 
     def same_bits(self, compute: str, steps: int) -> TrainingTask:
         """Return the training run that must have the same bits."""
@@ -71,16 +74,19 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    `differences`, `bits` and `torn` map a compute type to results. `differences` has the greatest
-    difference from the training run on one rank, by kind of value ("loss", "norm", "gradients",
-    "parameters"). `bits` has the first value whose bits differ, or None. `torn` has the tensors
-    whose copies on several ranks differ. Bits are not compared on a transport that is not exact.
+    `differences`, `bits`, `torn` and `flips` map a compute type to results. `differences` has the
+    greatest difference from the training run on one rank, by kind of value ("loss", "norm",
+    "gradients", "parameters"). `bits` has the first value whose bits differ, or None. `torn` has
+    the tensors whose copies on several ranks differ. `flips` has the number of choices of experts
+    that differ from the training run on one rank, if the model has experts; in float32 these
+    choices were replaced. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
     differences: dict[str, dict[str, Greatest]]
     bits: dict[str, str | None]
     torn: dict[str, list[str]] = field(default_factory=dict)
+    flips: dict[str, int] = field(default_factory=dict)
 
     def red(self) -> list[str]:
         """Return a text for each tolerance that is exceeded and for each other fault."""
@@ -98,6 +104,9 @@ class Verdict:
         for compute, names in self.torn.items():
             if names:
                 faults.append(f"{compute}: copies of {', '.join(names)} differ")
+        if flips := self.flips.get("fp64"):
+            verb = "differs" if flips == 1 else "differ"
+            faults.append(f"fp64: {counted(flips, 'choice')} of experts {verb}")
         return faults
 
 
@@ -114,6 +123,7 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         MODERN: layouts.modern_cases(ranks),
         ADAPTED: layouts.adapted_cases(ranks),
         MUON: layouts.muon_cases(ranks),
+        EXPERTS: mixture_cases(ranks),
     }
     # layouts with the most ranks come first, because they find the most faults; among them, the
     # layouts with the most effects come first
@@ -153,16 +163,22 @@ def run(
     wire = wire or wire_named()
     blocks = Blocks(world, wire)
     results: dict[TrainingTask, Training] = {}
-    for ranks in sorted({task.case.layout.ranks for task in tasks}):
-        alike = [task for task in tasks if task.case.layout.ranks == ranks]
+    choices: dict[TrainingTask, Choices] = {}
+    # runs that watch the choices of experts of other runs come after these runs
+    for watches, ranks in sorted({(t.watches_choices, t.case.layout.ranks) for t in tasks}):
+        if watches and not choices:
+            made = {task: training.choices for task, training in results.items()}
+            choices = world.control.bcast(made, root=0)
+        alike = [t for t in tasks if (t.watches_choices, t.case.layout.ranks) == (watches, ranks)]
+        work = partial(train, known=choices)
         if world.rank == 0:
             say(
                 f"parity: {counted(len(alike), 'training')} of {counted(steps, 'step')} on "
                 f"{counted(ranks, 'rank')} each"
             )
-            results |= blocks.run(alike, say, work=train)
+            results |= blocks.run(alike, say, work=work)
         else:
-            blocks.run(alike, work=train)
+            blocks.run(alike, work=work)
     if world.rank:
         return []
     return [_verdict(comparison, steps, results, wire.kind.exact) for comparison in wanted]
@@ -175,6 +191,7 @@ def _verdict(
     too."""
     mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
     bitwise = BITWISE if exact else ()
+    is_mixture = isinstance(comparison.case.model, MixtureModel)
     return Verdict(
         comparison,
         differences={
@@ -186,4 +203,5 @@ def _verdict(
             for compute in bitwise
         },
         torn={compute: mine[compute].torn for compute in (*BARS, "bf16")},
+        flips={compute: mine[compute].flips for compute in BARS} if is_mixture else {},
     )

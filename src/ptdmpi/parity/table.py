@@ -10,8 +10,10 @@ from typing import Any
 from ptdmpi.config import Layout
 from ptdmpi.parity.compare import BARS, MUON_BARS, Greatest, bars_of, left_out
 from ptdmpi.parity.layouts import (
+    GLOBAL_SIZE,
     LAYOUT_FACTORS,
     MODEL_FACTORS,
+    SEQ_LENGTH,
     AdaptedModel,
     Case,
     ComparedModel,
@@ -19,6 +21,7 @@ from ptdmpi.parity.layouts import (
     Pair,
     missing_pairs,
 )
+from ptdmpi.parity.mixtures import EXPERTS, MixtureModel
 from ptdmpi.parity.probe import SECTION, Probed
 from ptdmpi.parity.suite import COVERING, Comparison, Verdict
 
@@ -45,6 +48,8 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Pr
         lines += [f"{section}:", ""]
         lines += [_line(HEADINGS, widths), _line(["-" * width for width in widths], widths)]
         lines += [*(_line(row, widths) for row in cells), ""]
+    if flips := [row for row in rows if row.flips]:
+        lines += [*_flips(flips, steps), ""]
     if rows:
         lines += [*_legend(models, steps), "", *_missing(rows, ranks), ""]
     if probed:
@@ -88,6 +93,20 @@ def _probe_cells(probe: Probed) -> list[str]:
 def _describe(row: Verdict) -> str:
     layout = row.comparison.case.layout
     return f"t p v d b z = {_sizes(layout)} {layout.schedule} {_options(layout)}".rstrip(" -")
+
+
+def _flips(rows: Sequence[Verdict], steps: int) -> list[str]:
+    """Return lines about the choices of experts that differ from those of one rank, for rows with
+    experts."""
+    lines = [
+        "Choices of experts that differ from those of one rank. In float32 they were replaced by",
+        "the choices of one rank.",
+    ]
+    for row in rows:
+        every = steps * GLOBAL_SIZE * SEQ_LENGTH * row.comparison.case.model.layers
+        words = ", ".join(f"{compute} {count}" for compute, count in row.flips.items())
+        lines.append(f"{_describe(row)}: {words} of {every:,}")
+    return lines
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -137,6 +156,7 @@ def _options(layout: Layout) -> str:
         "pa": layout.partition_activations,
         f"g{layout.shard_group}": layout.shard_group is not None,
         "of": layout.offload != "none",
+        f"e{layout.expert}": layout.expert > 1,
         layout.exchange: layout.context > 1,
     }
     return " ".join(word for word, on in words.items() if on) or "-"
@@ -160,6 +180,8 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
         "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
+    if any(isinstance(model, MixtureModel) for model in models):
+        lines.append("e2: experts on 2 of the ranks with the same layers.")
     for letter, model in enumerate(models, ord("A")):
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}.")
     names = left_out(models)
@@ -183,6 +205,8 @@ def _model_words(model: ComparedModel) -> list[str]:
         words.append(f"frozen, with {model.method}")
     if isinstance(model, MuonModel):
         words.append("Muon")
+    if isinstance(model, MixtureModel):
+        words.append(f"{EXPERTS} experts, balance {model.balance}")
     return words
 
 
@@ -248,6 +272,7 @@ def _row(row: Verdict) -> dict[str, Any]:
         },
         "bits": {compute: where or "equal" for compute, where in row.bits.items()},
         "torn": row.torn,
+        "flips": row.flips,
         "red": row.red(),
     }
 

@@ -1,0 +1,156 @@
+"""Compared models with experts, and the choices of experts, which are recorded in one training run
+and replayed in another.
+
+If two scores of a router are almost equal, a rounding error may change the choice of experts. Two
+layouts then compute different functions, and their losses differ by more than rounding. So a
+training run in float32 replays the choices of the run on one rank, and counts the choices that it
+would have made differently (`flips`). In float64 no choice may differ.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.experts.routing import Routing
+from ptdmpi.parity.layouts import (
+    GLOBAL_SIZE,
+    HIDDEN,
+    MOST_RANKS,
+    SEQ_LENGTH,
+    Case,
+    ComparedLayout,
+    ComparedModel,
+    legal,
+)
+
+EXPERTS = 4
+CHOSEN = 2  # experts of a token
+COEFFICIENTS = {"bias": 0.001, "batch": 0.02, "sequence": 0.02}
+# (step, layer) -> numbers of the experts of each token [GLOBAL_SIZE, SEQ_LENGTH, CHOSEN]
+Choices = dict[tuple[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class MixtureModel(ComparedModel):
+    """A model whose layers have experts, and whose experts are balanced by the method `balance`."""
+
+    balance: str = "bias"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of [model] for this model."""
+        return {
+            **super().keys,
+            "experts": EXPERTS,
+            "experts_per_token": CHOSEN,
+            "expert_hidden": HIDDEN,
+            "shared_experts": 1,
+            "balance": self.balance,
+            "balance_coefficient": COEFFICIENTS[self.balance],
+        }
+
+
+def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """Return cases with experts that are distributed over ranks.
+
+    In the first case each rank has one microbatch, so it must have the bits of data parallelism
+    without distributed experts. The other cases add tensor parallelism with recomputation, ZeRO 3,
+    and several chunks per rank.
+    """
+    model = MixtureModel("llama", layers=4)
+    cases = [
+        Case(ComparedLayout(data=2, expert=2, micro_size=GLOBAL_SIZE // 2), model),
+        Case(
+            ComparedLayout(
+                tensor=2,
+                data=2,
+                expert=2,
+                sequence_parallel=True,
+                recompute="full",
+                micro_size=2,
+            ),
+            replace(model, balance="batch"),
+        ),
+        Case(
+            ComparedLayout(data=4, expert=2, zero=3, micro_size=2),
+            replace(model, balance="sequence"),
+        ),
+        Case(
+            ComparedLayout(
+                pipeline=2, virtual=2, data=2, expert=2, schedule="interleaved", micro_size=4
+            ),
+            replace(model, dropout=True, documents=True),
+        ),
+    ]
+    return legal(cases, ranks)
+
+
+class Chooser:
+    """The choices of experts in a training run. `replaces` is True if the choices `expected` of
+    another run are used. Otherwise the run uses its own choices.
+
+    `recorded` has the choices of the run itself, for the tokens of this rank. `flips` is the number
+    of these choices that differ from `expected`, apart from the order of a token's experts; tensor
+    ranks with the same tokens count them once. Without `expected` no choice is counted.
+    """
+
+    def __init__(
+        self, engine: Engine, expected: Choices | None = None, *, replaces: bool = False
+    ) -> None:
+        """Watch all routers of the engine from now on."""
+        self.expected = expected
+        self.replaces = replaces
+        self.recorded: Choices = {}
+        self.flips = 0
+        self._positions = engine.context.positions
+        self._step = 0
+        self._batches: Sequence[Microbatch] = ()
+        self._done = Counter[int]()
+        for stage in engine.stages.values():
+            for layer, mixture in stage.mixtures.items():
+                counts = mixture.tokens.first
+                mixture.routing = _WatchedRouting(mixture.routing.model, layer, self, counts)
+
+    def begin(self, step: int, batches: Sequence[Microbatch]) -> None:
+        """Prepare for a step on `batches`, which have only this rank's positions."""
+        self._step, self._batches = step, batches
+        self._done.clear()
+
+    def choice(self, layer: int, own: Tensor, *, counts: bool) -> Tensor:
+        """Return the experts [T, k] of the tokens of the layer's next microbatch. The layer itself
+        has chosen the experts `own` [T, k]. Every layer computes the microbatches of a step in
+        their order. If `counts` is False, flips are not counted."""
+        batch = self._batches[self._done[layer]]
+        self._done[layer] += 1
+        samples = batch.samples - self._step * GLOBAL_SIZE
+        positions = self._positions.numbers(len(batch.inputs), own.device)
+        place = (samples[None, :], positions[:, None])  # the tokens are the positions [s, b]
+        shape = (GLOBAL_SIZE, SEQ_LENGTH, own.shape[1])
+        record = self.recorded.setdefault((self._step, layer), own.new_zeros(shape))
+        record[place] = own.unflatten(0, (len(positions), len(samples)))
+        if self.expected is None:
+            return own
+        theirs = self.expected[self._step, layer][place].flatten(0, 1)
+        if counts:
+            differ = own.sort(-1).values != theirs.sort(-1).values
+            self.flips += int(differ.any(-1).sum())
+        return theirs if self.replaces else own
+
+
+@dataclass(frozen=True)
+class _WatchedRouting(Routing):
+    """The routing of one layer, whose choices pass through a `Chooser`."""
+
+    layer: int
+    chooser: Chooser
+    counts: bool
+
+    def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
+        """Return the experts [T, k] of each token."""
+        own = super().choose(scores, balance)
+        return self.chooser.choice(self.layer, own, counts=self.counts)

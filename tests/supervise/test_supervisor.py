@@ -1,16 +1,20 @@
 """The supervisor with a stand-in for mpirun, which does what the test says at each start."""
 
+import array
 import contextlib
+import fcntl
 import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import IO
 
 import pytest
 
@@ -60,6 +64,7 @@ def done(to):
 
 def end(why):
     (run / "history.jsonl").write_text(json.dumps({{"attempt": 1, "event": "end", "why": why}}))
+    os.utime(run / "history.jsonl", (0, 0))  # the clock of the file system is wrong
 
 def wait(code=75):
     while not asked:
@@ -109,6 +114,7 @@ def job(tmp_path):
         options: tuple[str, ...] = (),
         n: int = 4,
         environ: Mapping[str, str] = MappingProxyType({}),
+        output: IO[str] | int = subprocess.PIPE,
     ) -> subprocess.Popen:
         for number, text in enumerate(starts, 1):
             (tmp_path / "starts" / str(number)).write_text(text)
@@ -118,8 +124,8 @@ def job(tmp_path):
             [sys.executable, "-m", "ptdmpi", "run", "-n", str(n), *options, "config.toml"],
             cwd=tmp_path,
             env={"PATH": path, "VIRTUAL_ENV": "/nowhere", **kept, **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
         )
 
@@ -195,6 +201,48 @@ def test_a_layout_is_searched_once(job, tmp_path):
     first, second = calls(tmp_path)
     assert first.endswith("config.toml --layout auto")
     assert "train r/config.toml" in second and "--layout" not in second
+
+
+def test_the_layout_of_an_earlier_job_is_not_taken(job, tmp_path):
+    """Its file may be newer than the start of this job, by a clock that was wrong."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text("")
+    future_s = time.time() + 1e6
+    os.utime(tmp_path / "r" / "config.toml", (future_s, future_s))
+    wrote = (
+        "step(2); Path('r/config.toml').write_text('x'); os.utime('r/config.toml', (0, 0)); die()"
+    )
+    assert ends(job(wrote, "done(9)", options=("--layout", "auto")))[0] == 0
+    first, second = calls(tmp_path)
+    assert first.endswith("train config.toml --layout auto")
+    assert "train r/config.toml" in second and "--layout" not in second
+
+
+def test_a_full_disk_takes_no_output_and_ends_nothing(job, tmp_path):
+    """More lines than the pipes hold, so the launcher waits if nobody reads them."""
+    lines = "print('line\\n' * 100_000, flush=True); print('x\\n' * 100_000, file=sys.stderr)"
+    with open("/dev/full", "w") as full:
+        process = job(f"{lines}; done(9)", output=full)
+        assert process.wait(60) == 0
+    assert len(calls(tmp_path)) == 1
+
+
+def test_a_reader_that_waits_delays_no_stop(job, tmp_path):
+    """Nobody reads the output, so the supervisor waits to print, as before a stopped `less`."""
+    lines = "print('line\\n' * 20_000, file=sys.stderr, flush=True)"
+    process = job(f"{lines}; step(9)\nwhile not asked: time.sleep(0.01)\nopen('stop', 'w')")
+    end = time.monotonic() + 30
+    pipe, size, before = process.stderr.fileno(), array.array("i", [0]), -1
+    while not size[0] or size[0] != before:  # until the pipe is full
+        assert time.monotonic() < end
+        before = size[0]
+        time.sleep(0.3)
+        fcntl.ioctl(pipe, termios.FIONREAD, size)
+    process.send_signal(signal.SIGINT)
+    while not (tmp_path / "stop").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    ends(process)
 
 
 def test_ranks_may_survive_one_another(job, tmp_path):

@@ -6,7 +6,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from typing import IO
+from typing import IO, TextIO
+
+from ptdmpi.base.say import put
 
 # A launcher prints a line of dashes before and after each of its notices. A line of dashes that a
 # rank prints belongs to a table.
@@ -30,7 +32,7 @@ class LauncherOutput:
     the output of this process any more.
     """
 
-    def __init__(self, pipes: list[tuple[IO[str], IO[str]]], on_unread: Callable[[], None]) -> None:
+    def __init__(self, pipes: list[tuple[IO[str], TextIO]], on_unread: Callable[[], None]) -> None:
         """Start one thread for each pair of files. The thread reads the first file until its end,
         and prints the lines to the second file."""
         self.said = False
@@ -56,7 +58,7 @@ class LauncherOutput:
             self._print(line, sys.stderr)
         self._held.clear()
 
-    def _pass(self, source: IO[str], target: IO[str]) -> None:
+    def _pass(self, source: IO[str], target: TextIO) -> None:
         framed = False
         for line in source:
             if FRAME.match(line):
@@ -69,12 +71,11 @@ class LauncherOutput:
                 self.failed = self.failed or TRACEBACK.search(line) is not None
                 self._print(line, target)
 
-    def _print(self, line: str, target: IO[str]) -> None:
+    def _print(self, line: str, target: TextIO) -> None:
         if self._unread:
             return
         try:
-            target.write(line)
-            target.flush()
+            put(line.removesuffix("\n"), target)
         except (BrokenPipeError, ValueError):
             self._unread = True
             self._on_unread()

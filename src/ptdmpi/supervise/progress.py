@@ -3,8 +3,10 @@
 import contextlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ptdmpi.base.disk import open_file, read_file
 
@@ -21,6 +23,18 @@ class RecordedStep:
     step: int = 0
     ranks: int = 0
     loss: float | None = None
+
+
+class FileVersion(NamedTuple):
+    """The inode, size in bytes and time of the last change (in nanoseconds) of a file. A file that
+    was written again has another version."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+Versions = Mapping[str, FileVersion | None]  # the versions of files, by their names
 
 
 @dataclass(frozen=True)
@@ -49,16 +63,30 @@ class RunProgress:
             return int(json.loads(read_file(self.path / "done"))["steps"])
         return None
 
-    def why(self, since_s: float) -> str:
-        """Return the reason why the run ended, if the ranks have recorded it at the time `since_s`
-        (seconds since 1970) or later. Return "" if the ranks have recorded no reason, because they
-        were killed."""
-        for name, reason in (("stacks/table.txt", _heading), ("history.jsonl", _recorded_reason)):
-            path = self.path / name
+    def why(self, before: Versions) -> str:
+        """Return the reason why the run ended, if the ranks have recorded it. `before` has the
+        versions of the files before this start of the ranks. Return "" if the ranks have recorded
+        no reason, because they were killed."""
+        for name, reason in REASONS.items():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-                if path.stat().st_mtime >= since_s:
-                    return reason(_last_lines(path))
+                if self.version(name) not in (None, before[name]):
+                    return reason(_last_lines(self.path / name))
         return ""
+
+    def versions(self) -> Versions:
+        """Return the version of each file in which a start records the reason for its end."""
+        return {name: self.version(name) for name in REASONS}
+
+    def version(self, name: str) -> FileVersion | None:
+        """Return the version of a file in the run directory; None if there is no such file.
+
+        Versions are only tested for equality, because the clocks of hosts and file systems differ,
+        and may jump.
+        """
+        with contextlib.suppress(OSError):
+            status = (self.path / name).stat()
+            return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+        return None
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
         """Return the name of the newest checkpoint and the time of its save, in nanoseconds. Return
@@ -100,6 +128,14 @@ def _recorded_reason(history: list[bytes]) -> str:
     the beginning of an attempt, not its end."""
     why = str(json.loads(history[-1])["why"])
     return why.removeprefix("failed: ").removeprefix("stopped: ")
+
+
+# The files in which a start records the reason for its end, and the functions that read the reason
+# from the last lines.
+REASONS: Mapping[str, Callable[[list[bytes]], str]] = {
+    "stacks/table.txt": _heading,
+    "history.jsonl": _recorded_reason,
+}
 
 
 def _last_lines(path: Path) -> list[bytes]:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ptdmpi.base.launched import COPIES
+from ptdmpi.base.say import put
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
@@ -27,6 +28,7 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
+CONFIG = "config.toml"  # the file of the complete configuration, which the ranks write
 AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.
 # Exit code -> the event in the last message; every other code is a failure.
 EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
@@ -85,7 +87,8 @@ class Supervisor:
         self.ranks = job.ranks
         self.started_from = self.progress.newest_checkpoint()
         self.starts = 0
-        self._began_s = self._started_s = time.time()
+        self._config_before = self.progress.version(CONFIG)
+        self._reasons_before = self.progress.versions()
         self._start: LauncherStart | None = None
         self._requests = 0
         self._asked_s = 0.0
@@ -109,7 +112,7 @@ class Supervisor:
             self.place.remove(self.environment[COPIES], self.environment)
         reasons = []
         if code:
-            reasons = [self.progress.why(self._started_s), self._why]
+            reasons = [self.progress.why(self._reasons_before), self._why]
             reasons = [reason for reason in reasons if reason] or [f"exit code {code}"]
         self._tell(EVENTS.get(code, "failed"), "; ".join(reasons))
         return code
@@ -144,12 +147,12 @@ class Supervisor:
         """Start the ranks once, and wait until they have ended."""
         train = [*_program(), "train", *self._words(), *self._overrides()]
         command = [*self.place.command(self.ranks, nodes), *train]
+        self._reasons_before = self.progress.versions()
         try:
             start = LauncherStart(command, self.environment)
         except OSError as error:
             raise InputError(f"{command[0]}: {error.strerror}") from None
         self.starts += 1
-        self._started_s = time.time()
         self._start = start
         self._first_after = self.progress.newest().step
         # the request to stop came before the launcher was started, so pass it on now
@@ -170,13 +173,11 @@ class Supervisor:
         the ranks have searched the layout at their first start, later starts read the layout from
         the run directory, so that the search and its measurements are not repeated.
         """
-        resolved = self.progress.path / "config.toml"
         settings = [word for setting in self.job.settings for word in ("--set", setting)]
         if not self.job.searched:
             return [self.job.config, *settings]
-        with contextlib.suppress(OSError):
-            if resolved.stat().st_mtime >= self._began_s:
-                return [str(resolved), *settings]
+        if self.progress.version(CONFIG) not in (None, self._config_before):
+            return [str(self.progress.path / CONFIG), *settings]
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
@@ -286,12 +287,13 @@ class Supervisor:
         self._asked_s = now
         start = self._start
         name = signal.Signals(number).name
-        if self._requests == 1:
-            self._say(f"{name}: stopping after this step, and saving; once more stops it at once")
         if start is not None and self._requests < 3:
             start.ask_to_stop()
         elif start is not None:
             start.end()
+        # print last, because printing waits for the reader of the output
+        if self._requests == 1:
+            self._say(f"{name}: stopping after this step, and saving; once more stops it at once")
 
     def _say_again(self, ended: Ended, nodes: Sequence[LaunchHost]) -> None:
         step = self.progress.newest().step
@@ -311,8 +313,9 @@ class Supervisor:
     def _say(self, line: str) -> None:
         text = f"ptdmpi run: {line}"
         self.progress.log(text)
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+        # Python raises RuntimeError if a signal has interrupted the printing of another line
+        with contextlib.suppress(BrokenPipeError, RuntimeError):
+            put(text, sys.stderr)
 
 
 def _program() -> list[str]:

@@ -29,7 +29,7 @@ from ptdmpi.model.kernels.choice import (
     HostChoice,
     OneDnnLinears,
 )
-from ptdmpi.model.kernels.stored import read, written
+from ptdmpi.model.kernels.stored import read, sound, written
 from tests._runs import loop
 from tests.parallel import parallel
 
@@ -219,6 +219,34 @@ def test_widened_products_are_in_float32():
     y = torch.nn.functional.linear(x.float(), w.float(), w[0].float()).bfloat16()
     assert torch.equal(by.linear(x, w, w[0]), y)
     assert torch.equal(by.input_gradient(x, w), (x.float() @ w.float()).bfloat16())
+
+
+DAMAGED = [
+    {"attention": "products:abc"},
+    {"attention": ["products:abc"]},
+    {"attention": ["products:0:kept"]},
+    {"attention": ["library:nan"]},
+    {"attention": [5]},
+    {"attention": None},
+    {"linear": ["onednn:x:y"], "attention": ["library"]},
+    {"linear": ["onednn:1:2:3"], "attention": ["library"]},
+    [],
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=json.dumps)
+def test_damage_is_no_choice(damaged):
+    assert sound(damaged) is None
+    assert sound({"attention": ["products:64", "flash"]}) == {"attention": ["products:64", "flash"]}
+
+
+@parallel(ranks=[1])
+def test_the_checkpoint_s_kernels_replace_a_damaged_record(comm, tmp_path):
+    place = RunPlace(torch.device("cpu"), torch.float32, {})
+    (tmp_path / agreement.FILE).write_text(json.dumps(DAMAGED[0]))
+    chosen = agreed(World(comm), tmp_path, place, {"attention": ["products:64"]}, say=[].append)
+    assert chosen.attention == AttentionByProducts(64)
+    assert sound(json.loads((tmp_path / agreement.FILE).read_text())) == stored(chosen)
 
 
 @parallel(ranks=[1])

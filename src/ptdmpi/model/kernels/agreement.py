@@ -21,7 +21,7 @@ from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.model.kernels import choice as choices
 from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnLinears
-from ptdmpi.model.kernels.stored import KINDS, Stored, read, text_of, written
+from ptdmpi.model.kernels.stored import KINDS, Stored, read, sound, text_of, written
 from ptdmpi.model.kernels.table import table
 
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
@@ -136,7 +136,7 @@ def agreed(
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
     if before is not None:
-        known = kept_here or before
+        known = kept_here or sound(before) or {}
     if place.device.type == "cpu":
         settled = _on_hosts(world, place, known, say)
     else:
@@ -252,13 +252,12 @@ def is_recorded(folder: Path) -> bool:
 
 
 def _kept(folder: Path) -> Stored | None:
+    """Return the kernels that the run directory records; None if it has no record, or a damaged
+    one."""
     try:
-        stored_choice = json.loads(read_file(folder / FILE))
+        return sound(json.loads(read_file(folder / FILE)))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(stored_choice, dict):
-        return None
-    return stored_choice
 
 
 @contextlib.contextmanager

@@ -46,9 +46,26 @@ def text_of(kind: str, chosen: Any) -> str:
     return KINDS[kind].write(chosen)
 
 
+def sound(stored: object) -> Stored | None:
+    """Return a stored choice that was read from a file; None if a damaged file cannot be a stored
+    choice: it has another structure, or an impossible size."""
+    if not isinstance(stored, dict) or not all(map(_are_texts, stored.values())):
+        return None
+    try:
+        read(stored)
+    except ValueError:
+        return None
+    return stored
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
 def read(stored: Stored) -> dict[str, Any]:
     """Return the stored choice: kind -> value for the attribute of `HostChoice`. For each kind, the
-    first known text in `stored` is used. A kind without a known text is not in the result."""
+    first known text in `stored` is used. A kind without a known text is not in the result. Raise
+    ValueError if a known text has an impossible size."""
     chosen: dict[str, Any] = {}
     for kind, form in KINDS.items():
         values = [form.read(text.split(":")) for text in stored.get(kind, ())]
@@ -72,14 +89,23 @@ def _write_attention(attention: HostAttention) -> str:
 def _read_attention(parts: Sequence[str]) -> HostAttention | None:
     name, *rest = parts
     if name == "library":
-        return AttentionByLibrary(*map(float, rest[:1]))
+        return AttentionByLibrary(*map(_size, rest[:1]))
     if name != "products":
         return None
     words = {attribute: word in rest for word, attribute in WORDS.items()}
     chosen = AttentionByProducts(**words)
+    if rest and int(rest[0]) < 1:
+        raise ValueError(f"a block of {rest[0]} queries")
     if rest:
         return replace(chosen, block=int(rest[0]))
     return chosen
+
+
+def _size(text: str) -> float:
+    size = float(text)
+    if not size >= 0:
+        raise ValueError(f"the size {text}")
+    return size
 
 
 def _write_linear(linear: OneDnnLinears) -> str:
@@ -94,7 +120,8 @@ def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
         return OneDnnLinears()
     if name != "onednn":
         return None
-    return OneDnnLinears(*map(float, sizes or ("0", "0")))
+    output, input_gradient = map(_size, sizes or ("0", "0"))  # ValueError for another number
+    return OneDnnLinears(output, input_gradient)
 
 
 def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:

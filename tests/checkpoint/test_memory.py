@@ -128,16 +128,19 @@ def test_a_copy_without_its_manifest_is_none(comm, tmp_path):
             assert len(list(own.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["rank-00001*", pytest.param("manifest.json", marks=pytest.mark.long)]
+)
 @parallel([2])
-def test_a_damaged_copy_is_not_used(comm, tmp_path):
+def test_a_damaged_copy_is_not_used(comm, tmp_path, name):
     own = folder_of(comm, tmp_path, 1)
     os.environ["PTDMPI_COPIES"] = str(own)
     changes = {**EVERY, "checkpoint.every_steps": 3}
     train_until(comm, tmp_path, changes, 4)
     if comm.rank == 0:
-        file = next(own.glob("*/rank-00001*"))
+        file = next(own.glob(f"*/{name}"))
         content = bytearray(file.read_bytes())
-        content[-5] ^= 1
+        content[-5] ^= 0x81
         file.write_bytes(content)
     comm.Barrier()
     with loop(comm, tmp_path, changes) as made:

@@ -39,6 +39,7 @@ from ptdmpi.checkpoint.outgoing import OutgoingState
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import Axes, World
+from ptdmpi.config import InputError
 from ptdmpi.model.state import State, key
 
 # The largest number of bytes in one message, because MPI calls count elements in 32-bit integers.
@@ -244,15 +245,15 @@ class MemoryCopies:
 
     def _held(self) -> dict[str, HeldCopy]:
         """Return the copies of the state in this node's folder; the keys are the names of the
-        copies."""
+        copies. A damaged manifest counts as missing."""
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
+            for path in self.folder.glob("step-*-*"):
                 sizes = {file.name: file.stat().st_size for file in path.glob("rank-*")}
-                manifest = path / MANIFEST
                 text = ""
-                if manifest.is_file():
-                    text = manifest.read_text()
+                with contextlib.suppress(InputError):
+                    read_manifest(path)  # raises InputError unless its checksum is right
+                    text = (path / MANIFEST).read_text(encoding="utf-8")
                 held[path.name] = HeldCopy(text, sizes)
         return held
 

@@ -1,7 +1,6 @@
 """Reading the shape and the weights of a model on the disk, without MPI. The model is in a run
 directory, in a converted model, or in a checkpoint."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ptdmpi.base.disk import read_file
+from ptdmpi.base.toml import tables_of
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
@@ -162,8 +162,8 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
             "every run directory"
         )
     try:
-        tree = tomllib.loads(read_file(folder / CONFIG).decode())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tree = tables_of(read_file(folder / CONFIG))
+    except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")

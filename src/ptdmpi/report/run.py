@@ -3,13 +3,13 @@ attempts."""
 
 import contextlib
 import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.disk import read_file
+from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
@@ -46,7 +46,7 @@ def read(path: Path) -> RecordedRun:
     """Read the run in the directory `path`, and return its contents. Raise InputError if `path` is
     not a run directory."""
     try:
-        config = tomllib.loads(read_file(path / "config.toml").decode())
+        config = tables_of(read_file(path / "config.toml"))
         text = read_file(path / "metrics.jsonl").decode(errors="replace")
     except OSError as error:
         raise InputError(

@@ -7,12 +7,12 @@ import math
 import os
 import statistics
 import time
-import tomllib
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.disk import open_file, read_file
+from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
@@ -103,7 +103,7 @@ class Watched:
         self._last_line = ""
 
     def _read_config(self) -> None:
-        config = tomllib.loads(read_file(self.path / "config.toml").decode())
+        config = tables_of(read_file(self.path / "config.toml"))
         steps = int(config["run"]["steps"])
         if not 1 <= steps <= MOST_STEPS:
             raise ValueError(f"run.steps = {steps}")

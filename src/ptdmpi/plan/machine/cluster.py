@@ -7,7 +7,6 @@ writes, has the fractions of these rates that real software reaches.
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ptdmpi.base.disk import read_file
+from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.precision import PrecisionName
 from ptdmpi.config.presets import DEFAULTS, model_presets, nearest_presets
@@ -224,10 +224,10 @@ class Model:
 def _read(path: Traversable) -> dict[str, Any]:
     try:
         content = read_file(path) if isinstance(path, Path) else path.read_bytes()
-        return tomllib.loads(content.decode())
+        return tables_of(content)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None
 
 

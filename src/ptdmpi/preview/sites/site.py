@@ -3,7 +3,6 @@ and the time limit."""
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note
+from ptdmpi.base.toml import tables_of
 from ptdmpi.config.section import FrozenTable, NonNegative, Positive
 from ptdmpi.supervise.environment import jobs_folder
 
@@ -126,12 +126,12 @@ def site_of(text: str) -> Site:
     return site
 
 
-def _read(path: Path) -> tuple[Site, str]:
-    """Return the site in a file, and the text of the file. Raise InputError if the file is not
+def _read(path: Path) -> tuple[Site, bytes]:
+    """Return the site in a file, and the content of the file. Raise InputError if the file is not
     valid."""
     try:
-        content = read_file(path).decode()
-        tree = tomllib.loads(content)
+        content = read_file(path)
+        tree = tables_of(content)
     except OSError as error:
         raise InputError(f"site {path}: {error.strerror}") from None
     except ValueError as error:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import tomlkit
 import torch
 
 from ptdmpi.base.disk import read_file, write_whole
+from ptdmpi.base.toml import tables_of
 from ptdmpi.config import Config
 from ptdmpi.model.kernels.choice import Entries
 from ptdmpi.model.kernels.timing.bench import Bench, ProbeError
@@ -83,7 +83,7 @@ class Cached:
         """Return the measurements; None if there are no measurements for this key, or the file is
         damaged."""
         try:
-            tree = tomllib.loads(read_file(self.path).decode())
+            tree = tables_of(read_file(self.path))
             if tree.get("key") != self.key:
                 return None
             return KernelWays.model_validate(tree.get("kernels")).entries()

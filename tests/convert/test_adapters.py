@@ -191,6 +191,12 @@ def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
         ({"alpha_pattern": {"query": 1.0}}, "alpha_pattern: 'query' names no module that has"),
         ({"alpha_pattern": {"proj": 1.0}}, "alpha_pattern: 'proj' names no module that has"),
         ({"alpha_pattern": {"(": 1.0}}, r"alpha_pattern: '\(': .*; legal: a regular expression"),
+        ({"alpha_pattern": {"([a-z.]+)+X": 1.0}}, "repeats too much; legal: no repeated group"),
+        ({"alpha_pattern": {".*" * 9 + "X": 1.0}}, r"repeats too much; .* at most 3 of"),
+        ({"alpha_pattern": {"q{99999999999}": 1.0}}, "too large; legal: a regular expression"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "legal: a number above 0"),
+        ({"modules_to_save": 3}, r"modules_to_save = \['3'\]; legal: None, or a head"),
+        ({"modules_to_save": [{}, 1]}, r"modules_to_save = \['1', '{}'\]; legal: None"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank 2 of .*q_proj, but .* has 3 rows; legal: the"),
         ({"r": 2}, "r or rank_pattern give rank 2 of"),
     ):
@@ -317,6 +323,8 @@ def test_a_difference_that_is_not_finite_has_no_adapter(tmp_path):
     other = stored(tmp_path / "b", V, changed=lost)
     with pytest.raises(InputError, match=r"mlp\.up\.weight of .* inf or NaN"):
         split(base, other, tmp_path / "split", 2)
+    with pytest.raises(InputError, match=r"--rank 1000000: .*; legal: 1 to \d+$"):
+        split(base, base, tmp_path / "split", 10**6)
     assert not (tmp_path / "split").exists()
 
 

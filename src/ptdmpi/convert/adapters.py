@@ -269,14 +269,14 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     Return two values. The first value is the largest relative error: the norm of the part of a
     difference that the adapter does not represent, divided by the norm of that difference. The
     second value has the names of other parameters that differ, which an adapter cannot represent.
-    Raise InputError for models of different shapes, and for weights that are not finite.
+    Raise InputError for models of different shapes, for weights that are not finite, and for a rank
+    that no difference can have.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
     model = config.model
     task = models[1].task if model.classifies else NO_TASK
     directory, origin = base_at(base)
-    adapt = AdaptConfig(method="lora", rank=rank, alpha=float(rank), base=str(directory))
     head = task_head(model)
     rest = [name for name in declarations(config, models[1].vocab_size) if name not in head]
     tensors: dict[str, Tensor] = {}
@@ -284,6 +284,8 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     first = model.layers
     with models[0].reader() as before, models[1].reader() as after:
         _require_same_shapes(before, after, rest)
+        _require_rank(rank, model, after)
+        adapt = AdaptConfig(method="lora", rank=rank, alpha=float(rank), base=str(directory))
         for place in places(model, adapt):
             difference = _difference(before, after, f"{place.linear}.weight", place.rows)
             if not difference.isfinite().all():
@@ -332,6 +334,18 @@ def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) ->
         if name == POSITIONS and there is not None:
             rows = max(rows, there.shape[0])
         before.require(key(WEIGHTS, name), (rows, *rest))
+
+
+def _require_rank(rank: int, model: ModelConfig, reader: Reader) -> None:
+    """Raise InputError if the rank of every difference between two models is below `rank`."""
+    most = 1
+    for place in places(model, AdaptConfig(method="lora")):
+        inputs = reader.manifest[key(WEIGHTS, f"{place.linear}.weight")].shape[1]
+        most = max(most, min(inputs, place.rows.stop - place.rows.start))
+    if rank > most:
+        raise InputError(
+            f"--rank {rank}: no matrix of the model has such a rank; legal: 1 to {most}"
+        )
 
 
 def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:

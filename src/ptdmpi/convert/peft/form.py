@@ -37,5 +37,5 @@ def hub_name(base: Path) -> str:
     converted. Return the path itself if the model did not come from the hub."""
     for folder in (base, *base.parents[:2]):
         with contextlib.suppress(OSError):
-            return (folder / HUB_NAME).read_text(encoding="utf-8").strip()
+            return (folder / HUB_NAME).read_text(encoding="utf-8", errors="replace").strip()
     return str(base)

@@ -57,6 +57,15 @@ LEGAL: dict[str, Sequence[Any]] = {
 }
 
 
+# Python compares a name with a regular expression by trying the ways to match it. A repeated group
+# may match a name in exponentially many ways, and n repeats of characters in L^n ways for a name of
+# L characters.
+SLOW = re.compile(r"\)[*+{]")
+REPEAT = re.compile(r"[*+{]")
+MOST_REPEATS = 3
+MOST_NUMBER = 1e30  # a greater number in a configuration is a mistake
+
+
 def import_peft(source: Path, base: Path, target: Path) -> int:
     """Write the adapters in the `peft` directory `source`, which belong to the model at `base`, as
     a checkpoint at `target`; return the number of their elements.
@@ -113,7 +122,10 @@ def _with_head(
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
     # `peft` writes the first two of these names without being asked
     known = {"classifier", "score", "pooler"}
-    if strange := sorted({*(config.get("modules_to_save") or ())} - known):
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list):
+        saved = [saved]
+    if strange := sorted({*map(str, saved)} - known):
         raise InputError(
             f"{where}: modules_to_save = {strange}; legal: None, or a head for a task: {linear!r}"
         )
@@ -345,7 +357,8 @@ def _pattern(
 
     A key is a regular expression; it matches a module if it matches the module's name, or the end
     of the name after a dot. If several keys match, the first of them is used, as in
-    `peft.utils.other.get_pattern_key`. Raise InputError for a key that matches no module.
+    `peft.utils.other.get_pattern_key`. Raise InputError for a key that matches no module, and for a
+    key that could take years to compare with a name.
     """
     table = config.get(name) or {}
     if not isinstance(table, dict):
@@ -353,9 +366,14 @@ def _pattern(
     numbers: dict[str, float] = {}
     for pattern in table:
         value = _number(table, pattern, where)
+        if SLOW.search(pattern) or len(REPEAT.findall(pattern)) > MOST_REPEATS:
+            raise InputError(
+                f"{where}: {name}: {pattern!r} repeats too much; legal: no repeated group, and at "
+                f"most {MOST_REPEATS} of * + and {{"
+            )
         try:
             own = [module for module in modules if re.match(rf"(.*\.)?({pattern})$", module)]
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise InputError(
                 f"{where}: {name}: {pattern!r}: {error}; legal: a regular expression"
             ) from None
@@ -375,7 +393,9 @@ def _number(
     """Return the number in the key `name` of adapter_config.json. Raise InputError if the value is
     not a number in [least, below)."""
     value = table.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        value = math.nan
+    if not least <= value < min(below, MOST_NUMBER):
         legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"
-        raise InputError(f"{where}: {name} = {value!r}; legal: {legal}")
+        raise InputError(f"{where}: {name} = {table.get(name)!r}; legal: {legal}")
     return float(value)

@@ -18,6 +18,7 @@ def test_no_count_is_beyond_all_bounds():
     for key, value, most in (
         ("model.hidden", 10**24 + 7, 10**12),
         ("model.layers", 20_000, 10**4),
+        ("model.experts", 20_000, 10**4),
         ("run.steps", 10**23, 10**12),
         ("batch.micro_size", 10**13, 10**12),
         ("batch.global_size", 10**12, 10**9),

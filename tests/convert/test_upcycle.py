@@ -82,6 +82,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
         (dense, Experts(4, 1), r"router has no gradient; legal: router_normalize = false"),
         (dense, Experts(4, 2, dense_layers=4), r"dense_layers = 4 gives no layer experts"),
         (biased, Experts(4, 2), r"model.bias = true: experts have no biases"),
+        (dense, Experts(4, 2, router_std=np.nan), r"--router-std nan: legal: 0 to 1e\+06"),
+        (dense, Experts(4, 2, router_std=1e39), r"--router-std 1e\+39: legal"),
+        (dense, Experts(20_000, 2), r"model.experts = 20000: Input should be less"),
         (mixed, Experts(4, 2), r"has 2 experts already; legal: a model without them"),
     ):
         with pytest.raises(InputError, match=message):

@@ -102,6 +102,7 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 # module. The deepest trained Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555),
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000  # every expert is a module, too
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
 # activation functions of gated MLPs: one half of the first linear's output gates the other half
 GATED = ("swiglu", "geglu")
@@ -139,7 +140,7 @@ class ModelConfig(Section):
     zero_centered_norm: Bound[bool] = False
     qk_norm: Bound[bool | Literal["all"]] = False
     activation: Bound[Literal["gelu", "gelu_exact", "swiglu", "geglu"]]
-    experts: Bound[NonNegative] = 0
+    experts: Bound[Annotated[int, Field(ge=0, le=MOST_EXPERTS)]] = 0
     experts_per_token: Bound[NonNegative] = 0
     expert_hidden: Bound[Positive]
     shared_experts: Bound[NonNegative] = 0

@@ -42,6 +42,7 @@ EXPERT = re.compile(r"\.experts\.\d+")
 ROUTER = re.compile(r"\.mlp\.router\.(weight|balance)$")
 # Initial standard deviation of the router's weights: the default of model.init_std
 ROUTER_STD = 0.02
+MOST_STD = 1e6  # far above any useful value, and far below the greatest float32
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
     stored = open_model(source, kind)
     dense = stored.config().model
     _require_dense(stored, dense)
+    if not experts.router_std <= MOST_STD:
+        raise InputError(f"--router-std {experts.router_std}: legal: 0 to {MOST_STD:g}")
     model = {**dense.model_dump(), **experts.keys(dense)}
     config = config_of(model)
     needed = declarations(config, stored.vocab_size)

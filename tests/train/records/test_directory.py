@@ -7,7 +7,7 @@ import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.train.records import directory as files
-from ptdmpi.train.records.directory import RunDirectory
+from ptdmpi.train.records.directory import RunDirectory, mark_done
 
 
 def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
@@ -100,6 +100,12 @@ def test_a_file_that_is_no_timeline_stays(tmp_path):
         (tmp_path / "timeline" / name).touch()
     RunDirectory(tmp_path, "", 4)
     assert sorted(os.listdir(tmp_path / "timeline")) == sorted(names[1:])
+
+
+def test_a_damaged_file_done_is_written_again(tmp_path):
+    (tmp_path / "done").write_bytes(b"\xff\xfe")
+    mark_done(tmp_path, 4)
+    assert (tmp_path / "done").read_text() == '{"steps": 4}\n'
 
 
 def test_damaged_records_are_said_and_kept(tmp_path, capsys):

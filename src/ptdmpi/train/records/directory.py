@@ -192,7 +192,7 @@ def mark_done(path: Path, steps: int) -> None:
     done = path / DONE
     text = json.dumps({"steps": steps}) + "\n"
     try:
-        if not done.is_file() or done.read_text(encoding="utf-8") != text:
+        if not done.is_file() or done.read_bytes() != text.encode():
             write_whole(done, text)
     except OSError as error:
         raise InputError(

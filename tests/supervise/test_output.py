@@ -26,9 +26,16 @@ def test_a_launchers_notice_is_held_until_it_is_asked_for(notice, monkeypatch):
     assert errors.getvalue() == f"{notice}\n"
 
 
-def test_what_a_rank_says_of_the_end_is_printed_and_noted():
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank 1 on n1] Traceback (most recent call last):",
+        "stopped: more than run.max_skips = 3 steps were skipped",
+    ],
+)
+def test_what_a_rank_says_of_the_end_is_printed_and_noted(line):
     printed = io.StringIO()
-    source = io.StringIO("[rank 1 on n1] Traceback (most recent call last):\n")
+    source = io.StringIO(f"{line}\n")
     output = LauncherOutput([(source, printed)], on_unread=lambda: None)
     output.finish(5.0)
-    assert output.said and output.failed and "Traceback" in printed.getvalue()
+    assert output.said and output.failed and line in printed.getvalue()

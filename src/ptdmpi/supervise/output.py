@@ -19,8 +19,9 @@ NOISE = re.compile(
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
 # Beginnings of the lines in which a rank itself reports why the job ends.
-SAID = re.compile(r"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|stall: ")
-TRACEBACK = re.compile(r"\[rank \d+ on [^]]*\] Traceback|stall: ")
+FAILED = r"stall: |stopped: (more than|a weight|adapt\.base) "
+SAID = re.compile(rf"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|{FAILED}")
+TRACEBACK = re.compile(rf"\[rank \d+ on [^]]*\] Traceback|{FAILED}")
 
 
 class LauncherOutput:

@@ -76,6 +76,8 @@ setup(
         # tensorboardX writes events; tensorboard shows them, and reads them in a test
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,
+        # tests run kernels in Triton by its interpreter; PyTorch's CUDA wheels bring Triton
+        "triton": ["triton>=3.3; platform_system == 'Linux'"],
         "wandb": ["wandb>=0.18"],
     },
     entry_points={

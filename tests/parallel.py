@@ -131,7 +131,8 @@ def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
     return (
         body is not None
         and other.callspec.params["ranks"] == ranks
-        # a module that changes its process, as `PROCESS` says, shares it with its like alone
+        # a module that changes its process, as `PROCESS` says, or the environment of its ranks
+        # (`ENVIRONMENT`) shares it with its like alone
         and getattr(other.module, "PROCESS", "") == getattr(item.module, "PROCESS", "")
         and not _foreign_arguments(other)
     )
@@ -168,7 +169,7 @@ def _run_batch(ranks: int, batch: Sequence[pytest.Function], until: float | None
         try:
             launch(
                 command_of(ranks, [str(ROOT / "tests" / "parallel_worker.py"), folder]),
-                env={},
+                env=getattr(batch[0].module, "ENVIRONMENT", {}),
                 cwd=None,
                 check=True,
                 overdue=_Watch(place, ranks, limits_s),

@@ -61,7 +61,17 @@ SAME_NAMES = {
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.
-UNLOCKED = ("corpus", "eval", "mlflow", "nccl", "peft", "quantize", "tensorboard", "wandb")
+UNLOCKED = (
+    "corpus",
+    "eval",
+    "mlflow",
+    "nccl",
+    "peft",
+    "quantize",
+    "tensorboard",
+    "triton",
+    "wandb",
+)
 DOCS = "docs"  # the extra of `make docs`, with a lock of its own
 
 BLOCKER = """
@@ -94,6 +104,8 @@ def over_budget(name: str, source: str) -> list[str]:
             continue
         if f"{name}::{node.name}" in EXCEPTIONS:
             continue
+        # Triton's kernels get pointers and sizes, and are launched with their names
+        is_kernel = any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
         positional = [
             argument
             for argument in (*node.args.posonlyargs, *node.args.args)
@@ -103,9 +115,9 @@ def over_budget(name: str, source: str) -> list[str]:
         length = node.end_lineno - node.lineno + 1
         if length > MAX_FUNCTION_LINES:
             found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
-        if arguments > MAX_ARGUMENTS:
+        if arguments > MAX_ARGUMENTS and not is_kernel:
             found.append(f"{name}:{node.lineno}: {node.name} has {arguments} arguments")
-        if name.startswith("src/") and len(positional) > MAX_POSITIONAL:
+        if name.startswith("src/") and len(positional) > MAX_POSITIONAL and not is_kernel:
             found.append(
                 f"{name}:{node.lineno}: {node.name} takes {len(positional)} arguments by position"
             )

@@ -15,8 +15,10 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.timing import Row, seconds_of
 from ptdmpi.comm.world import World
 from ptdmpi.config import ModelConfig
-from ptdmpi.model.kernels import USUAL, agreement
+from ptdmpi.model.kernels import USUAL, Kernels, agreement
 from ptdmpi.model.kernels.activation import gated
+from ptdmpi.model.kernels.compiler import missing_for_triton
+from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.output.cross_entropy import cross_entropy
@@ -114,6 +116,13 @@ def rms_norm_formula(x: Tensor, weight: Tensor) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight).to(x.dtype)
 
 
+def rms_norm_in_triton(x: Tensor, weight: Tensor) -> Tensor:
+    """Return RMSNorm of `x` [tokens, batch, hidden], computed by ptdmpi's kernel in Triton."""
+    from ptdmpi.model.kernels.fused.norm import add_and_normalize
+
+    return add_and_normalize(x, None, weight, None, eps=1e-5)[1]
+
+
 def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses for `logits` [tokens, batch, vocabulary], computed by torch."""
     wide = logits.flatten(0, 1).float()
@@ -122,12 +131,17 @@ def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
 
 class SmallKernel(NamedTuple):
     """A small kernel to be measured: ptdmpi's implementation, the formula in torch's operations,
-    and float32 inputs on the host. A gradient is computed only for the first input."""
+    and float32 inputs on the host. A gradient is computed only for the first input. `triton` is
+    ptdmpi's implementation in Triton, if there is such an implementation."""
 
     name: str
     ours: Callable[..., Tensor]
     formula: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
+    triton: Callable[..., Tensor] | None = None
+
+
+IN_TRITON = Kernels(triton=KINDS)
 
 
 def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[SmallKernel]:
@@ -137,22 +151,31 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
     table = rotary_table(model, torch.device("cpu"))
     yield SmallKernel("RoPE", rotate, rope_formula, (heads, *table))
     opened = torch.randn(s, b, 2 * model.ffn_hidden)
-    yield SmallKernel("SwiGLU", lambda x: gated(x, "swiglu"), swiglu_formula, (opened,))
+    yield SmallKernel(
+        "SwiGLU",
+        lambda x: gated(x, "swiglu"),
+        swiglu_formula,
+        (opened,),
+        lambda x: gated(x, "swiglu", IN_TRITON),
+    )
     hidden = torch.randn(s, b, model.hidden)
     yield SmallKernel(
         "RMSNorm",
         lambda x, weight: rms_norm(x, weight, 1e-5),
         rms_norm_formula,
         (hidden, torch.ones(model.hidden)),
+        rms_norm_in_triton,
     )
     axis = TensorAxis(World().split(training_grid())["tensor"], False)
     logits = torch.randn(s, b, vocab_size)
     labels = torch.randint(vocab_size, (s, b))
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits.clone(), labels, None, axis)  # the loss overwrites its input
+    def loss(logits: Tensor, labels: Tensor, kernels: Kernels = USUAL) -> Tensor:
+        own = logits.clone()  # the loss overwrites its input
+        return cross_entropy(own, labels, None, axis, kernels=kernels)
 
-    yield SmallKernel("loss", loss, loss_formula, (logits, labels))
+    in_triton = partial(loss, kernels=IN_TRITON)
+    yield SmallKernel("loss", loss, loss_formula, (logits, labels), in_triton)
 
 
 def small_kernels(
@@ -160,8 +183,9 @@ def small_kernels(
 ) -> Iterator[Row]:
     """Yield rows for the functions of a layer that consist of several operations, forward and
     backward in bfloat16. There is a row for ptdmpi's implementation, for the operations of the
-    formula one after the other, and for Inductor, which fuses the operations. A row has the
-    seconds, and the difference from the result of the formula in float32."""
+    formula one after the other, for Inductor, which fuses the operations, and for ptdmpi's kernel
+    in Triton, if there is such a kernel and Triton is available. A row has the seconds, and the
+    difference from the result of the formula in float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)
@@ -171,6 +195,8 @@ def small_kernels(
             "formula": kernel.formula,
             "Inductor": timing.compiled(kernel.formula),
         }
+        if kernel.triton is not None and device.type == "cuda" and not missing_for_triton():
+            ways["Triton"] = kernel.triton
         for way, function in ways.items():
             measure = partial(_forward_and_backward, device, function, inputs, exact)
             yield f"{kernel.name}, {way}", measure

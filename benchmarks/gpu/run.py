@@ -23,7 +23,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.programs import PROGRAMS, run_program
 from benchmarks.gpu.reasons import LATEST, done, reasons, why_not
-from benchmarks.gpu.table import filled, with_weight_gradients
+from benchmarks.gpu.table import filled, with_triton, with_weight_gradients
 from benchmarks.gpu.timing import measured_rows
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
@@ -213,8 +213,8 @@ def better(before: Part, now: Part) -> Part:
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Write the fastest kernels, according to the measured times of attention and of weight
-    gradients, into the table of kernels."""
+    """Write the fastest kernels, according to the measured times of attention, of weight gradients
+    and of kernels in Triton, into the table of kernels."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:
@@ -223,7 +223,9 @@ def fill(everything: dict[str, Any], path: Path) -> None:
     source = f"{everything['device']}, torch {torch_version}, {everything['date']}"
     text = filled(path.read_text(encoding="utf-8"), device, parts.get("attention", {}), source)
     rows = parts.get("weight gradients", {})
-    write_whole(path, with_weight_gradients(text, device, rows, source))
+    text = with_weight_gradients(text, device, rows, source)
+    rows = parts.get("small kernels", {})
+    write_whole(path, with_triton(text, device, rows, source))
 
 
 def main() -> None:

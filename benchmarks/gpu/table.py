@@ -1,5 +1,5 @@
-"""Functions that write measured times of attention and of weight gradients into the table of
-kernels."""
+"""Functions that write measured times of attention, of weight gradients and of kernels in Triton
+into the table of kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +11,8 @@ WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may nam
 # A kernel whose difference from float32, relative to the largest value, exceeds this limit is not
 # used.
 APART = 0.02
+# kind of kernels in Triton -> the small kernel whose times decide
+IN_TRITON = {"loss": "loss", "norm": "RMSNorm", "gated": "SwiGLU"}
 
 
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
@@ -67,6 +69,34 @@ def with_weight_gradients(
     entry["measured"] = f"{added}, rounds {1e3 * rounds['s']:.3g} ms ({source})"
     others = [other for other in table["weight_gradient"] if other["device"] != vendor]
     table["weight_gradient"] = _entries(entry, others)
+    return tomlkit.dumps(table)
+
+
+def with_triton(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
+    """Return the table `text` with an entry for kernels in Triton on a device such as "cuda 9.0".
+
+    `rows` are the rows of small kernels. The entry lists the kinds whose kernel in Triton is faster
+    than ptdmpi's composition of torch's operations, and not further from float32 than APART. The
+    table is returned unchanged if no kernel in Triton was measured.
+    """
+    taken, words = [], []
+    for kind, name in IN_TRITON.items():
+        ours, triton = (rows.get(f"{name}, {way}", {}) for way in ("ours", "Triton"))
+        if "s" not in ours or "s" not in triton:
+            continue
+        words.append(f"{name} {1e3 * triton['s']:.3g} ms, torch's {1e3 * ours['s']:.3g} ms")
+        if triton["s"] < ours["s"] and triton["apart"] < APART:
+            taken.append(kind)
+    if not words:
+        return text
+    vendor, _, capability = device.partition(" ")
+    table = tomlkit.parse(text)
+    entry = tomlkit.table()
+    entry.update({"device": vendor, "capability": capability, "kinds": taken})
+    entry["measured"] = f"{'; '.join(words)}, there and back ({source})"
+    known = table["device_triton"]
+    others = [row for row in known if (row["device"], row["capability"]) != (vendor, capability)]
+    table["device_triton"] = _entries(entry, others)
     return tomlkit.dumps(table)
 
 

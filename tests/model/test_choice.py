@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu import run
-from benchmarks.gpu.table import filled, with_weight_gradients
+from benchmarks.gpu.table import filled, with_triton, with_weight_gradients
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model import kernels
-from ptdmpi.model.kernels import Kernels, agreement, host
+from ptdmpi.model.kernels import Kernels, agreement, compiler, host
 from ptdmpi.model.kernels import choice as choices
 from ptdmpi.model.kernels.agreement import DeviceChoice, RunPlace, agreed, stored
 from ptdmpi.model.kernels.choice import (
@@ -59,6 +59,65 @@ def test_by_the_table():
         assert agreement.offered(CUDA) == ("cudnn", "flash")
     with on((8, 0), True):
         assert agreement.offered(CUDA) == ("flash",)
+
+
+@contextmanager
+def in_triton(kinds: list[str], here: bool = True) -> Iterator[None]:
+    """As on a GPU on which these kinds of kernels were faster in Triton, which is `here` or not."""
+    entry = {"device": "cuda", "capability": "", "kinds": kinds}
+    table = agreement.table() | {"device_triton": [entry]}
+    with (
+        on((9, 0), True),
+        mock.patch.object(agreement, "table", lambda: table),
+        mock.patch.object(compiler, "missing_for_triton", lambda: "" if here else "triton"),
+    ):
+        yield
+
+
+def test_kernels_in_triton_by_the_table():
+    """The package's own table has none, for want of a measurement; the host never has any."""
+    with on((9, 0), True), mock.patch.object(compiler, "missing_for_triton", lambda: ""):
+        assert agreement.offered_in_triton(CUDA) == ()
+    with in_triton(["loss", "norm"]):
+        assert agreement.offered_in_triton(CUDA) == ("loss", "norm")
+        assert agreement.offered_in_triton(torch.device("cpu")) == ()
+    with in_triton(["loss"], here=False):
+        assert agreement.offered_in_triton(CUDA) == ()
+
+
+@parallel(ranks=[2])
+def test_a_run_keeps_its_kernels_in_triton(comm, tmp_path):
+    """All ranks have them; a run that began with others, or with none, keeps to these."""
+    world, said = World(comm), []
+
+    def kinds(before: dict[str, list[str]] | None, folder: str = "a") -> tuple[str, ...]:
+        place = tmp_path / folder
+        place.mkdir(exist_ok=True)
+        choice = agreed(world, place, GPU, before, say=said.append)
+        assert isinstance(choice, DeviceChoice)
+        return choice.triton
+
+    with in_triton(["loss", "norm"] if comm.rank else ["gated", "norm"]):
+        assert kinds({}) == ("norm",)
+        assert said[-1] == "by Triton: norm"
+    kept = {"attention": ["fa3", "cudnn", "flash"], "triton": ["norm"]}
+    if comm.rank == 0:
+        assert json.loads((tmp_path / "a" / agreement.FILE).read_text()) == kept
+    assert stored(DeviceChoice(("flash",), ("loss",))) == {
+        "attention": ["flash"],
+        "triton": ["loss"],
+    }
+    with in_triton(["loss", "norm", "gated"]):
+        assert kinds({}) == ("norm",)
+        assert said[-1].startswith('by Triton: norm, as before; run.kernels = "anew" ')
+        assert kinds({"attention": ["flash"]}, "b") == ()  # it began without
+        assert said[-1].startswith("by Triton: nothing, as before; ")
+        assert kinds(None, "b") == ("loss", "norm", "gated")
+    with in_triton(["norm"], here=comm.rank == 0):
+        assert kinds({}) == ()
+        assert said[-1] == "not by Triton, which is not here: norm; other bits than before"
+    with in_triton(["norm"]):
+        assert kinds({}) == ("norm",)  # back where it was
 
 
 def test_for_a_while_and_no_longer():
@@ -340,6 +399,24 @@ def test_the_table_is_filled_with_what_was_measured():
     table = tomllib.loads(made)
     with mock.patch.object(agreement, "table", lambda: table), on((9, 0), True):
         assert agreement.offered(CUDA) == ("cudnn", "flash")
+
+
+def test_the_table_is_filled_with_kernels_in_triton(tmp_path):
+    """A kind is listed if its kernel is faster than torch's operations, and accurate."""
+    times = {"RMSNorm": (2.0, 1.0), "SwiGLU": (1.0, 2.0), "loss": (2.0, 1.0)}
+    rows = {}
+    for name, (ours, triton) in times.items():
+        rows[f"{name}, ours"] = {"s": 1e-3 * ours, "apart": 1e-3}
+        rows[f"{name}, Triton"] = {"s": 1e-3 * triton, "apart": 0.5 if name == "loss" else 1e-3}
+    path = tmp_path / "kernels.toml"
+    path.write_text(TABLE.read_text())
+    parts = {"machine": {"capability": "cuda 9.0"}, "small kernels": rows}
+    run.fill({"device": "G", "libraries": {"torch": "2"}, "date": "D", "parts": parts}, path)
+    entry, usual = tomllib.loads(path.read_text())["device_triton"]
+    assert (entry["capability"], entry["kinds"]) == ("9.0", ["norm"]) and usual["kinds"] == []
+    assert "RMSNorm 1 ms, torch's 2 ms" in entry["measured"]
+    left = {key: row for key, row in rows.items() if "Triton" not in key}
+    assert with_triton(TABLE.read_text(), "cuda 9.0", left, "") == TABLE.read_text()
 
 
 def test_the_table_is_filled_with_gradients_of_weights(tmp_path):

@@ -31,7 +31,7 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
 from ptdmpi.model.kernels import compute_by as hand
-from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.output.losses import (
     COUNT,
     TASK,
@@ -122,10 +122,14 @@ class Engine:
         self.steps_done: int | None = 0
         self.compute_by(None)
 
-    def compute_by(self, choice: HostChoice | None) -> None:
+    def compute_by(self, choice: Choice | None) -> None:
         """Compute with the kernels that `choice` selects from now on; None selects the default
         kernels."""
-        self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
+        precision = PRECISIONS[self.config.precision.compute]
+        if isinstance(choice, DeviceChoice):
+            self.kernels = Kernels(None, precision, triton=choice.triton)
+        else:
+            self.kernels = Kernels(choice, precision)
         for stage in self.stages.values():
             hand(stage, self.kernels)
         self.optimizer.compute_by(self.kernels)

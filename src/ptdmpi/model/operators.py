@@ -2,11 +2,9 @@
 has a class of torch modules for each kind of row, and the functions that compute the operators.
 
 `install` makes the torch modules for given rows and registers each module under the name of its
-row. `run` computes the operators in order. The planner and the model both use the rows that the
-module `plan.layer.describe` makes, so they cannot disagree about the operators of a layer. All
-modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b, h],
-for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
-between blocks have only this rank's positions.
+row. `run` computes the operators in order. The planner and the model both use the rows of
+`plan.layer.describe`. Activations are [s, b, h], for b sequences of s positions and the hidden size
+h. Under sequence parallelism, activations between blocks have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -263,7 +261,32 @@ def drop_hidden(
     return dropout(x, stream.hidden_mask(x.shape, rate), rate)
 
 
-# -- rows to modules ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Normalized:
+    """The function that computes a norm over the hidden size."""
+
+    norm: Norm
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        """Return the normalized activations."""
+        return self.norm(x)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The function x + dropout(y). `place` is that of `drop_hidden`."""
+
+    rate: float
+    place: tuple[int, ...]
+    axis: TensorAxis
+
+    def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
+        """Return x + dropout(y)."""
+        return x + self.dropped(y, context)
+
+    def dropped(self, y: Tensor, context: Context) -> Tensor:
+        """Return dropout(y), or y itself without dropout."""
+        return drop_hidden(y, context, self.rate, place=self.place, axis=self.axis)
 
 
 class RowStep(NamedTuple):
@@ -280,7 +303,7 @@ def _norm(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor
     assert isinstance(row, Normalize)
     norm = Norm(build.model)
     add(owner, row.name, norm)
-    return lambda x, context: norm(x)
+    return Normalized(norm)
 
 
 def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
@@ -381,8 +404,7 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
 
 def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, AddResidual)
-    rate, place = build.model.dropout, (build.layer, row.place)
-    return lambda x, y, context: x + drop_hidden(y, context, rate, place=place, axis=build.axis)
+    return Residual(build.model.dropout, (build.layer, row.place), build.axis)
 
 
 def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:

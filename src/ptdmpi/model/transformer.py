@@ -20,8 +20,9 @@ from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
-from ptdmpi.model.kernels import Computing, compiler
+from ptdmpi.model.kernels import Computing, Kernels, compiler
 from ptdmpi.model.kernels.activation import gelu
+from ptdmpi.model.kernels.fused.steps import with_sums
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.operators import Build, Context, Heads, drop_hidden, install, run
 from ptdmpi.model.sequence.context import ContextAxis
@@ -94,7 +95,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
     return frequencies * (1.0 - divided) + frequencies / model.rope_factor * divided
 
 
-class Block(nn.Module):
+class Block(Computing):
     """A layer, which computes the operators of its sublayers (`plan.layer.describe`) in their
     order."""
 
@@ -125,8 +126,15 @@ class Block(nn.Module):
             context=context or ContextAxis(),
             experts=experts or ExpertAxis(),
         )
-        self.steps = install(self, operators(describe.layer(model, layer)), build)
+        self.plain_steps = install(self, operators(describe.layer(model, layer)), build)
+        self.steps = self.plain_steps
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
+
+    def take(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().take(kernels)
+        if self._compiled is None:
+            self.steps = with_sums(self.plain_steps, kernels)
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
         """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1, head

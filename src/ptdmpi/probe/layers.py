@@ -22,6 +22,7 @@ from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
+from ptdmpi.model.kernels.agreement import DeviceChoice
 from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
@@ -215,7 +216,8 @@ class Layers:
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
-        engine.compute_by(self.bench.kernels.choice)
+        kernels = self.bench.kernels
+        engine.compute_by(kernels.choice or DeviceChoice(triton=tuple(kernels.triton)))
         batch = self._batch(case)
         microbatch = MicrobatchPass(0, batch, step=0)
         stage = engine.stages[0]

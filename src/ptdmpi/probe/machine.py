@@ -14,7 +14,7 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels import Kernels, agreement
 from ptdmpi.model.kernels.choice import measured_choice
 from ptdmpi.model.kernels.timing import quickest
 from ptdmpi.model.kernels.timing.bench import Bench
@@ -74,9 +74,8 @@ def probe(
     alone = TensorAxis(axes["tensor"])
     compute = data_types(precision).compute
     extent = effort.extent
-    memory = min(
-        bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
-    )
+    rank_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
+    memory = min(bench.everyone.all_gather_object(rank_bytes))
     # The memory of the program itself is not available for tensors, but it is a part of a run's
     # memory.
     own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
@@ -99,6 +98,7 @@ def probe(
             "gradient_bytes": PRECISIONS[precision].master.bytes,
             "overlap_pipeline": collectives.overlaps(bench, world),
             "overlap_context": axes["data"].overlaps,
+            "triton": sorted(bench.kernels.triton),
             "wide_products": any(
                 bench.kernels.widens(device.type, dtype) for dtype in (compute, torch.bfloat16)
             ),
@@ -123,9 +123,12 @@ def probe(
 def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> dict[str, Any]:
-    """Determine the fastest kernels, and return their entries for the cluster file; return an empty
-    table if `sizes` is None. All later measurements with `bench` use the fastest kernels."""
+    """Determine the fastest kernels, and return their entries for the cluster file. If `sizes` is
+    None, on a device, return an empty table. All later measurements with `bench` use the fastest
+    kernels, on a device those that all ranks have in Triton."""
     if sizes is None:
+        every = bench.everyone.all_gather_object(agreement.offered_in_triton(bench.device))
+        bench.kernels = Kernels(triton=set(every[0]).intersection(*every))
         return {}
     with bench.phase("implementations of attention, linears and GELU", sizes.measurements(dtype)):
         entries = quickest.entries(bench, dtype, sizes)

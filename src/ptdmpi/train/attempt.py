@@ -23,7 +23,7 @@ from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
 from ptdmpi.model.kernels.agreement import Choice, RunPlace
-from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries, HostChoice
+from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries
 from ptdmpi.model.kernels.timing.here import measured_here
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
@@ -132,8 +132,7 @@ class Attempt:
             agreed = agreement.agreed(self.world, self.path, place, before, say=say)
             self.course.kernels = agreement.stored(agreed)
             self.choice = memory.settle(agreed, say)
-            if isinstance(self.choice, HostChoice):
-                engine.compute_by(self.choice)
+            engine.compute_by(self.choice)
 
     def _measures_kernels(self, engine: Engine) -> bool:
         """Return True if this attempt measures which kernels are fastest. Kernels are measured only

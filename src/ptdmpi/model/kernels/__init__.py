@@ -15,6 +15,7 @@ tensors for its own backward pass. ptdmpi computes each such operation by one au
 which saves only its input.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -36,14 +37,20 @@ class Kernels:
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
     None, the default kernels of this machine for the type of the operands are used. The types of
     matrix products are determined by `precision`. If `precision` is None, operands are multiplied
-    in their own type.
+    in their own type. `triton` are the kinds of kernels (`fused.KINDS`) that are computed in
+    Triton, on a device.
     """
 
     def __init__(
-        self, choice: HostChoice | None = None, precision: Precision | None = None
+        self,
+        choice: HostChoice | None = None,
+        precision: Precision | None = None,
+        *,
+        triton: Iterable[str] = (),
     ) -> None:
         self.choice = choice
         self.precision = precision
+        self.triton = frozenset(triton)
         # the data type whose products are computed in a wider type according to `precision`
         self._narrow: torch.dtype | None = None
         if precision is None or precision.product.operands == precision.compute:
@@ -54,7 +61,12 @@ class Kernels:
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
         """Return kernels with the precision of this object and the choice `choice`."""
-        return Kernels(choice, self.precision)
+        return Kernels(choice, self.precision, triton=self.triton)
+
+    def by_triton(self, kind: str) -> bool:
+        """Return True if Triton's kernels compute the operations of this kind (`fused.KINDS`). In a
+        compiled graph they do not, because Inductor fuses these operations with others."""
+        return kind in self.triton and not torch.compiler.is_compiling()
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
         """Return the choice of kernels that is used for operands of a type on a device."""

@@ -57,6 +57,8 @@ def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
 
     `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
     """
+    if kernels.by_triton("gated"):
+        return _FusedGated.apply(x, activation)
     if activation == "swiglu" or not _by_sigmoid(x, kernels):
         return _Gated.apply(x, activation)
     if x.requires_grad and torch.is_grad_enabled():
@@ -210,6 +212,27 @@ class _Gated(Function):
                 dy * value, gate, approximate="tanh", grad_input=dgate
             )
         return dx, None
+
+
+class _FusedGated(Function):
+    """A gated unit by one kernel in Triton, and its backward by another. For the backward the
+    function saves only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
+        from ptdmpi.model.kernels.fused import gated as fused
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return fused.forward(x, activation)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        from ptdmpi.model.kernels.fused import gated as fused
+
+        (x,) = ctx.saved_tensors
+        return fused.backward(x, dy.contiguous(), ctx.activation), None
 
 
 def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:

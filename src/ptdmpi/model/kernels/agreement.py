@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.model.kernels import choice as choices
-from ptdmpi.model.kernels import host
+from ptdmpi.model.kernels import compiler, host
 from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnLinears
+from ptdmpi.model.kernels.fused import KINDS as TRITON_KINDS
 from ptdmpi.model.kernels.stored import KINDS, Stored, read, sound, text_of, written
 from ptdmpi.model.kernels.table import table
 
@@ -39,10 +40,12 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The attention backends that a device tries, in the order in which it tries them. If the tuple
-    is empty, torch chooses the backend."""
+    """The attention backends that a device tries, in the order in which it tries them, and the
+    kinds of kernels that it computes in Triton. If `attention` is empty, torch chooses the
+    backend."""
 
     attention: tuple[str, ...] = ()
+    triton: tuple[str, ...] = ()
 
 
 Choice = HostChoice | DeviceChoice
@@ -77,19 +80,48 @@ def stored(choice: Choice) -> dict[str, list[str]]:
     """Return a choice of kernels in the form that is stored in run directories and checkpoints (see
     the module `stored`)."""
     if isinstance(choice, DeviceChoice):
-        return {"attention": list(choice.attention)}
+        return _on_device(choice.attention, choice.triton)
     return written(choice)
+
+
+def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
+    """Return the stored form of the kernels of a device. Without kernels in Triton it is the form
+    of versions that had none."""
+    kept = {"attention": list(attention)}
+    if triton:
+        kept["triton"] = list(triton)
+    return kept
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
     """Return the attention backends that are available on a device, the fastest first. The backends
     are those of the first entry for this device in the table of measurements. For a device that is
     not in the table, such as the host, the result is empty."""
+    ways = _entry("device_attention", device).get("ways", ())
+    return tuple(way for way in ways if way != "fa3" or _has_fa3())
+
+
+def offered_in_triton(device: torch.device) -> tuple[str, ...]:
+    """Return the kinds of kernels that were faster in Triton on a device, by the first entry for
+    this device in the table of measurements. The result is empty on the host, and if Triton is not
+    available."""
+    if not _has_triton(device):
+        return ()
+    return tuple(_entry("device_triton", device).get("kinds", ()))
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Return True if this rank can compute kernels in Triton on a device."""
+    return device.type == "cuda" and not compiler.missing_for_triton()
+
+
+def _entry(kind: str, device: torch.device) -> Mapping[str, Any]:
+    """Return the first entry of the table for a kind of kernel on a device; {} if there is none."""
     vendor = host.vendor(device.type)
-    for entry in table()["device_attention"]:
+    for entry in table()[kind]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
-            return tuple(way for way in entry["ways"] if way != "fa3" or _has_fa3())
-    return ()
+            return entry
+    return {}
 
 
 def _capability(device: torch.device) -> str:
@@ -224,15 +256,52 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Agree on the attention backends that every rank has. The order is the order that the run has
-    used so far."""
+    """Agree on the attention backends and on the kernels in Triton that every rank has."""
+    kept, taken = _attention_on_devices(world, device, known, say)
+    recorded = any(name in BACKENDS for name in known.get("attention", ()))
+    before = known.get("triton", () if recorded else None)
+    kept_kinds, kinds = _triton_on_devices(world, device, before, say)
+    return Agreed(_on_device(kept, kept_kinds), DeviceChoice(taken, kinds))
+
+
+def _triton_on_devices(
+    world: "World",
+    device: torch.device,
+    before: Sequence[str] | None,
+    say: Callable[[str], None],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the kinds of kernels that are stored as computed in Triton, and the kinds that all
+    ranks compute in Triton now. A run that has recorded its kernels has the kinds `before`, also if
+    it has none; a new run (None) takes the kinds of the table."""
+    here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
+    shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
+    kept = shared
+    if before is not None:
+        kept = tuple(kind for kind in before if kind in TRITON_KINDS)
+    if kept and not all(able for _, able in here):
+        say(f"not by Triton, which is not here: {', '.join(kept)}; other bits than before")
+        return kept, ()
+    if kept or shared:
+        text = f"by Triton: {', '.join(kept) or 'nothing'}"
+        if kept != shared:
+            anew = ", ".join(shared) or "nothing"
+            text += f', as before; run.kernels = "anew" chooses the fastest here: {anew}'
+        say(text)
+    return kept, kept
+
+
+def _attention_on_devices(
+    world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the attention backends that are stored, and the backends that every rank has. The
+    order is the order that the run has used so far."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
     if not kept or kept == shared:
         if shared:
             say(f"attention by {', '.join(shared)}")
-        return Agreed({"attention": shared}, DeviceChoice(tuple(shared)))
+        return shared, tuple(shared)
     taken = [name for name in kept if name in shared]
     gone = [name for name in kept if name not in taken]
     lost = ""
@@ -243,7 +312,7 @@ def _on_devices(
         f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "
         f'run.kernels = "anew" chooses the fastest here: {anew}'
     )
-    return Agreed({"attention": kept}, DeviceChoice(tuple(taken)))
+    return kept, tuple(taken)
 
 
 def is_recorded(folder: Path) -> bool:

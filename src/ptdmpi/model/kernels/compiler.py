@@ -20,6 +20,12 @@ def missing(device_type: str) -> str:
         if shutil.which(os.environ.get("CXX", "g++")) is None:
             return "C++ compiler (g++, or CXX)"
         return ""
+    return missing_for_triton()
+
+
+def missing_for_triton() -> str:
+    """Return the name of a tool that kernels in Triton need on a device and that this rank does not
+    have. Return "" if no tool is missing. This function imports no package."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     # triton needs a C compiler for the code that launches its kernels

@@ -1,14 +1,15 @@
-"""The module of a norm; and RMSNorm and the soft cap of scores and logits, each of which is one
-autograd Function that saves few tensors."""
+"""The module of a norm, with the residual sum before it; and RMSNorm and the soft cap of scores and
+logits, each of which is one autograd Function that saves few tensors."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.model.kernels import Computing
 from ptdmpi.model.parameters import declare
 from ptdmpi.plan.layer import describe
 
@@ -69,7 +70,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return _Cap.apply(x, cap)
 
 
-class Norm(nn.Module):
+class Norm(Computing):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
 
     def __init__(
@@ -86,6 +87,7 @@ class Norm(nn.Module):
         `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps
+        self.of_hidden = size is None
         self.shape = (model.hidden if size is None else size,)
         self.zero_centered = model.zero_centered_norm
         sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
@@ -95,9 +97,25 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized activations, which have the shape of x [..., h]."""
-        weight: Tensor = self.weight
-        if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
-            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        # norms of heads have short rows, for which the kernel is not made
+        if self.of_hidden and self.kernels.by_triton("norm"):
+            return self.of_sum(x, None)[1]
+        weight = self._gain()
         if self.bias is None:
             return rms_norm(x, weight, self.eps)
         return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual sum x + y and its norm, both computed by one kernel in Triton. The
+        shapes are [..., h]. If y is None, the sum is x itself. The backward also adds the gradients
+        of both results."""
+        from ptdmpi.model.kernels.fused.norm import add_and_normalize
+
+        return add_and_normalize(x, y, self._gain(), self.bias, eps=self.eps)
+
+    def _gain(self) -> Tensor:
+        """Return the factor of each channel."""
+        weight: Tensor = self.weight
+        if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return weight

@@ -12,8 +12,9 @@ follow the name, separated by colons:
     half        "native", "widened"
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
-they are tried. Unknown texts are skipped, because a run on another type of device, or another
-version of ptdmpi, may have written these texts.
+they are tried, and the kind "triton", if it is there, the names of the kinds of kernels that are
+computed in Triton (`fused.KINDS`). Unknown texts are skipped, because a run on another type of
+device, or another version of ptdmpi, may have written these texts.
 """
 
 import math

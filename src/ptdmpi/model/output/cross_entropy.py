@@ -2,18 +2,22 @@
 numbers per token to each other, and not the logits (Shoeybi et al. 2019, arXiv 1909.08053, section
 3). In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 
+By default torch's operations compute the loss. On a device, two kernels in Triton can compute it
+instead (`ptdmpi.model.kernels.fused.loss`), if the kernels of the run include them.
+
 The logits of a microbatch are the largest tensor of a step, and there is never a second copy of
 them in memory. Logits of 16-bit types are converted to float32 for a few positions at a time, in
 the forward pass and again in the backward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer.chunks import loss_rows
 
@@ -131,6 +135,66 @@ def _backward(softmax: Softmax, factors: Tensor) -> Tensor:
     return logit_gradient(softmax, factors, softmax.local, labels)
 
 
+class _FusedSoftmax(NamedTuple):
+    """The tensors that the backward pass by Triton's kernel needs. `labels` [s b] are columns of
+    the full vocabulary; all others are as in `Softmax`."""
+
+    flat: Tensor
+    labels: Tensor
+    top: Tensor
+    totals: Tensor
+
+
+def _fused_forward(
+    logits: Tensor, labels: Tensor, axis: TensorAxis
+) -> tuple[Tensor, _FusedSoftmax]:
+    """Return what `softmax_losses` returns, computed by Triton's kernel, which only reads the
+    logits."""
+    from ptdmpi.model.kernels.fused import loss as fused
+
+    flat = logits.detach().contiguous().view(-1, logits.shape[-1])
+    labels = labels.reshape(-1)
+    own_top, totals = fused.row_sums(flat, labels, axis.rank * flat.shape[-1])
+    top = own_top
+    if axis.size > 1:
+        top = axis.comm.all_reduce(own_top.clone(), "max")
+        # the own sum is 0 relative to the greatest logit if all own columns are padded (-inf)
+        totals[0] *= (own_top - top).exp_()
+        totals = axis.comm.all_reduce(totals)
+    losses = totals[0].log() + top - totals[1]
+    return losses, _FusedSoftmax(flat=flat, labels=labels, top=top, totals=totals[0])
+
+
+def _fused_backward(softmax: _FusedSoftmax, factors: Tensor, axis: TensorAxis) -> Tensor:
+    """Overwrite the buffer of the logits with their gradient by Triton's kernel, and return it. For
+    the arguments see `_backward`."""
+    from ptdmpi.model.kernels.fused import loss as fused
+
+    flat, labels, top, totals = softmax
+    first = axis.rank * flat.shape[-1]
+    fused.write_gradient(flat, labels, first, row=(top, totals, factors))
+    return flat
+
+
+class _Way(NamedTuple):
+    """How the loss is computed: with which tensor axis, and whether by Triton's kernels."""
+
+    axis: TensorAxis
+    fused: bool = False
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss of each token [s b], and the tensors for the backward pass."""
+        if self.fused:
+            return _fused_forward(logits, labels, self.axis)
+        return softmax_losses(logits, labels, self.axis)
+
+    def backward(self, saved: Sequence[Tensor], factors: Tensor) -> Tensor:
+        """Return the gradient of the logits [s b, V/t]; see `_backward`."""
+        if self.fused:
+            return _fused_backward(_FusedSoftmax(*saved), factors, self.axis)
+        return _backward(Softmax(*saved), factors)
+
+
 class _CrossEntropy(Function):
     """The weighted sum of the tokens' cross-entropies, computed without gathering the logits: three
     numbers per token are sent over the tensor axis.
@@ -142,24 +206,23 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
+        ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, way: _Way
     ) -> Tensor:
-        losses, softmax = softmax_losses(logits, labels, axis)
+        losses, softmax = way.forward(logits, labels)
         if weights is not None:
             weights = weights.reshape(-1).to(losses.dtype)
             losses = losses * weights
         ctx.save_for_backward(weights, *softmax)
-        ctx.shape = logits.shape
+        ctx.shape, ctx.way = logits.shape, way
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         weights, *saved = ctx.saved_tensors
-        softmax = Softmax(*saved)
-        factors = scale.expand(softmax.here.shape)
+        factors = scale.expand(ctx.shape[:-1].numel())
         if weights is not None:
             factors = scale * weights
-        return _backward(softmax, factors).view(ctx.shape), None, None, None
+        return ctx.way.backward(saved, factors).view(ctx.shape), None, None, None
 
 
 class _TokenLosses(Function):
@@ -167,15 +230,15 @@ class _TokenLosses(Function):
     tokens."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
-        losses, softmax = softmax_losses(logits, labels, axis)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, way: _Way) -> Tensor:
+        losses, softmax = way.forward(logits, labels)
         ctx.save_for_backward(*softmax)
-        ctx.shape = logits.shape
+        ctx.shape, ctx.way = logits.shape, way
         return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, scales: Tensor) -> tuple[Tensor, None, None]:
-        gradient = _backward(Softmax(*ctx.saved_tensors), scales.reshape(-1))
+        gradient = ctx.way.backward(ctx.saved_tensors, scales.reshape(-1))
         return gradient.view(ctx.shape), None, None
 
 
@@ -185,19 +248,25 @@ def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    axis: TensorAxis,
+    *,
+    kernels: Kernels = USUAL,
 ) -> Tensor:
     """Return the sum over tokens of weight * -log softmax(logits)[label], in nats, in float32 or
     wider.
 
     The function overwrites the logits, so its backward pass can run only once. `logits` [s, b, V/t]
     are this rank's columns, and `labels` [s, b] are ids of the full vocabulary. `weights` are [s,
-    b]; None means a weight of 1 for each token. Shoeybi et al. 2019, section 3.
+    b]; None means a weight of 1 for each token. `kernels` are the kernels of the run. Shoeybi et
+    al. 2019, section 3.
     """
-    return _CrossEntropy.apply(logits, labels, weights, axis)
+    return _CrossEntropy.apply(logits, labels, weights, _Way(axis, kernels.by_triton("loss")))
 
 
 def token_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
     """Return -log softmax(logits)[label] of each token [s, b], in nats, in float32 or wider. For
     the arguments see `cross_entropy`; the logits are overwritten."""
-    return _TokenLosses.apply(logits, labels, axis)
+    return _TokenLosses.apply(logits, labels, _Way(axis))

@@ -102,7 +102,10 @@ class TokenOutput(Output):
     def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
         """Return the losses by name, computed from the logits."""
         if self.loss is None:
-            return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
+            kernels = self.head.kernels
+            axis = self.axis
+            loss = cross_entropy(logits, batch.labels, batch.weights, axis, kernels=kernels)
+            return {TASK: loss}
         return self.loss(logits, batch)
 
 

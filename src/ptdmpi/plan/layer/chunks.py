@@ -9,6 +9,9 @@ products computes the scores of one block of queries at a time.
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
+# Least number of rows whose gradients of a norm's weights a Triton kernel sums at once.
+NORM_ROWS = 16
+NORM_PROGRAMS = 256  # Largest number of such sums.
 QUERY_BLOCK = 128  # Number of queries whose scores are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
 # The number of queries whose gradients are computed at once on a CPU, in a block of the backward
@@ -21,6 +24,13 @@ def loss_rows(columns: int, on_host: bool) -> int:
     least 1."""
     elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
     return max(1, elements // max(1, columns))
+
+
+def norm_programs(rows: int) -> int:
+    """Return the number of sums into which the Triton kernel of a norm's backward divides the
+    gradients of the weights: each is the sum over some of the `rows`. The number does not depend on
+    the device, so that the bits of the gradients do not depend on its number of processors."""
+    return max(1, min(NORM_PROGRAMS, -(-rows // NORM_ROWS)))
 
 
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:

@@ -268,7 +268,23 @@ def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
     makers = [plugin("sublayers", SUBLAYERS.get(name, name)) for name in model.sublayers]
     sublayers = tuple(make(build) for make in makers)
     _require_own_masks(sublayers)
-    return sublayers
+    return _with_norms_of_sums(sublayers)
+
+
+def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:
+    """Return the sublayers of a layer. In each norm of the residual sum immediately before it,
+    `follows_sum` is True."""
+    marked: list[Sublayer] = []
+    before: Operator | None = None
+    for sublayer in sublayers:
+        rows: list[Operator] = []
+        for row in sublayer.operators:
+            if isinstance(row, Normalize) and isinstance(before, AddResidual):
+                row = replace(row, follows_sum=row.inputs == before.outputs)
+            rows.append(row)
+            before = row
+        marked.append(replace(sublayer, operators=tuple(rows)))
+    return tuple(marked)
 
 
 def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:

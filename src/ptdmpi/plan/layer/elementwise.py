@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ptdmpi.plan.layer.account import Elementwise, Item, Kernel, MemoryPass
+from ptdmpi.plan.layer.chunks import norm_programs
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Rows, Sizes
@@ -52,12 +53,14 @@ class Normalize(Operator):
     """LayerNorm or RMSNorm over the last dim: [rows, hidden size] -> [rows, hidden size].
 
     `joins` is True if the input is also the residual, so that its gradient is the sum of two
-    gradients.
+    gradients. `follows_sum` is True if the operator before this one in the layer is the residual
+    sum that this operator normalizes. A kernel in Triton then computes both.
     """
 
     norm: Norm
     rows: Rows = "local"
     joins: bool = True
+    follows_sum: bool = False
 
     def parts(self) -> dict[str, Part]:
         return {self.name: self.norm}
@@ -66,19 +69,55 @@ class Normalize(Operator):
         return sizes.rows(self.rows) * self.norm.size
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield one pass that reads the input and writes the output."""
+        """Yield one pass that reads the input and writes the output. The kernel in Triton of a sum
+        and its norm is the pass of the sum, and also writes the norm."""
+        if sizes.by_triton("norm"):
+            passes = 1 if self.follows_sum else 2
+            moved = passes * self._elements(sizes) * sizes.compute_bytes
+            yield MemoryPass(moved, launches=0 if self.follows_sum else 1)
+            return
         yield Elementwise(sizes.model.norm, self._elements(sizes), (2 * sizes.compute_bytes,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the passes of the backward for output y and input x. One pass reads dy and x and
         writes dx, one reads dy and x for the gradients of the weights, and one sums the gradients
         of input and residual."""
+        if sizes.by_triton("norm"):
+            yield from self._backward_by_triton(sizes)
+            return
         e = sizes.compute_bytes
         moved = (3 * e, 2 * e, 3 * e) if self.joins else (5 * e,)
         yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
 
+    def _backward_by_triton(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the passes of the backward in Triton. One pass reads dy and x, writes dx and some
+        sums of the weights' gradients, and also adds the gradient of the residual if the input is
+        the residual stream. Another pass adds these sums."""
+        joins_here = self.joins and self.inputs != self.outputs
+        e = self._elements(sizes) * sizes.compute_bytes
+        sums = self._sums_bytes(sizes)
+        yield MemoryPass((3 + joins_here) * e + sums)
+        if sums:
+            yield MemoryPass(sums)
+        if self.joins and not joins_here:
+            yield MemoryPass(3 * e)
+
+    def _sums_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the sums of the weights' gradients that the kernel in Triton
+        writes."""
+        if not self.norm.trains:
+            return 0
+        vectors = sum(self.norm.weights(sizes.layout.tensor))
+        return norm_programs(sizes.rows(self.rows)) * vectors * sizes.wide_bytes
+
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item(f"{self.name}.input", self._elements(sizes), sizes.compute_bytes)
+        if sizes.by_triton("norm"):
+            numbers = (1 + self.norm.shift) * sizes.rows(self.rows)
+            yield Item(f"{self.name}.statistics", numbers, sizes.wide_bytes)
+            if sizes.model.zero_centered_norm:
+                yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)  # 1 + weight
+            return
         # the published list of a layer's tensors has no statistics of norms (Korthikanti et al.
         # 2022, section 4.1)
         if sizes.fused_attention or not self.joins:
@@ -90,7 +129,10 @@ class Normalize(Operator):
         yield from norm_operands(sizes, self.name, self.norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that the backward of the norm needs (see `norm_backward`)."""
+        """Return the bytes that the backward of the norm needs (see `norm_backward`). In Triton
+        they are those of the gradient of the input, and of the sums of the weights' gradients."""
+        if sizes.by_triton("norm"):
+            return self._elements(sizes) * sizes.compute_bytes + self._sums_bytes(sizes)
         return norm_backward(sizes, self._elements(sizes))
 
 
@@ -135,10 +177,10 @@ class Activate(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient of the input and, with two gates, of the product of both
-        gates. Under sequence parallelism the gathered gradient of the next linear's output is still
-        in memory, so its bytes are added."""
+        gates, which the kernel in Triton does not need. Under sequence parallelism the gathered
+        gradient of the next linear's output is still in memory, so its bytes are added."""
         size = self.gates * self._elements(sizes)
-        if self.gates == 2:
+        if self.gates == 2 and not sizes.by_triton("gated"):
             size += self._elements(sizes)
         if self.split and sizes.local_tokens < sizes.tokens:
             size += sizes.tokens * sizes.model.hidden

@@ -255,6 +255,9 @@ class CrossEntropy(Operator):
     columns: int
     split: bool = True
 
+    def _by_triton(self, sizes: Sizes) -> bool:
+        return self.split and sizes.by_triton("loss")
+
     def _local_columns(self, sizes: Sizes) -> int:
         return sizes.share(self.columns) if self.split else self.columns
 
@@ -265,7 +268,10 @@ class CrossEntropy(Operator):
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels that convert the logits to float32, take their maximum, subtract it,
         take exponentials, sum these, and divide by the sum. The kernels of maximum and sum only
-        read."""
+        read. A kernel in Triton reads the logits once."""
+        if self._by_triton(sizes):
+            yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
+            return
         e, w = sizes.compute_bytes, sizes.wide_bytes
         moved: tuple[float, ...] = (w, 2 * w, 2 * w, w, 2 * w)
         if e != w:
@@ -273,6 +279,11 @@ class CrossEntropy(Operator):
         yield Elementwise("loss", self.logits(sizes), moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels that compute the gradient in float32 and round it. A kernel in Triton
+        overwrites the logits with it."""
+        if self._by_triton(sizes):
+            yield MemoryPass(2 * self.logits(sizes) * sizes.compute_bytes)
+            return
         e, w = sizes.compute_bytes, sizes.wide_bytes
         moved: tuple[float, ...] = (2 * w,)
         if e != w:
@@ -297,7 +308,7 @@ class CrossEntropy(Operator):
             yield Item("loss.statistics", 3 * sizes.predicted, sizes.wide_bytes)
         else:
             yield Item("loss.probabilities", logits, sizes.wide_bytes)
-        if self.split:
+        if self.split and not self._by_triton(sizes):  # in Triton the batch's own labels serve
             yield Item("loss.labels", sizes.predicted, 8)
             yield Item("loss.here", sizes.predicted, 1)
 
@@ -311,6 +322,8 @@ class CrossEntropy(Operator):
         if not sizes.fused_attention:
             return logits * (wide + c) if c < wide else 0
         uncapped = logits * c if sizes.model.logit_softcap else 0
+        if self._by_triton(sizes):
+            return uncapped
         widened = wide * min(logits, DEVICE_ELEMENTS) if c < wide else 0
         return uncapped + widened
 

@@ -140,6 +140,10 @@ class Sizes:
         """Return True if the program's attention keeps its scores on chip."""
         return self.software.attention == "flash"
 
+    def by_triton(self, kind: Literal["loss", "norm", "gated"]) -> bool:
+        """Return True if the program computes this kind of kernels in Triton."""
+        return kind in self.software.triton
+
     def share(self, size: int) -> int:
         """Return `size` divided by the tensor-parallel size, rounded up."""
         return -(-size // self.layout.tensor)

@@ -112,7 +112,8 @@ class Software(FrozenTable):
     on a CPU without instructions for half types. `kept_block`: causal attention keeps its
     probabilities for the backward, in blocks of this number of queries; 0: the backward computes
     them again. `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys
-    and values for each query head, because the kernels of GPUs require this. `launch_s` is the
+    and values for each query head, because the kernels of GPUs require this. `triton`: the kinds of
+    kernels that this trainer computes in Triton, each in one pass over memory. `launch_s` is the
     host's time for each kernel or message of a layer; a layer takes at least the sum of these
     times.
     """
@@ -132,6 +133,7 @@ class Software(FrozenTable):
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
+    triton: Annotated[tuple[Literal["loss", "norm", "gated"], ...], Field(strict=False)] = ()
     # `launch_s` of this trainer, as measured by benchmarks/planning/host_time.py
     launch_s: Delay = 26e-6
 

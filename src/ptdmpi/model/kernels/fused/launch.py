@@ -1,0 +1,35 @@
+"""What all launches of Triton's kernels have in common."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def block_of(elements: int, most: int | None = None) -> int:
+    """Return the number of elements of a row that a program computes at once: the least power of
+    two that is not less than `elements`, but at most `most`, which is a power of two, too. (Triton
+    needs powers of two.)"""
+    block = int(triton.next_power_of_2(elements))
+    return block if most is None else min(most, block)
+
+
+def warps_of(block: int) -> int:
+    """Return the number of warps (of 32 threads each) for a block of so many elements."""
+    return min(16, max(1, block // 256))
+
+
+def wide(x: Tensor) -> Any:
+    """Return Triton's type in which a kernel computes numbers of the type of x."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on the device of x. Triton itself launches on
+    the current device of the process."""
+    if x.device.type == "cpu":
+        return nullcontext()
+    return torch.get_device_module(x.device).device(x.device)

@@ -1,0 +1,57 @@
+"""The steps of a layer in which one kernel in Triton computes a norm and the residual sum before
+it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.operators import Normalized, Residual, RowStep
+from ptdmpi.plan.layer.elementwise import Normalize
+
+
+@dataclass(frozen=True)
+class NormOfSum:
+    """The function that computes a residual sum x + y and its norm; without `residual` the sum is x
+    itself. If `keeps` is True, later steps read the sum, so it is a result, too. Its gradient is
+    then added in the norm's own backward."""
+
+    norm: Norm
+    residual: Residual | None
+    keeps: bool
+
+    def __call__(self, x: Tensor, *rest: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the sum (if `keeps`) and its norm. `rest` has y, if there is one, and the
+        context."""
+        y = None
+        if self.residual is not None:
+            y, context = rest
+            y = self.residual.dropped(y, context)
+        total, normed = self.norm.of_sum(x, y)
+        return (total, normed) if self.keeps else normed
+
+
+def with_sums(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
+    """Return the steps of a layer. If `kernels` compute norms in Triton, a norm and the residual
+    sum before it are one step."""
+    if not kernels.by_triton("norm"):
+        return steps
+    joined: list[RowStep] = []
+    for step in steps:
+        row, compute = step.row, step.compute
+        if isinstance(compute, Normalized):
+            assert isinstance(row, Normalize)
+            (source,) = row.inputs
+            keeps = source not in step.last and source not in row.outputs
+            inputs, last, residual = row.inputs, step.last, None
+            if row.follows_sum:
+                before = joined.pop()
+                assert isinstance(before.compute, Residual)
+                inputs, last, residual = before.row.inputs, before.last, before.compute
+            outputs = (source, *row.outputs) if keeps else row.outputs
+            row = replace(row, inputs=inputs, outputs=outputs)
+            step = RowStep(row, NormOfSum(compute.norm, residual, keeps), last)
+        joined.append(step)
+    return tuple(joined)

@@ -278,7 +278,6 @@ FEW += ("t2 p2 lora of experts zb-h1",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")
-FEW += ("d4 e2 some experts muon zero 3",)
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -54,7 +54,7 @@ def test_no_row_is_red_without_a_fault(comm):
 
 
 @pytest.mark.long
-@parallel(ranks=[4])
+@parallel(ranks=[4], limit_s=180.0)
 @pytest.mark.parametrize("number", range(1, 4))
 def test_no_row_of_four_ranks_is_red_without_a_fault(comm, number):
     case = small(number)

@@ -18,6 +18,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 CPU = torch.device("cpu")
 DTYPES = {
     "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
     "fp64": torch.float64,

@@ -19,6 +19,7 @@ from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct
+from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from tests._layers import DTYPES
@@ -62,7 +63,7 @@ ADAPTED = {  # frozen layers next to what trains
     },
 }
 WIDENED = HostChoice(half="widened")
-HALF = ("bf16", "fp16")
+HALF = ("bf16", "fp16", "fp8")
 
 
 def require_legal(name: str, tensor: int) -> None:
@@ -166,6 +167,14 @@ def foreseen_products(row, sizes: Sizes) -> tuple[int, int]:
         sum(kernel.launches for kernel in kernels if isinstance(kernel, MatrixProduct))
         for kernels in (row.forward(sizes), back)
     )
+
+
+def has_many_scales(row, least: int) -> bool:
+    """Return True if a linear in 8-bit floating point has as many scales as a tensor that counts,
+    of `least` elements: a tile has few positions here, and a scale for each channel."""
+    if not isinstance(row, Multiply) or row.scaling == "none":
+        return False
+    return max(row.linear.inputs, sum(row.linear.outputs)) >= least
 
 
 def held(node: Node | None) -> Iterator[Tensor]:

@@ -78,6 +78,6 @@ def test_a_new_row_is_trained_and_priced(monkeypatch):
 
 
 def test_products_that_no_kernel_takes_are_refused():
-    scaled = replace(WIDE, product=Recipe(NumberType("float8_e4m3fn", 1), FLOAT32, "tensor"))
+    scaled = replace(WIDE, product=Recipe(NumberType("float8_e4m3fn", 1), FLOAT32))
     with pytest.raises(ValueError, match="no kernel multiplies by"):
         Kernels(precision=scaled)

@@ -8,12 +8,12 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.output.vocabulary import VocabularyHead
 from ptdmpi.model.tables import VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorAxis,
-    VocabularyHead,
 )
 from tests._layers import (
     DTYPES,

@@ -83,9 +83,9 @@ class Config(FrozenTable):
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """Return a copy of the configuration whose model contains the adapters of [adapt] and the
-        format of [quantize]."""
-        model = self.model.adapted(self.adapt, self.quantize)
+        """Return a copy of the configuration whose model contains the adapters of [adapt], the
+        format of [quantize], and the scales of [precision]."""
+        model = self.model.adapted(self.adapt, self.quantize, self.precision.scaling)
         return self.model_copy(update={"model": model})
 
     @property

@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from ptdmpi.config.adapt import EXPERTS, MLP, AdaptConfig
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.kinds import LayerKind, LayerRun, Runs, merged, mixing_layers
+from ptdmpi.config.precision import Scaling
 from ptdmpi.config.section import (
     MOST,
     Bound,
@@ -194,6 +195,8 @@ class ModelConfig(Section):
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # the section [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
+    # from the section [precision]: what shares a scale in the products of the layers' linears
+    _scaling: Scaling = PrivateAttr(default="none")
 
     @model_validator(mode="before")
     @classmethod
@@ -282,12 +285,31 @@ class ModelConfig(Section):
         """
         return self._quantize
 
-    def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
-        """Return a copy of the model with the adapters `adapt`, and with its matrices in the format
-        `quantize`. The matrices are not quantized if `quantize` is None.
+    @property
+    def scaling(self) -> Scaling:
+        """Return what shares a scale in the products of the layers' linears, which are then
+        computed in 8-bit floating point; "none" if they have the type of the activations."""
+        return self._scaling
+
+    @property
+    def divides_products(self) -> bool:
+        """Return True if a linear may be computed by several products, each for some of its
+        outputs. Each product would unpack or round the whole weight otherwise."""
+        return self.quantize.weights == "none" and self.scaling == "none"
+
+    def adapted(
+        self,
+        adapt: AdaptConfig,
+        quantize: QuantizeConfig | None = None,
+        scaling: Scaling = "none",
+    ) -> Self:
+        """Return a copy of the model with the adapters `adapt`, with its matrices in the format
+        `quantize`, and with the scales `scaling` in the products of its layers' linears. The
+        matrices are not quantized if `quantize` is None.
         """
         copy = self.model_copy()
         copy._adapt, copy._quantize = adapt, quantize or QuantizeConfig()
+        copy._scaling = scaling
         return copy
 
     @property

@@ -5,12 +5,23 @@ read this table.
 types and their sizes in bytes from this table. A new precision needs a row here and its name in
 `PrecisionName`. If the matrix products of the new precision need more than operands of another
 type, for example scales, the precision also needs a kernel (`ptdmpi.model.kernels`).
+
+In the precision fp8, weights and activations have the type bfloat16, and the operands of the
+products of the layers' linears are rounded to 8-bit floating point. The inputs and the weights are
+rounded to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the gradients of the
+outputs to e5m2 (largest value 57344): Micikevicius et al. 2022, arXiv 2209.05433, section 3.1, and
+the default of NVIDIA's Transformer Engine.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-PrecisionName = Literal["bf16", "fp16", "fp32", "fp64"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
+# What shares a scale in the precision fp8; "none" in all other precisions.
+Scaling = Literal["none", "block"]
+# Rows and columns of a block of a weight, and elements of a row of another operand, that share a
+# scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+SCALED_BLOCK = 128
 
 
 class NumberType(NamedTuple):
@@ -24,22 +35,26 @@ BFLOAT16 = NumberType("bfloat16", 2)
 FLOAT16 = NumberType("float16", 2)
 FLOAT32 = NumberType("float32", 4)
 FLOAT64 = NumberType("float64", 8)
+FLOAT8_E4M3 = NumberType("float8_e4m3fn", 1)
+FLOAT8_E5M2 = NumberType("float8_e5m2", 1)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The types in which a layer's matrix products are computed.
+    """The types in which the matrix products of the layers' linears are computed.
 
     `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
-    converts the matrices to the type `sums`. `sums` is the type in which the products of two
-    numbers are added. `scales` is the part of a matrix (such as a row) whose elements share one
-    factor, which scales them into the range of the type. `scales` is "none" if the type needs no
-    factor.
+    converts the matrices to a wider type. `sums` is the type in which the products of two numbers
+    are added. `gradients` is the type of the gradient of an output, if it has another type than
+    `operands`. If `scaled` is True, parts of a matrix are multiplied by factors, which bring them
+    into the range of the type; `Scaling` says which parts. Only the products of the layers' linears
+    are then computed in these types, and all other products in the type of the activations.
     """
 
     operands: NumberType
     sums: NumberType
-    scales: Literal["none", "tensor", "row"] = "none"
+    gradients: NumberType | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,4 +85,11 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision(FLOAT16, FLOAT32, Recipe(FLOAT16, FLOAT32), scales_loss=True),
     "fp32": Precision(FLOAT32, FLOAT32, Recipe(FLOAT32, FLOAT32)),
     "fp64": Precision(FLOAT64, FLOAT64, Recipe(FLOAT64, FLOAT64), iteration=FLOAT64),
+    "fp8": Precision(BFLOAT16, FLOAT32, Recipe(FLOAT8_E4M3, FLOAT32, FLOAT8_E5M2, scaled=True)),
 }
+
+
+def scaling_of(precision: str) -> Scaling:
+    """Return what shares a scale in the products of the layers' linears; "none" if these products
+    need no scales."""
+    return "block" if PRECISIONS[precision].product.scaled else "none"

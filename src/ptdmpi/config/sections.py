@@ -15,7 +15,7 @@ from ptdmpi.config.choices import (
     default_schedule,
 )
 from ptdmpi.config.model import MASK_FRACTION
-from ptdmpi.config.precision import PRECISIONS, PrecisionName
+from ptdmpi.config.precision import PRECISIONS, PrecisionName, Scaling, scaling_of
 from ptdmpi.config.section import (
     MOST_BATCH,
     Bound,
@@ -153,6 +153,12 @@ class PrecisionConfig(Section):
         in the type `compute`.
         """
         return PRECISIONS[self.compute].scales_loss
+
+    @property
+    def scaling(self) -> Scaling:
+        """Return what shares a scale in the products of the layers' linears; "none" if these
+        products need no scales."""
+        return scaling_of(self.compute)
 
 
 class RecomputeConfig(Section):

@@ -12,6 +12,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter
+from ptdmpi.model.output.vocabulary import VocabularyHead
 from ptdmpi.model.parameters import Parameter, Split
 from ptdmpi.model.tables import Table, VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
@@ -19,7 +20,6 @@ from ptdmpi.model.tensor_parallel import (
     ReplicatedLinear,
     RowParallelLinear,
     TensorAxis,
-    VocabularyHead,
 )
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator

@@ -310,6 +310,8 @@ def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     assert isinstance(row, Multiply)
     make = built.column_linear if row.is_column else built.row_linear
     linear = make(row.parts(), row.name, build.axis)
+    linear.keeps_codes = row.keeps_codes
+    linear.scaling = row.scaling
     add(owner, row.name, linear)
     return lambda x, context: linear(x, context.of_adapters(build.layer))
 
@@ -467,11 +469,12 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
     """Return True if one `EarlyKeys` computes the operators `rows`. This requires a context axis
-    whose messages make progress during computation, and a weight that is not quantized. Each of the
-    two matrix products would dequantize a quantized weight completely."""
+    whose messages make progress during computation, and a weight that is neither quantized nor
+    rounded before each product. Each of the two matrix products would dequantize or round such a
+    weight completely."""
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
-    return build.context.gathers_early and build.model.quantize.weights == "none"
+    return build.context.gathers_early and build.model.divides_products
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:

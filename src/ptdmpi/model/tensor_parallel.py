@@ -20,17 +20,18 @@ numbers of inputs and outputs of a linear, and t is the number of tensor ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.comm.communicator import DONE, Communicator, Handle
+from ptdmpi.config.precision import Scaling
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter, rescaled
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.norm import soft_cap
+from ptdmpi.model.kernels.float8 import Float8Kernels
 from ptdmpi.model.parameters import Parameter, Split, declare
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.positions import ALL, Positions
@@ -119,23 +120,24 @@ def accumulate_bias_gradient(
 
 
 class Gathered:
-    """An activation at all positions, which is gathered from this rank's positions `x` when a
-    gradient needs it. If `early` is True, the gather begins immediately, otherwise at the first
-    call of the object. In a split backward the first call is in the second part."""
+    """An activation at all positions, which is gathered from this rank's positions when a gradient
+    needs it. The function `x` returns this rank's positions, without an autograd graph, which would
+    stay in memory. If `early` is True, the gather begins immediately, otherwise at the first call
+    of the object. In a split backward the first call is in the second part."""
 
-    def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
+    def __init__(self, axis: TensorAxis, x: Callable[[], Tensor], early: bool = False) -> None:
         self._axis = axis
         self._x = x
         self._begun: tuple[Tensor, Handle] | None = None
         self._whole: Tensor | None = None
         if early:
-            self._begun = axis.gather_begin(x)
+            self._begun = axis.gather_begin(x())
 
     def __call__(self) -> Tensor:
         """Return the activation at all positions. Begin the gather if it has not begun, and wait
         until it is complete."""
         if self._whole is None:
-            self._whole, arrived = self._begun or self._axis.gather_begin(self._x)
+            self._whole, arrived = self._begun or self._axis.gather_begin(self._x())
             self._begun = None
             arrived.wait()
         return self._whole
@@ -165,11 +167,18 @@ class LinearPass:
         this class, the result is all rows."""
         return rows
 
-    def kept(self, x: Tensor) -> Tensor | None:
-        """Return the input `x` if the gradient of a parameter needs it, otherwise None."""
-        if self.weight.requires_grad or self.adapters:
-            return x
-        return None
+    @property
+    def needs_input(self) -> bool:
+        """Return True if the gradient of a parameter needs the input."""
+        return self.weight.requires_grad or bool(self.adapters)
+
+    def keep(self, ctx: Any, kept: Sequence[Tensor], downs: Sequence[Tensor]) -> None:
+        """Save for the backward what is kept of the input, if a gradient needs it, and the inner
+        activations of the adapters."""
+        kept = kept if self.needs_input else ()
+        ctx.save_for_backward(*kept, *downs)
+        ctx.layer = self
+        ctx.kept = len(kept)
 
     def add_adapters(self, y: Tensor, x: Tensor) -> list[Tensor]:
         """Add the adapters' products with x [s, b, i] to y [s, b, o], in place. Return the inner
@@ -207,35 +216,33 @@ class LinearPass:
             adapter.accumulate((x, dy), down.detach(), up, self.stream, alone=alone)
 
 
-class _ColumnLinear(Function):
+class ColumnLinear(Function):
     """The function of a column-parallel linear: the operator f, then x W^T + b plus the adapters'
     products. If a gradient needs the input, the forward saves the input only at this rank's
     positions, and the backward gathers all positions again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
+        x, kept = layer.kernels.entering(x)
         whole = layer.axis.gather(x)
         y = layer.kernels.linear(whole, layer.weight, layer.bias)
-        downs = layer.add_adapters(y, whole)
-        ctx.save_for_backward(layer.kept(x), *downs)
-        ctx.layer = layer
+        layer.keep(ctx, kept, layer.add_adapters(y, whole))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearPass = ctx.layer
         axis = layer.axis
-        x, *downs = ctx.saved_tensors
+        kept, downs = _saved(ctx)
         whole = None
-        if x is not None:
+        if kept:
             # Gather x again, because only this rank's positions were saved (Korthikanti et al.
             # 2022, section 4.2.2). If communication makes progress during computation, begin the
             # gather early, so that it overlaps with the computation of the input's gradient. If
             # communication makes no progress during computation, an early gather would only use
-            # memory for longer. Detach x, because x would otherwise keep its autograd graph in
-            # memory.
+            # memory for longer.
             early = axis.comm.overlaps and not layer.weight.puts_off
-            whole = Gathered(axis, x.detach(), early)
+            whole = Gathered(axis, partial(layer.kernels.entered, kept, dy.dtype), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
         dx = None
         summed = DONE
@@ -256,12 +263,12 @@ class _RowLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
-        ctx.layer = layer
+        x, kept = layer.kernels.entering(x)
         if layer.axis.size == 1:
             y = layer.kernels.linear(x, layer.weight, layer.bias)
         else:
             y = layer.kernels.linear(x, layer.weight)
-        ctx.save_for_backward(layer.kept(x), *layer.add_adapters(y, x))
+        layer.keep(ctx, kept, layer.add_adapters(y, x))
         if layer.axis.size == 1:
             return y
         y = layer.axis.reduce(y)
@@ -275,24 +282,31 @@ class _RowLinear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearPass = ctx.layer
         axis = layer.axis
-        x, *downs = ctx.saved_tensors
+        kept, downs = _saved(ctx)
         # add the bias gradient before the gather: each rank adds the gradient of its own positions,
         # and the sums of the ranks are added later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]
-        if x is not None:
-            x = x.detach()
+        if kept:
+            x = partial(layer.kernels.entered, kept, dy.dtype)
             if layer.weight.puts_off and axis.divides_sequence:
                 # the first part of a split backward saves only this rank's positions of dy, and the
                 # second part gathers all positions
-                layer.accumulate(lambda: x, Gathered(axis, dy), downs, ups)
+                layer.accumulate(x, Gathered(axis, lambda: dy), downs, ups)
             else:
-                layer.accumulate(lambda: x, lambda: whole, downs, ups)
+                layer.accumulate(x, lambda: whole, downs, ups)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = layer.input_gradient(whole, ups)
         return dx, *_no_gradients(ctx)
+
+
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the two groups of tensors that `LinearPass.keep` has saved. They are detached, because
+    they would keep their autograd graphs in memory."""
+    saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+    return saved[: ctx.kept], saved[ctx.kept :]
 
 
 def _no_gradients(ctx: Any) -> list[None]:
@@ -301,7 +315,7 @@ def _no_gradients(ctx: Any) -> list[None]:
     return [None] * (len(ctx.needs_input_grad) - 1)
 
 
-def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
+def declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
     """Return the declared bias of a linear with the given number of outputs, or None if the linear
     has no bias. `options` are fields of `Declaration`."""
     if not wanted:
@@ -309,7 +323,43 @@ def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -
     return declare(axis_size, (outputs,), "zeros", **options)
 
 
-class ColumnParallelLinear(Computing):
+class LayerLinear(Computing):
+    """The base class of the linears of a layer, whose weights the tensor axis divides.
+
+    `scaling` says what shares a scale if the products are in 8-bit floating point; "none" if the
+    products have the type of their operands. `keeps_codes` is the field of `Multiply`.
+    """
+
+    scaling: Scaling = "none"
+    keeps_codes = False
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(self, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.adapters: Sequence[LowRankAdapter] = ()
+        self.scales: Sequence[ScaleAdapter] = ()
+
+    def take(self, kernels: Kernels) -> None:
+        """Use these kernels from now on, with the products of this linear's `scaling`."""
+        if self.scaling != "none":
+            kernels = Float8Kernels(kernels, keeps_codes=self.keeps_codes)
+        super().take(kernels)
+
+    def begun(self, stream: RandomStream | None) -> LinearPass:
+        """Return a new pass of the linear."""
+        return LinearPass(
+            weight=self.weight,
+            bias=self.bias,
+            axis=self.axis,
+            kernels=self.kernels,
+            adapters=self.adapters,
+            stream=stream,
+        )
+
+
+class ColumnParallelLinear(LayerLinear):
     """A linear y = x W^T + b in which the rows of W are divided over the tensor axis: [s, b, i] ->
     [s, b, o/t].
 
@@ -327,53 +377,33 @@ class ColumnParallelLinear(Computing):
         init_std: float,
         most: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__()
-        self.axis = axis
+        super().__init__(axis)
         split = Split(0, parts, most)
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
-        self.bias = _declared_bias(bias, axis.size, sum(parts), split=split)
-        self.adapters: Sequence[LowRankAdapter] = ()
-        self.scales: Sequence[ScaleAdapter] = ()
+        self.bias = declared_bias(bias, axis.size, sum(parts), split=split)
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return this rank's outputs [s, b, o/t]. `stream` is the random stream for the adapters'
         dropout."""
-        layer = LinearPass(
-            weight=self.weight,
-            bias=self.bias,
-            axis=self.axis,
-            kernels=self.kernels,
-            adapters=self.adapters,
-            stream=stream,
-        )
-        return rescaled(_ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
+        layer = self.begun(stream)
+        return rescaled(ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
 
-class RowParallelLinear(Computing):
+class RowParallelLinear(LayerLinear):
     """A linear y = x W^T + b in which the columns of W are divided over the tensor axis: [s, b,
     i/t] -> [s, b, o]."""
 
     def __init__(
         self, axis: TensorAxis, inputs: int, outputs: int, *, bias: bool, init_std: float
     ) -> None:
-        super().__init__()
-        self.axis = axis
+        super().__init__(axis)
         self.weight = declare(axis.size, (outputs, inputs), init_std, split=Split(1, (inputs,)))
-        self.bias = _declared_bias(bias, axis.size, outputs, shared_gradient=True)
-        self.adapters: Sequence[LowRankAdapter] = ()
-        self.scales: Sequence[ScaleAdapter] = ()
+        self.bias = declared_bias(bias, axis.size, outputs, shared_gradient=True)
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return the sum [s, b, o] over all tensor ranks' products; under sequence parallelism,
         only at this rank's positions. `stream` is the random stream for the adapters' dropout."""
-        layer = LinearPass(
-            weight=self.weight,
-            bias=self.bias,
-            axis=self.axis,
-            kernels=self.kernels,
-            adapters=self.adapters,
-            stream=stream,
-        )
+        layer = self.begun(stream)
         return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
 
 
@@ -409,7 +439,7 @@ class ReplicatedLinear(Computing):
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
         super().__init__()
         self.weight = declare(1, (outputs, inputs), init_std)
-        self.bias = _declared_bias(bias, 1, outputs)
+        self.bias = declared_bias(bias, 1, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, [..., o]."""
@@ -443,58 +473,3 @@ def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
     """Return the activations [k, b, h] at `positions` [k, b], k positions of each of b sequences.
     The result is the same on every tensor rank."""
     return _SelectPositions.apply(x, positions, axis)
-
-
-class _AddBias(Function):
-    """An autograd Function that adds a bias to a tensor in place. The bias is not added by the
-    linear's own kernel, because the result would be a view, which the loss could not overwrite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:
-        ctx.bias = bias
-        ctx.mark_dirty(x)
-        return x.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        accumulate_bias_gradient(ctx.bias, dy)
-        return dy, None
-
-
-class VocabularyHead(Computing):
-    """The linear from activations [s, b, h] to this rank's logits [s, b, ceil(V/t)], for a
-    vocabulary of size V. The logits are capped if `softcap` is not 0. Padded columns have the logit
-    -inf."""
-
-    def __init__(
-        self,
-        axis: TensorAxis,
-        vocab_size: int,
-        hidden: int,
-        *,
-        init_std: float,
-        bias: bool = False,
-        softcap: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.axis = axis
-        self.softcap = softcap
-        split = Split(0, (vocab_size,))
-        self.weight = declare(axis.size, (vocab_size, hidden), init_std, split=split)
-        self.bias = _declared_bias(bias, axis.size, vocab_size, split=split)
-        share = -(-vocab_size // axis.size)
-        self.valid_columns = max(0, min(share, vocab_size - axis.rank * share))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's logits [s, b, ceil(V/t)]."""
-        layer = LinearPass(self.weight, None, self.axis, self.kernels)
-        logits = _ColumnLinear.apply(x, layer, *layer.parameters)
-        if self.bias is not None:
-            logits = _AddBias.apply(logits, self.bias)
-        if self.softcap:
-            logits = soft_cap(logits, self.softcap)
-        if self.valid_columns < logits.shape[-1]:
-            logits = logits.clone()
-            # exp(-inf) = 0, so padded columns do not contribute to the softmax
-            logits[..., self.valid_columns :] = -torch.inf
-        return logits

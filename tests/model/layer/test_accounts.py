@@ -38,18 +38,26 @@ from tests._accounts import Move, RowWork, works_of
 from tests._configs import small
 from tests._ends import ENDS, Cut, ends_of
 from tests._layers import tensor_axis
-from tests._rows import ADAPTED, SHAPES, require_legal
+from tests._rows import ADAPTED, SHAPES, has_many_scales, require_legal
 from tests.model.layer.test_launches import LEAST_LAUNCHED, RECIPES, this_trainer
 from tests.model.layer.test_rows import METHODS, B, H, S, kept_by_layer, layer_of
 from tests.parallel import parallel
 
 MODELS = SHAPES | ADAPTED
 # The models whose rows differ most; the others, and half types, are long.
-FEW = [("gpt", "fp32"), ("qwen3", "fp32"), ("llama", "bf16"), ("experts", "fp32"), ("ia3", "fp32")]
+FEW = [
+    ("gpt", "fp32"),
+    ("qwen3", "fp32"),
+    ("llama", "bf16"),
+    ("llama", "fp8"),
+    ("experts", "fp32"),
+    ("ia3", "fp32"),
+]
 CASES = [
     pytest.param(name, recipe, marks=[] if (name, recipe) in FEW else pytest.mark.long)
     for name in MODELS
-    for recipe in ("fp32", "bf16", "bf16 widened")
+    for recipe in ("fp32", "bf16", "bf16 widened", "fp8", "fp8 widened")
+    if name in SHAPES or not recipe.startswith("fp8")  # of which adapters are refused
 ]
 
 TWO_RANKS = [
@@ -82,6 +90,12 @@ def of_linear(row: Multiply, sizes: Sizes) -> int:
     return max(row.linear.inputs, sum(row.linear.outputs)) * sizes.wide_bytes
 
 
+def of_blocks(row: Multiply, sizes: Sizes) -> int:
+    """The scales of the weight's blocks, in float32 and in bfloat16; none of other precisions."""
+    inputs, outputs = row.linear.local(1)
+    return 6 * -(-inputs // 128) * -(-outputs // 128) * (row.scaling != "none")
+
+
 # Working memory: what a row needs of its account, and why it may need less. Exact bars are those of
 # rows whose account is a list of the tensors at the peak.
 BACKWARD = {
@@ -99,7 +113,7 @@ BACKWARD = {
     MixExperts: Bar(0.5),
 }
 # A linear with adapters has a backward, and is no row of a layer without one.
-FORWARD = {Multiply: Bar(0.85), Attend: Bar(0.7, narrow=of_heads)}
+FORWARD = {Multiply: Bar(0.85, narrow=of_blocks), Attend: Bar(0.7, narrow=of_heads)}
 ADDING = {
     # 0: adapters are counted as if inputs were gathered and dropped from
     Multiply: Bar(0.0, narrow=of_linear),
@@ -168,6 +182,7 @@ def wrong_moves(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
         names = {getattr(kernel, "kind", "") for kernel in kernels} & COMPOSED.keys()
         is_half = sizes.compute_bytes < sizes.wide_bytes
         differs = isinstance(row, AddResidual) and sizes.drops
+        differs |= has_many_scales(row, LEAST_LAUNCHED)
         differs |= bool(names) and (is_half or (isinstance(row, Normalize) and not row.trains))
         if said.alone - real:
             yield f"{direction} moves {listed(seen.moves)}, not {dict(said.alone)}"
@@ -205,7 +220,12 @@ def wrong_memory(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
     # the gradient of a kept input takes its place, in the rows whose account counts on it
     if isinstance(row, Multiply | Activate | MixExperts):
         keeps = work.keeps_input or getattr(row, "shares_input", False)
-        size = sizes.rows("whole") * width_of(row, sizes) * sizes.compute_bytes
+        rows, width = sizes.rows("whole"), width_of(row, sizes)
+        size = rows * width * sizes.compute_bytes
+        if getattr(row, "keeps_codes", False):  # a byte each, and a scale for each 128 of them
+            keeps, size = True, rows * width + 4 * rows * -(-width // 128)
+            if row.excess_bytes(sizes) != rows * width * sizes.compute_bytes - size:
+                yield f"exceeds by {row.excess_bytes(sizes)} bytes"
         if row.replaced_bytes(sizes) != size * (keeps and len(row.inputs) == 1):
             yield f"replaces {row.replaced_bytes(sizes)} bytes, not {size * keeps}"
     elif row.replaced_bytes(sizes):

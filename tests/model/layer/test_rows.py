@@ -20,6 +20,7 @@ from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import Layout, RecomputeConfig
 from ptdmpi.config.choices import ContextMethod
+from ptdmpi.config.precision import scaling_of
 from ptdmpi.model import transformer
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
@@ -75,6 +76,7 @@ def layer_of(
     whose messages are counted instead of the tensor axis'. `whole`: no expert is divided."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
+    model = model.adapted(model.adapt, model.quantize, scaling_of(precision))
     experts = ExpertAxis(whole=whole)
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
     for part in (name for name, part in layer(model, model.kind_of(0)).items() if not part.trains):

@@ -250,7 +250,7 @@ def test_small_models_are_not_rounded_away():
         (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t c p d = 12"),
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
         (("--layout", "t=2,d=1,t=4"), "t is given twice"),
-        (("--ranks", "8", "--precision", "fp8"), "no fp8"),
+        (("--ranks", "8", "--precision", "fp8", "--lora", "4"), "does not belong to --lora"),
         (("--ranks", "8", "--recompute-layers", "2"), "belongs to --recompute full"),
         (("--ranks", "0"), "--ranks 0: must be a whole number, 1 to 1,000,000,000"),
         (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),

@@ -18,6 +18,7 @@ from ptdmpi.config.rules.methods import method_rules
 from ptdmpi.config.rules.model import masked_log_rules, quantize_rules, shape_rules
 from ptdmpi.config.rules.mup import mup_rules
 from ptdmpi.config.rules.optimizer import optimizer_rules
+from ptdmpi.config.rules.precision import precision_rules
 from ptdmpi.config.rules.preference import preference_rules
 from ptdmpi.config.rules.ranks import (
     axis_rules,
@@ -65,6 +66,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from where_known(_comm_rules, sections.comm)
     yield from adapt_rules(sections)
     yield from optimizer_rules(sections)
+    yield from precision_rules(sections)
     yield from compile_rules(sections)
     yield from own_loss_rules(sections)
     yield from context_rules(sections)

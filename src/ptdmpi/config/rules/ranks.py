@@ -82,7 +82,8 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
         yield groups_need_zero("node")
     model = sections.model
     if model is not None:
-        model = model.adapted(sections.adapt or AdaptConfig(), sections.quantize)
+        scaling = sections.precision.scaling if sections.precision is not None else "none"
+        model = model.adapted(sections.adapt or AdaptConfig(), sections.quantize, scaling)
     yield from layout_mistakes(layout, model, None if batch is None else batch.global_size)
 
 

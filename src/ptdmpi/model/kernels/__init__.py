@@ -37,8 +37,9 @@ class Kernels:
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
     None, the default kernels of this machine for the type of the operands are used. The types of
     matrix products are determined by `precision`. If `precision` is None, operands are multiplied
-    in their own type. `triton` are the kinds of kernels (`fused.KINDS`) that are computed in
-    Triton, on a device.
+    in their own type. A precision with scales is the concern of the layers' linears (`float8`); all
+    other products are then in the type of their operands. `triton` are the kinds of kernels
+    (`fused.KINDS`) that are computed in Triton, on a device.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Kernels:
         self.triton = frozenset(triton)
         # the data type whose products are computed in a wider type according to `precision`
         self._narrow: torch.dtype | None = None
-        if precision is None or precision.product.operands == precision.compute:
+        if precision is None or precision.product.scaled:
             return
-        if precision.product.scales != "none" or precision.product.operands != precision.master:
+        if precision.product.operands == precision.compute:
+            return
+        if precision.product.operands != precision.master:
             raise ValueError(f"no kernel multiplies by {precision.product}")
         self._narrow = dtype_of(precision.compute)
 
@@ -90,6 +93,16 @@ class Kernels:
         if self.widens(x.device.type, x.dtype):
             return x.float()
         return x
+
+    def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the input x [..., inputs] of a linear as its products use it, and the tensors that
+        the backward keeps of it."""
+        return x, (x,)
+
+    def entered(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the input of a linear as `entering` returned it, in its type `dtype`, from the
+        tensors that were kept of it."""
+        return kept[0]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b for x [..., inputs], weight W [outputs, inputs] and bias b [outputs]:

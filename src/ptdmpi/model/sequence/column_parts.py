@@ -95,7 +95,7 @@ class _Shared:
         a linear without parts."""
         if x is not None and self._again is None:
             early = part.axis.comm.overlaps and not part.weight.puts_off
-            self._again = Gathered(part.axis, x.detach(), early)
+            self._again = Gathered(part.axis, x.detach, early)
         return None if x is None else self._again
 
     def add(self, gradient: Tensor | None, part: _Part) -> tuple[Tensor | None, Handle]:
@@ -122,7 +122,8 @@ class _ColumnPart(Function):
         whole = shared.input(x, part)
         bias = None if part.bias is None else part.own(part.bias)
         y = part.kernels.linear(whole, part.own(part.weight), bias)
-        ctx.save_for_backward(part.kept(x), *part.add_adapters(y, whole))
+        kept = x if part.needs_input else None
+        ctx.save_for_backward(kept, *part.add_adapters(y, whole))
         ctx.part = part
         ctx.shared = shared
         return y

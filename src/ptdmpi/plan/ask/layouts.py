@@ -11,6 +11,7 @@ from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.model import QuantizeConfig
+from ptdmpi.config.precision import scaling_of
 from ptdmpi.plan.ask.defaults import default_batch, usual_precision
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layer.legality import is_legal, layout_mistakes
@@ -99,8 +100,9 @@ class LayoutRequest:
                 "--first-layers would fix: leave one of these options out"
             )
 
-    def adapted(self, model: Model) -> Model:
-        """Return `model` as it is trained: completely, or frozen with trained adapters.
+    def adapted(self, model: Model, precision: str) -> Model:
+        """Return `model` as it is trained: completely, or frozen with trained adapters, and with
+        the products of the precision.
 
         Raise InputError if the options of adapters contradict each other.
         """
@@ -108,8 +110,11 @@ class LayoutRequest:
             raise InputError("--base-bits belongs to --lora")
         if self.base_block is not None and (self.base_bits is None or self.base_block % 2):
             raise InputError(f"--base-block {self.base_block} belongs to --base-bits, and is even")
+        scaling = scaling_of(precision)
         if self.lora is None:
-            return model
+            return replace(model, config=model.config.adapted(model.config.adapt, None, scaling))
+        if scaling != "none":
+            raise InputError(f"--precision {precision} does not belong to --lora")
         quantize = None
         if self.base_bits is not None:
             block = self.base_block or BASE_BLOCK
@@ -215,9 +220,10 @@ def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
 
 def _pricer(request: LayoutRequest) -> Pricer:
     cluster = load_cluster(request.cluster)
-    model = request.adapted(load_model(request.model))
+    precision = request.precision or usual_precision(cluster)
+    model = request.adapted(load_model(request.model), precision)
     batch = request.batch or default_batch(request.model)
-    return Pricer.of(cluster, model, batch, request.precision or usual_precision(cluster))
+    return Pricer.of(cluster, model, batch, precision)
 
 
 def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:

@@ -85,6 +85,7 @@ class LayerBuild:
             linear=linear,
             adapters=adapters,
             quantized=quantized,
+            scaling=self.model.scaling,
         )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:

@@ -218,13 +218,16 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
     """Yield (operator, bytes) for each operator from the last to the first. The bytes are the sum
-    over all inputs of later operators that are already freed in the backward of this operator."""
+    over all inputs of later operators that are already freed in the backward of this operator. If a
+    gradient is larger than the input that it replaces, the difference is subtracted."""
     freed = 0
     after = 0
+    excess = 0
     for row in reversed(sublayer.operators):
-        yield row, freed
+        yield row, freed - excess
         freed += after
         after = row.replaced_bytes(sizes)
+        excess = row.excess_bytes(sizes)
 
 
 def _last_input(sublayer: Sublayer, sizes: Sizes) -> int:

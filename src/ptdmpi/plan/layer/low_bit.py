@@ -1,13 +1,19 @@
 """The format of quantized matrices: a code for each element, a float32 scale for each block of a
-row, the values of the codes, and the sizes in bytes. This module does not need torch."""
+row, the values of the codes, and the sizes in bytes. Also the work and the memory of rounding the
+operands of a linear's products to 8-bit floating point. This module does not need torch."""
 
 import itertools
 import math
 from dataclasses import dataclass
 from typing import get_args
 
+from ptdmpi.base.near import divisors
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import QuantizeConfig
+from ptdmpi.config.precision import FLOAT8_E4M3, SCALED_BLOCK
+from ptdmpi.plan.layer.account import Item, MemoryPass
+from ptdmpi.plan.layer.parts import Linear
+from ptdmpi.plan.layer.sizes import Sizes
 
 CODES = get_args(CodesName)
 # A host dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of
@@ -18,6 +24,7 @@ CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
+FLOAT8_BYTES = FLOAT8_E4M3.bytes
 # Kinds of the two tensors of a quantized matrix in files. Both kinds replace the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
@@ -167,3 +174,103 @@ def unpacking(
     at_once = max(1, chunk_elements(on_host) // inputs)
     chunks = -(-outputs // at_once)
     return inputs * outputs * each, (UNPACKING_KERNELS + added) * chunks
+
+
+# -- products in 8-bit floating point -------------------------------------------------------------
+
+
+def encoding(elements: int, element_bytes: int) -> MemoryPass:
+    """Return the kernels that make the codes of a matrix: one reads the matrix for the greatest
+    magnitudes of its tiles, one multiplies it by the scales, and one converts the products."""
+    return MemoryPass(elements * (4 * element_bytes + FLOAT8_BYTES), 3)
+
+
+def decoding(elements: int, element_bytes: int) -> MemoryPass:
+    """Return the kernels that make the values of codes: one converts the codes, and one multiplies
+    the result by the scales in place."""
+    return MemoryPass(elements * (FLOAT8_BYTES + 3 * element_bytes), 2)
+
+
+def rounding(elements: int, element_bytes: int) -> MemoryPass:
+    """Return the kernels that make codes and then their values."""
+    made, read = encoding(elements, element_bytes), decoding(elements, element_bytes)
+    return MemoryPass(made.moved_bytes + read.moved_bytes, made.launches + read.launches)
+
+
+def codes_of_rows(name: str, rows: int, columns: int) -> tuple[Item, Item]:
+    """Return the codes of a matrix with tiles along its rows, and their scales."""
+    tiles = rows * -(-columns // SCALED_BLOCK)
+    return Item(name, rows * columns, FLOAT8_BYTES), Item(name, tiles, SCALE_BYTES)
+
+
+def peak_bytes(elements: int, element_bytes: int) -> int:
+    """Return the bytes of the codes of a matrix together with the scaled matrix from which they are
+    made, or with their values."""
+    return elements * (FLOAT8_BYTES + element_bytes)
+
+
+def scaled_forward_bytes(sizes: Sizes, shape: tuple[int, int], rows: int, copies: int) -> int:
+    """Return the working bytes of the forward of a linear with `shape` = (inputs, outputs) whose
+    products are in 8-bit floating point: its input and the values of the input's codes, and the
+    weight while it is rounded, or the values of the weight with the output and with `copies` bytes
+    of copies for the product."""
+    inputs, outputs = shape
+    c, weights = sizes.compute_bytes, inputs * outputs
+    product = weights * c + rows * outputs * c + copies
+    return 2 * rows * inputs * c + max(peak_bytes(weights, c), product)
+
+
+def scaled_backward_bytes(
+    sizes: Sizes, shape: tuple[int, int], rows: int, *, input_first: bool = False
+) -> int:
+    """Return the working bytes of the backward of a linear with `shape` = (inputs, outputs) whose
+    products are in 8-bit floating point. With `input_first`, the gradient of the input is computed
+    before the gradient of the weight, and stays in memory."""
+    inputs, outputs = shape
+    c = sizes.compute_bytes
+    gradient, weights = rows * inputs * c, inputs * outputs
+    copies = 0
+    if sizes.operand_bytes > c:
+        copies = (rows * (inputs + outputs) + weights) * sizes.operand_bytes
+    product = max(peak_bytes(weights, c), weights * c + gradient + copies)
+    first = max(peak_bytes(rows * outputs, c), rows * outputs * c + product)
+    return max(first, scaled_adding_bytes(sizes, shape, rows) + gradient * input_first)
+
+
+def scaled_adding_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
+    """Return the working bytes of the gradient of a weight with `shape` = (inputs, outputs): the
+    values of the kept input, both operands, which are rounded again, and the product."""
+    inputs, outputs = shape
+    c = sizes.compute_bytes
+    values = rows * inputs * c
+    product = inputs * outputs * (c + sizes.wide_bytes)
+    if sizes.operand_bytes > c:
+        product = rows * (inputs + outputs) * sizes.operand_bytes
+    peaks = (
+        values + peak_bytes(rows * inputs, c),
+        2 * values + peak_bytes(rows * outputs, c),
+        2 * values + rows * outputs * c + product,
+    )
+    return max(peaks)
+
+
+def cuts_blocks(linear: Linear, tensor: int) -> str | None:
+    """Return why `tensor` ranks cannot divide a linear whose weights share a scale in blocks; None
+    if they cut no block. The scales would otherwise depend on the layout."""
+    legal = [size for size in divisors(tensor) if _whole_blocks(linear, size)]
+    if tensor in legal:
+        return None
+    return (
+        f'precision.compute = "fp8": parallel.tensor = {tensor} cuts blocks of {SCALED_BLOCK} x '
+        f"{SCALED_BLOCK} weights that share a scale; legal nearby: tensor {legal[-1]}"
+    )
+
+
+def _whole_blocks(linear: Linear, tensor: int) -> bool:
+    """Return True if the slices of a linear on `tensor` ranks consist of whole blocks."""
+    if tensor == 1 or linear.split is None:
+        return True
+    parts = (linear.inputs,) if linear.split == "rows" else linear.outputs
+    most = linear.most or (tensor,) * len(parts)
+    shares = [min(tensor, limit) for limit in most]
+    return not any(part % (n * SCALED_BLOCK) for part, n in zip(parts, shares, strict=True))

@@ -138,6 +138,11 @@ class Operator:
         the input has been used."""
         return 0
 
+    def excess_bytes(self, sizes: Sizes) -> int:
+        """Return the number of bytes by which the gradient of the operator's input is larger than
+        `replaced_bytes`."""
+        return 0
+
 
 def hash_bytes(elements: int) -> int:
     """Return the bytes for drawing a dropout mask: three int64 values per element at a time."""

@@ -12,8 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptdmpi.config import ModelConfig
-from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.precision import Scaling
+from ptdmpi.plan.layer import low_bit
+from ptdmpi.plan.layer.account import (
+    Item,
+    Kernel,
+    MatrixProduct,
+    MemoryPass,
+    Message,
+    Phase,
+    total_bytes,
+)
 from ptdmpi.plan.layer.low_bit import LowBit, unpacking
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Scale
@@ -27,14 +37,16 @@ class Multiply(Operator):
     Under sequence parallelism a column-parallel linear reads "local" rows, and a row-parallel
     linear writes "local" rows. `rows` is the kind of rows that the matrix product itself reads and
     writes. `quantized` is the format of a quantized weight, which each product dequantizes; None if
-    the weight is not quantized. `shares_input` is True if the input is part of a tensor that
-    another operator keeps.
+    the weight is not quantized. `scaling` says what shares a scale if the products are in 8-bit
+    floating point; "none" if they have the type of the activations. `shares_input` is True if the
+    input is part of a tensor that another operator keeps.
     """
 
     linear: Linear
     adapters: tuple[tuple[str, LowRankPair | Scale], ...] = ()
     rows: Rows = "whole"
     quantized: LowBit | None = None
+    scaling: Scaling = "none"
     shares_input: bool = False
 
     def parts(self) -> dict[str, Part]:
@@ -51,9 +63,19 @@ class Multiply(Operator):
         return self.linear.trains or bool(self.pairs)
 
     @property
+    def keeps_codes(self) -> bool:
+        """Return True if the backward keeps the 8-bit codes of the input instead of the input. If
+        another operator keeps the input, or if it is the input of the layer, codes would only need
+        additional memory."""
+        return self.scaling != "none" and not self.shares_input and self.inputs != ("x",)
+
+    @property
     def is_column(self) -> bool:
         """Return True if the tensor axis divides the outputs of the linear."""
         return self.linear.split == "columns"
+
+    def refuses(self, layout: Layout) -> str | None:
+        return low_bit.cuts_blocks(self.linear, layout.tensor) if self.scaling == "block" else None
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
         """Return (number of rows of this rank's input before the collective, number of rows of its
@@ -106,6 +128,8 @@ class Multiply(Operator):
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         rows = sizes.rows(self.rows)
         yield from self._unpacked(sizes)
+        yield from self._rounded(sizes, self._input_elements(sizes))
+        yield from self._rounded(sizes, math.prod(self.linear.local(sizes.layout.tensor)))
         for inputs, outputs, _ in self._matrices(sizes):
             yield MatrixProduct(rows, outputs, inputs)
         if self.linear.bias and self.is_column and not sizes.fused_attention and self.is_attention:
@@ -131,8 +155,10 @@ class Multiply(Operator):
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels that compute the gradient of the input and the gradient of the bias,
         which is a sum over rows."""
-        rows = sizes.rows(self.rows)
+        rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
         yield from self._unpacked(sizes)
+        yield from self._rounded(sizes, rows * shape[1])
+        yield from self._rounded(sizes, math.prod(shape))
         for inputs, outputs, _ in self._matrices(sizes):
             yield MatrixProduct(rows, inputs, outputs)
         if self.linear.bias and self.linear.trains:
@@ -141,9 +167,19 @@ class Multiply(Operator):
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
         rows = sizes.rows(self.rows)
+        if self.scaling != "none":
+            kept = low_bit.decoding if self.keeps_codes else low_bit.rounding
+            yield kept(self._input_elements(sizes), sizes.compute_bytes)
+            for width in self.linear.local(sizes.layout.tensor):
+                yield from self._rounded(sizes, rows * width)
         for inputs, outputs, trains in self._matrices(sizes):
             if trains:
                 yield from weight_gradient(sizes, inputs, outputs, rows)
+
+    def _rounded(self, sizes: Sizes, elements: int) -> Iterator[Kernel]:
+        """Yield the kernels that round an operand of a product to 8-bit floating point."""
+        if self.scaling != "none":
+            yield low_bit.rounding(elements, sizes.compute_bytes)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         if sizes.layout.tensor == 1 or self.linear.split is None or self.rows != "whole":
@@ -188,7 +224,7 @@ class Multiply(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         if self.keeps_input and not self.shares_input:
-            yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
+            yield from self._input_items(sizes)
         for number, (_, part) in enumerate(self.adapters):
             # LoRA keeps the product of A with the input, and (IA)^3 keeps the values that it scales
             if isinstance(part, LowRankPair):
@@ -204,6 +240,15 @@ class Multiply(Operator):
         result is False, because this input is complete before the product and the sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
+    def _input_items(self, sizes: Sizes) -> Iterator[Item]:
+        """Yield what the backward keeps of the input."""
+        name = f"{self.name}.input"
+        if self.keeps_codes:
+            rows, width = self._rows_of_ends(sizes)[0], self.linear.local(sizes.layout.tensor)[0]
+            yield from low_bit.codes_of_rows(name, rows, width)
+        else:
+            yield Item(name, self._input_elements(sizes), sizes.compute_bytes)
+
     def _input_elements(self, sizes: Sizes) -> int:
         return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
 
@@ -216,7 +261,7 @@ class Multiply(Operator):
         outputs = self.linear.local(sizes.layout.tensor)[1]
         gradient = self._rows_of_ends(sizes)[1] * outputs
         if self.linear.trains:
-            yield Item(f"{self.name}.input", self._input_elements(sizes), c)
+            yield from self._input_items(sizes)
             yield Item(f"{self.name}.gradient", gradient, c)
             if self.linear.bias:
                 yield Item(f"{self.name}.bias", outputs, sizes.wide_bytes)
@@ -249,11 +294,23 @@ class Multiply(Operator):
         scales_input = bool(self.adapters) and not self.is_column
         if not (self.keeps_input or scales_input or self.shares_input):
             return 0
+        if self.keeps_codes:
+            return total_bytes(self._input_items(sizes))
         return self._input_elements(sizes) * sizes.compute_bytes
+
+    def excess_bytes(self, sizes: Sizes) -> int:
+        if not self.keeps_codes:
+            return 0
+        gradient = self._input_elements(sizes) * sizes.compute_bytes
+        return gradient - self.replaced_bytes(sizes)
 
     def forward_bytes(self, sizes: Sizes) -> int:
         rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
-        return rows * sum(shape) * sizes.compute_bytes + copied_bytes(sizes, shape, rows)
+        copies = copied_bytes(sizes, shape, rows)
+        if self.scaling == "none":
+            return rows * sum(shape) * sizes.compute_bytes + copies
+        kept = total_bytes(self._input_items(sizes)) if self.keeps_codes else 0
+        return kept + low_bit.scaled_forward_bytes(sizes, shape, rows, copies)
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient of the input, and of the gradient of the weight until it
@@ -263,6 +320,10 @@ class Multiply(Operator):
         computes the gradient of the weight first. The result includes the bytes that the gradients
         of the adapters need.
         """
+        if self.scaling != "none":
+            shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
+            result = low_bit.scaled_backward_bytes(sizes, shape, rows, input_first=self.is_column)
+            return result + self.gathered_bytes(sizes)
         result = linear_backward(
             sizes,
             self.linear.local(sizes.layout.tensor),
@@ -323,6 +384,9 @@ class Multiply(Operator):
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the bytes needed to add one gradient to its sum: the maximum over the gradients of
         the weight and of its adapters."""
+        if self.scaling != "none":
+            shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
+            return low_bit.scaled_adding_bytes(sizes, shape, rows) + self.gathered_bytes(sizes)
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:

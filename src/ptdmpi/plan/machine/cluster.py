@@ -50,10 +50,12 @@ class Device(FrozenTable):
     kernel_s: Delay
 
     def peak(self, dtype: str) -> float:
-        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none."""
-        for known, flops in self.peak_flops.items():
-            if known == dtype:
-                return flops
+        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none.
+        Operands in fp8 are multiplied as bf16, unless the device has a peak for fp8."""
+        for kind in (dtype, "bf16") if dtype == "fp8" else (dtype,):
+            for known, flops in self.peak_flops.items():
+                if known == kind:
+                    return flops
         raise InputError(f"{self.name} has no {dtype}; legal are {', '.join(self.peak_flops)}")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.launch import ROOT
 from benchmarks.marks import put, table
-from benchmarks.planning.figures import COLORS
 from benchmarks.tuning import smol
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
@@ -111,7 +110,7 @@ def draw(curves: Mapping[Key, Mapping[int, float]]) -> None:
 
     canvas = Figure(figsize=(8.4, 3.4), dpi=100, layout="constrained")
     left, right = canvas.subplots(1, 2)
-    colors = dict(zip(MODELS, COLORS, strict=False))
+    colors = {DENSE: "C0", MIXTURE: "C1"}
     for (name, seed), of_run in curves.items():
         label = NAMES[name] if seed == SEEDS[0] else None
         points = (list(of_run), list(of_run.values()))

@@ -28,9 +28,10 @@ class Dialogue:
         """Return the `Dialogue` for a model. The chat template is the template of the adapter, or
         else the template of the model.
 
-        Every token id that ends a text also ends an answer. With a template, two kinds of ids are
-        added: the special token that the template writes after an answer, and the end ids in the
-        config.json of a model from Hugging Face. Raises InputError.
+        Every token id that ends a text also ends an answer. If there is a chat template, two more
+        kinds of ids end an answer: the special token that the template writes after an answer, and
+        the end ids in the config.json of a model from Hugging Face. Raises InputError if one of
+        these files cannot be used.
         """
         template = find_chat(stored, text, adapter)
         if template is None:
@@ -76,17 +77,17 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # without these spaces, the tokens before the spaces would also change
+        return 0  # leaving out the spaces would also change the tokens before them
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
-        """Return the token ids of the template's text `asks`, without the last `left` characters of
-        this text."""
+        """Return the token ids of the text `asks`, which the chat template writes before an answer.
+        The last `left` characters of this text are left out."""
         return self.text.marked(asks[: len(asks) - left])
 
     @property
     def around(self) -> int:
-        """Return how many token ids are added to the ids of a user's line to make a prompt: the ids
-        of the prefix or of the template."""
+        """Return the number of token ids that a prompt has in addition to the ids of the user's
+        line: the ids of the prefix or of the chat template."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

@@ -23,8 +23,8 @@ ROWS = 16  # number of prompts that are continued together
 class Prompt:
     """A text to be continued, as token ids.
 
-    Samples with a different `number` get different random numbers. `finished(new ids)` returns True
-    to end the continuation early.
+    `number` selects the random numbers, so two samples of the same text need different numbers.
+    `finished(new ids)` returns True to end the continuation early.
     """
 
     ids: Sequence[int]
@@ -83,9 +83,9 @@ def generate(
 ) -> list[Continuation]:
     """Return the continuation of each prompt, on every rank.
 
-    Every rank calls this with the same prompts. `ends` are the ids that end a text. Groups of
-    `rows` prompts are distributed over the data ranks. Raises InputError for a prompt that `check`
-    refuses, and for logits that are not finite.
+    Every rank calls this with the same prompts. `ends` are the ids that end a text. The prompts are
+    divided into groups of `rows` prompts, and the data ranks continue different groups. Raises
+    InputError for a prompt that `check` refuses, and for logits that are not finite.
     """
     for prompt in prompts:
         check(prompt, model)

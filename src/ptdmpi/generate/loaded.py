@@ -39,7 +39,7 @@ class LoadedModel:
 
         `options` may have these options of `ptdmpi generate`: max_new_tokens, samples (for each
         prompt), temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises
-        InputError for a prompt that the model cannot continue, and TypeError for another option.
+        InputError for a prompt that the model cannot continue, and TypeError for any other option.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         writer = self._writer.changed(**options)

@@ -26,8 +26,8 @@ CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     """Return `samples` continuations of each prompt on rank 0, and an empty list on other ranks.
 
-    Every rank calls this. `options` are the options of `ptdmpi generate`. Raises InputError on
-    every rank.
+    Every rank calls this. `options` are the options of `ptdmpi generate`. If the model or a prompt
+    cannot be used, every rank raises InputError.
     """
     writer = Writer(run, world, options)
     given = [Given(text) for text in options["prompts"] or ("",)]
@@ -39,8 +39,8 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     """Yield the continuations of the prompts in `options["from_file"]`, as lines of JSON.
 
     Rank 0 yields each line as soon as it is complete, in the order of the file; every rank must
-    iterate over it. All prompts are checked before the first one is continued. Raises InputError on
-    every rank.
+    iterate over it. All prompts are checked before the first one is continued. If the model or a
+    prompt cannot be used, every rank raises InputError.
     """
     given = world.on_root(lambda: read_prompts(options["from_file"]))
     writer = Writer(run, world, options)
@@ -59,7 +59,8 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
 
 
 def _silent(more: float) -> None:
-    """Do nothing. This function is called where no progress is displayed."""
+    """Do nothing. This function takes the place of a progress bar's `advance` if no bar is
+    displayed."""
 
 
 class Writer:
@@ -96,7 +97,7 @@ class Writer:
 
     def changed(self, **options: Any) -> "Writer":
         """Return a writer for the same model with other options for its continuations. Raises
-        InputError, and TypeError for an option that cannot be changed."""
+        InputError for an illegal value, and TypeError for an option that cannot be changed."""
         unknown = sorted(options.keys() - CHANGEABLE)
         if unknown:
             raise TypeError(

@@ -212,18 +212,18 @@ class InferenceModel:
         return token_log_probabilities(logits, batch.labels, self.axis)[0]
 
     def top_log_probabilities(self, batch: Microbatch, count: int) -> tuple[Tensor, Tensor] | None:
-        """Return the ids of the `count` most probable tokens in place of each label, and their log
-        probabilities in nats, both [labels, sequences, count], on the last stage; None on other
-        stages. As in training, no token attends to another document. Call `finish` after the last
-        call of this method."""
+        """Return the ids of the `count` most probable tokens at the position of each label, and
+        their log probabilities in nats, both [labels, sequences, count], on the last stage; None on
+        other stages. As in training, no token attends to another document. Call `finish` after the
+        last call of this method."""
         logits = self._label_logits(batch)
         if logits is None:
             return None
         return top_log_probabilities(logits, count, self.axis)
 
     def _label_logits(self, batch: Microbatch) -> Tensor | None:
-        """Return this rank's columns of the logits at all labels of a batch, on the last stage;
-        None on other stages."""
+        """Return this rank's columns of the logits at the positions of all labels of a batch, on
+        the last stage; None on other stages."""
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None
@@ -272,12 +272,12 @@ def open_inference(
     """Load the model at `path` on all ranks of `world`. Every rank calls this.
 
     `layout` is text such as "t=2,p=2". If `layout` is None, the model has the tensor and pipeline
-    sizes of the training run if these ranks can be divided so; otherwise every rank has a complete
-    model. If `precision` is None, the precision of the training run is used. `classifies` is True
-    if the model must have a head for a task, and False if it must predict tokens. `adapter` is the
-    path of adapters that are added to the model. `kind` is the kind of state that is loaded as the
-    weights, for example their moving average. With `adapter`, `kind` is a kind of state of the
-    adapters.
+    sizes of the training run, provided that these sizes fit the number of ranks; otherwise every
+    rank has a complete model. If `precision` is None, the precision of the training run is used.
+    `classifies` is True if the model must have a head for a task, and False if it must predict
+    tokens. `adapter` is the path of adapters that are added to the model. `kind` is the kind of
+    state that is loaded as the weights, for example their moving average. With `adapter`, `kind` is
+    a kind of state of the adapters.
 
     Returns the model, and the description of its files. Raises InputError on every rank if the
     model cannot be loaded.
@@ -303,7 +303,7 @@ def open_inference(
     compute = data_types(config.precision.compute).compute
     buffer = ParameterBuffer(
         [named for stage in stages.values() for named in stage.named_logical_parameters()],
-        DataTypes(compute, compute),  # there are no updates, so no master weights are needed
+        DataTypes(compute, compute),  # inference updates no weights, so it has no master weights
         device,
         Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,

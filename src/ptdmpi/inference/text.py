@@ -86,7 +86,7 @@ MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
 
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
-    tokenizer.json; if it is None, the model's own tokenizer is searched.
+    tokenizer.json; if it is None, the model's own tokenizer is used.
 
     Raises InputError if no tokenizer is known; the error message ends with the advice `mended`.
     Also raises InputError if the model was trained with another tokenizer.

@@ -1,5 +1,5 @@
 """The tokenizer of a stored model. The shards on which the model was trained name the tokenizer. A
-converted model has a file of its tokenizer."""
+converted model has its own tokenizer file."""
 
 import hashlib
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
         return self._samples
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return sample `number`. Raise IndexError if the window does not exist."""
+        """Return sample `number`. Raise IndexError if there is no sample with this number."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         (row,) = self.shards.read(np.array([number % len(self)]), self.seq_length)

@@ -32,8 +32,8 @@ FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
 # The categories of keys whose values a checkpoint records. Keys that determine the order of samples
-# are not recorded. Instead, the stretches of `TrainedOn` are compared, which identify the data by
-# its content.
+# are not recorded. Instead, the stretches of `TrainedOn` (steps whose samples have one order) are
+# compared. They identify the data by its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
@@ -135,8 +135,8 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # the other methods of balancing experts change no output of the model, and no balance loss
-        # is computed for frozen routers
+        # of the methods that balance experts, only "bias" changes the model's output, and no
+        # balance loss is computed for frozen routers
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 
@@ -234,7 +234,8 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Return (hash, weight divided by the sum of all weights) for each dataset."""
+    """Return, for each dataset, its hash and its weight in the mixture divided by the sum of all
+    weights."""
     total = sum(Fraction(source.weight) for source in sources)
     return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 

@@ -104,7 +104,7 @@ class Stretch:
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
         """Return every dataset that the run has seen, in the order of `key`. In each returned
         `Source`, `drawn` is the number of samples that were used after `step` steps. `order` is the
-        result of the method `order`."""
+        order of the samples of this stretch, as the method `order` returns it."""
         counts = order.counts(self.samples_after(step))
         now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
         return sorted([*now, *self.gone], key=lambda source: source.key)

@@ -100,8 +100,8 @@ class Microbatch:
         return replace(here, labels=labels, weights=weights, pairs=pairs, teacher=teacher)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
-        """Return this microbatch, which has this rank's positions, with the masked positions and
-        the segment order of the microbatch `whole`."""
+        """Return a copy of this microbatch, which has only this rank's positions, with the masked
+        positions and the segment order of `whole`, the same microbatch at all positions."""
         assert whole.masked is not None
         count = len(self.inputs)
         numbers = positions.numbers(count, self.inputs.device)
@@ -232,7 +232,7 @@ class Placing:
         ]
 
     def _next(self, size: int) -> _Slot:
-        """Return the slot of memory whose turn it is, with at least `size` bytes."""
+        """Return the slot of memory that is used next, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
             # the copy from this slot began two calls ago, so in practice the host does not wait

@@ -52,7 +52,7 @@ class Arrival:
     gradient: Tensor | None = None
 
     def begin(self, x: Tensor) -> Tensor:
-        """Return the input `x` as a tensor of the stage's own graph that is not a leaf. Autograd
+        """Return the input `x` as a non-leaf tensor of the stage's own autograd graph. Autograd
         would keep a leaf in memory until its gradient exists, although the first layer may need
         only a part of it."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)

@@ -37,9 +37,9 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each group of stored tensors in `rows`, as tensors in memory that the caller may
-        read and change. When the caller requests the next group, the previous group may be written
-        back."""
+        """Yield each group of tensors in `rows`, after reading the group into memory, where the
+        caller may read and change it. When the caller requests the next group, the previous group
+        may be written back."""
         yield from rows
 
     def let_go(self) -> None:
@@ -188,8 +188,8 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Write the initial values of a logical tensor into `parts`. Each part is a slice of the
-    tensor, with the view in which the slice is stored."""
+    """Write the initial values of a logical tensor into `parts`. Each part is (slice of the logical
+    tensor, view of the memory in which this slice is stored)."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)

@@ -118,9 +118,9 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Set two properties in the declarations of a stage's parameters, as `plan.shape.parameters`
-    describes them: whether a parameter trains, and its quantized form. Only the weights of the
-    layers' linears may be quantized."""
+    """Set two properties in the declaration of each parameter of a stage: whether the parameter
+    trains, and its quantized form. The values come from the descriptions in
+    `plan.shape.parameters`. Only the weights of the layers' linears may be quantized."""
     modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():

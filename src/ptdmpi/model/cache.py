@@ -40,9 +40,9 @@ class KeyValueCache:
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:
-        """Return a bool mask [b, 1, s, cached positions]. An element is True if the next token sees
-        the cached position. If `window` is not 0, a token sees only the last `window` positions up
-        to its own."""
+        """Return a bool mask [b, 1, s, cached positions] for s new tokens of each sequence. An
+        element is True if the new token sees the cached position. If `window` is not 0, a token
+        sees only the last `window` positions up to its own."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         if window:

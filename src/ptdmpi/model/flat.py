@@ -167,8 +167,8 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # the gradients of second uses form a shard unit for the reduction, although they have no
-        # separate weights
+        # the gradients of the second uses of tied weights form their own shard unit for the
+        # reduction, although the second uses have no weights of their own
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}

@@ -80,16 +80,17 @@ class Declaration:
     every tensor rank has the full parameter. `init` is the standard deviation of a normal
     distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
     axes of the grid along which ranks have different parameters with this declaration, such as
-    different experts; gradients are not summed over these axes. `rows_over` has the groups of ranks
-    that use the parameter for different rows, in addition to the ranks with different tokens; the
-    gradient is summed over these groups. A parameter that is not divided may consist of several
-    matrices: `parts` has their sizes along dim 0. If `parts` is empty, the parameter is one matrix.
-    If `shared_gradient` is True, then under sequence parallelism each tensor rank applies the
-    parameter only to its own positions, and the parameter's gradient must be summed over the tensor
-    axis. If `partial_gradient` is True, each tensor rank applies the parameter only to its own
-    heads, and the gradient must always be summed over the tensor axis. If `trains` is False, the
-    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized form that
-    matrix multiplications use. If the parameter does not train, it is also stored in this form.
+    different experts; gradients are not summed over these axes. `rows_over` names groups of ranks
+    that apply the parameter to different rows of activations; the gradient is summed over these
+    groups, in addition to the sum over ranks with different tokens. A parameter that is not divided
+    may consist of several matrices: `parts` has their sizes along dim 0. If `parts` is empty, the
+    parameter is one matrix. If `shared_gradient` is True, then under sequence parallelism each
+    tensor rank applies the parameter only to its own positions, and the parameter's gradient must
+    be summed over the tensor axis. If `partial_gradient` is True, each tensor rank applies the
+    parameter only to its own heads, and the gradient must always be summed over the tensor axis. If
+    `trains` is False, the parameter has no gradient, no master weight and no moments. `low_bit` is
+    the quantized form that matrix multiplications use. If the parameter does not train, it is also
+    stored in this form.
     """
 
     shape: tuple[int, ...]

@@ -136,8 +136,8 @@ class PlacedGradients(Protocol):
         units."""
 
     def end(self) -> None:
-        """Record that the gradients of the shard units that the last call of `begin` named are
-        complete for this microbatch."""
+        """Record that some gradients are complete for this microbatch: the gradients of the shard
+        units that the last call of `begin` named."""
 
     def finish(self) -> None:
         """Record that the backward of this microbatch has ended."""
@@ -180,8 +180,8 @@ class ReducedGradients:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Return a context in which `look` is called with each parameter when its `main_grad` has
-        this rank's gradient of a microbatch, before the gradient is reduced."""
+        """Return a context in which `look` is called with each parameter before its gradient is
+        reduced. At the time of the call, `main_grad` has this rank's gradient of one microbatch."""
         self._look = look
         try:
             yield

@@ -356,9 +356,9 @@ class State:
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return positions for the parameters `names` in flat tensors that contain only these
-    parameters, in the same order, and the lengths of these tensors. The result has one tensor for
-    each of `units` shard units."""
+    """Return the layout of flat tensors that contain only the parameters `names`, in the same
+    order: the position of each parameter, and the length of each flat tensor. There is one flat
+    tensor for each of the `units` shard units."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():

@@ -205,7 +205,8 @@ class LinearPass:
         """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
         immediately or in the second part of a split backward. `x` and `dy` are functions that
         return the input and the gradient of the output; they are called when the gradients are
-        computed. `alone` is the argument of `Parameter.accumulate`."""
+        computed. If `alone` is True, each gradient is rounded separately before it is added (see
+        `Parameter.accumulate`)."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(
@@ -447,8 +448,8 @@ class ReplicatedLinear(Computing):
 
 
 class _SelectPositions(Function):
-    """The selection of activations at some positions, which every tensor rank gets. In the
-    backward, each rank gets the gradient of the positions that it has."""
+    """The selection of the activations at some positions. Every tensor rank gets all selected
+    activations. In the backward, each rank gets the gradient of the positions that it has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:

@@ -62,8 +62,9 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
     `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated linearly in the number of turns. This rule of Llama 3.1 is not in Dubey
-    et al. 2024; the source of the rule is `apply_scaling` in Meta's repository llama-models.
+    between are interpolated, and the weight is linear in the number of turns. This rule of Llama
+    3.1 is not in Dubey et al. 2024; the source of the rule is `apply_scaling` in Meta's repository
+    llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -77,14 +78,14 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
     `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated linearly in the number of their dimension, between two integer
-    dimensions, as in the authors' code and in the package `transformers`. The paper itself
-    interpolates linearly in the number of turns.
+    between are interpolated. Their weight is linear in the index of the frequency, between two
+    integer indices, as in the authors' code and in the package `transformers`. In the paper itself
+    the weight is linear in the number of turns.
     """
 
     def dimension(turns: float) -> float:
-        """Return the number of the dimension whose frequency makes `turns` turns within the
-        original length. In general this number is not an integer."""
+        """Return the index of the frequency that makes `turns` turns within the original length. In
+        general this index is not an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -179,9 +180,10 @@ class Block(Computing):
         return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
-        """Return a context that determines how recomputation saves the block's input. Each of the t
-        tensor ranks saves the full input, or only 1/t of it, which is gathered in the backward pass
-        (this is P_a in Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
+        """Return a context in which recomputation saves the layer's input in one of two forms. Each
+        of the t tensor ranks saves the full input, or it saves only 1/t of the input, and the full
+        input is gathered in the backward pass (this is P_a in Rajbhandari et al. 2020, arXiv
+        1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
         # inside this context, torch's checkpoint adds its own hooks for the tensors that the layer

@@ -476,8 +476,8 @@ def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
     The tensor axis divides the matrices. The shards of the optimizer's state also divide the
-    matrices. The cases have one shard group, several shard groups with copies of the state, and
-    gradients that are summed over ranks in each microbatch.
+    matrices. Among the cases are layouts with one shard group, layouts with several shard groups
+    that have copies of the state, and layouts that sum gradients over ranks in each microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

@@ -2,8 +2,9 @@
 
 A causal model predicts a token at the position before the token. The positions from the token to
 the end of its document attend to the token. In a bidirectional model, all positions of the sample
-attend to the token. If labels are shifted at the edge of a slice, if one document attends to
-another, or if masks are at wrong positions, the set of losses that change is different.
+attend to the token. A fault changes this set of losses. Examples of faults are labels that are
+shifted at the edge of a slice, a document that attends to another document, and masks at wrong
+positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +44,7 @@ TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 @dataclass(frozen=True)
 class Probed:
-    """A case, and one line of text for each perturbed token that changes losses which it must not
-    change."""
+    """A case, and one line of text for each perturbed token that changes a wrong set of losses."""
 
     case: Case
     faults: Sequence[str]

@@ -73,7 +73,8 @@ class LowRankAdapter(Computing):
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
         """Add the adapter's contribution to the gradient of the input x to `dx`, in place. `up` is
-        the result of the method `up`."""
+        the gradient of drop(x) A^T, [s, b, rank of the adapter], which the method `up` has
+        returned."""
         dx.add_(self.drop(self.kernels.input_gradient(up, self.a), stream))
 
     def accumulate(
@@ -87,8 +88,10 @@ class LowRankAdapter(Computing):
     ) -> None:
         """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
         part of a split backward. `operands` are two functions that return x and dy; they are called
-        when the gradients are computed. `down` is the result of `add_to`, and `up` is the result of
-        the method `up`. `alone` is the argument of `Parameter.accumulate`."""
+        when the gradients are computed. `down` is drop(x) A^T, which `add_to` has returned, and
+        `up` is the gradient with respect to `down`, which the method `up` has returned. If `alone`
+        is True, each gradient is rounded separately before it is added (see
+        `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

@@ -132,7 +132,8 @@ class MixturePass:
     @property
     def keeps_input(self) -> bool:
         """Return True if the gradient of a parameter needs the input of the mixture. If experts are
-        divided among ranks, experts need the rows that were received instead."""
+        divided among ranks, the gradients of experts need the rows that this rank has received, and
+        not its own input."""
         return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
 
     def linear(self, of_expert: ExpertLinear) -> LinearPass:

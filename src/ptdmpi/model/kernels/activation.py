@@ -28,9 +28,10 @@ CUBE = 0.044715  # the factor of x^3: Hendrycks and Gimpel 2016 (arXiv 1606.0841
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 # number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
 CHUNK_ELEMENTS = 1 << 17
-# PyTorch computes smaller tensors. For them, the time to start ten kernels instead of one is as
-# long as the time that the second implementation saves. From this number of elements on, the memory
-# for a chunk is not larger than the gradient, which the backward needs anyway.
+# Tensors with fewer elements are computed by PyTorch. For them, the time to start ten kernels
+# instead of one is as long as the time that the second implementation saves. From this number of
+# elements on, the memory for a chunk is not larger than the gradient, which the backward needs
+# anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is

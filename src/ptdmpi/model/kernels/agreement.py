@@ -199,8 +199,9 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> Settled:
-    """Return the kernels in `kept`, or the `fastest` kernels if `kept` has none. Kernels that not
-    all hosts can compute (`able`) are replaced by kernels that every host can compute."""
+    """Return the kernels in `kept`, or the `fastest` kernels if `kept` has none. `able` has the
+    abilities of all hosts: a kernel that some host cannot compute is replaced by one that every
+    host can compute."""
     taken: dict[str, Any] = {}
     lines: list[str] = []
     changed = False

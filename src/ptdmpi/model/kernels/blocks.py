@@ -62,10 +62,9 @@ class Sight:
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries at positions [first, last) of the sequences `rows`. All queries are in
-    one document, at positions [begin, end). The index of a query among this rank's queries is its
-    position plus `shift`.
-    """
+    """Consecutive queries at positions [first, last) of the sequences `rows`. All these queries are
+    in one document, which has the positions [begin, end). The index of a query among this rank's
+    queries is its position plus `shift`."""
 
     rows: slice
     begin: int
@@ -122,7 +121,8 @@ def blocks(
 def _causal_blocks(
     piece: QueryRun, band: Tensor, window: int, block: int
 ) -> Iterator[tuple[Region, Region, Tensor]]:
-    """Yield the blocks of a causal run of queries; see `blocks`. The masks are parts of `band`."""
+    """Yield the blocks of queries `piece` under a causal mask, in the form in which `blocks` yields
+    them. Each mask is a slice of the mask `band`."""
     rows, every = piece.rows, slice(None)
     for first in range(piece.first, piece.last, block):
         last = min(first + block, piece.last)
@@ -135,12 +135,14 @@ def _causal_blocks(
 
 
 def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield the blocks of `blocks` for the backward pass, in which few large blocks are faster than
-    many small ones: each block adds its gradients to those of all keys that it sees.
+    """Yield blocks of queries for the backward pass, in the form in which `blocks` yields them. In
+    the backward pass few large blocks are faster than many small ones, because each block adds its
+    gradients to the gradients of all keys that it sees.
 
-    If a run of queries does not start at the first position of its document, the keys before the
-    run are in blocks of up to `EARLIER_BLOCK` queries without a mask, and only the keys of the run
-    itself are in the blocks of `blocks`.
+    If a run of consecutive queries does not start at the first position of its document, every
+    query of the run sees all keys before the run. Each block of up to `EARLIER_BLOCK` queries is
+    therefore first combined with all these keys, without a mask. Each block of `QUERY_BLOCK`
+    queries is then combined with the keys of the run itself.
     """
     scores = seen.scores
     if not scores.causal or scores.window:

@@ -51,7 +51,7 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
         torch.topk(wide, own, out=(values[rows], ids[rows]))
         torch.sum((wide - top[rows, None]).exp_(), -1, out=sums[rows])
     ids += axis.rank * width
-    # [t own, s b]: the candidates of all tensor ranks
+    # [t * own, s * b]: each of the t tensor ranks contributes `own` candidates per position
     gathered = axis.comm.all_gather(values.t().contiguous())
     all_ids = axis.comm.all_gather(ids.t().contiguous())
     best, places = torch.topk(gathered, count, dim=0)
@@ -72,7 +72,8 @@ class _Teacher(NamedTuple):
 
 
 def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAxis) -> _Teacher:
-    """Return the teacher's outcomes for the tensor rank that has `columns` columns."""
+    """Return the teacher's outcomes in the form that this tensor rank needs. The rank has `columns`
+    columns of the logits."""
     assert batch.teacher is not None, "the stored outputs of the teacher"
     kept = batch.teacher.ids.shape[-1]
     local, here = columns_of(batch.teacher.ids, columns, axis)

@@ -11,8 +11,8 @@ from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # With more lines than this, the legend is outside the panel.
-LETTERS_PER_PANEL = 56  # Letters that fit into a line of the title, per panel.
-MOST_PLAIN = 300  # The labels are plain numbers up to this ratio of the ends of a logarithmic axis.
+LETTERS_PER_PANEL = 56  # A line of the title has room for this number of letters per panel.
+MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, labels are powers of ten.
 
 
 @dataclass(frozen=True)

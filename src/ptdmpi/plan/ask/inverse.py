@@ -20,10 +20,10 @@ CURVE = 60  # Number of points of a drawn curve.
 
 
 class TrainingWork(NamedTuple):
-    """The work of training P `parameters` on T `tokens` by n `ranks`.
+    """The training of a model with P `parameters` on T `tokens` by n `ranks`.
 
-    Each token and parameter takes `factor` FLOPs. The factor 8 of Narayanan et al. 2021, equation
-    4, includes full recomputation.
+    The training takes `factor` FLOPs for each pair of a token and a parameter. The factor 8 of
+    Narayanan et al. 2021, equation 4, includes full recomputation.
     """
 
     parameters: float

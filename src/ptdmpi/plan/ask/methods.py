@@ -110,8 +110,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """Return the numbers of each method and, for the methods that are drawn, the points (number of
-    replicas, milliseconds)."""
+    """Return the times and the sent bytes of each method and, for each method that is drawn, the
+    points (number of replicas, milliseconds)."""
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []

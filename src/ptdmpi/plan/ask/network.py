@@ -104,9 +104,9 @@ class TieredAxis(DataAxis):
 
 
 class What(NamedTuple):
-    """A change of the machine, with two steps on the changed machine. `same_s` is the step time in
-    the layout that was the best before the change. `best` is the price of the layout that is the
-    best after the change."""
+    """A change of the machine, with the time of a step on the changed machine in two layouts.
+    `same_s` is the step time in the layout that was the best before the change. `best` is the price
+    of the layout that is the best after the change."""
 
     name: str
     same_s: float

@@ -76,7 +76,7 @@ def answer(
     restart_s: float,
 ) -> Reply:
     """Return the checkpoint interval for a training on `ranks` ranks. On average, each node fails
-    once in `node_days` days. All ranks together write `bytes_per_s`.
+    once in `node_days` days. All ranks together write a checkpoint at `bytes_per_s`.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

@@ -85,14 +85,14 @@ class DataAxis:
     # -- groups ---------------------------------------------------------------------------------
 
     def _group(self, ranks: int, stride: int) -> Group:
-        """Return the group of `ranks` ranks in which the numbers of neighbours differ by
+        """Return the group of `ranks` ranks in which the rank numbers of two neighbours differ by
         `stride`."""
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Return the group of ranks that together hold one copy of the state. Neighbours in the
-        group differ by t e in their rank, where t is the tensor-parallel size and e the number of
-        context and data ranks over which experts are distributed."""
+        """Return the group of ranks that together hold one copy of the state. The rank numbers of
+        two neighbours in the group differ by t e, where t is the tensor-parallel size and e is the
+        number of context and data ranks over which experts are distributed."""
         return self._group(layout.shards, layout.tensor * layout.expert_tokens)
 
     def replicas(self, layout: Layout) -> Group:
@@ -128,7 +128,7 @@ class DataAxis:
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds in which tensor ranks with the same undivided experts sum the
-        gradients of these experts, with the assumptions of `_dense_s`."""
+        gradients of these experts, under the assumption that `_dense_s` states."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0
@@ -139,9 +139,9 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(dealing.same, dealing.near))
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
-        """Return (number of elements, number of messages) for the messages after the pipeline: one
-        message of all `elements`, or one message for each whole layer among them and one for the
-        remaining elements."""
+        """Return the messages after the pipeline, as pairs (elements of a message, number of such
+        messages): one message with all `elements`, or one message for each complete layer and one
+        for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -239,7 +239,7 @@ class DataAxis:
             return 0.0
         group = self.shard_group(layout)
         runs = trained_runs(self.model.runs())
-        share = layers / max(1, count_of(runs))  # As a fraction of the model's trained layers.
+        share = layers / max(1, count_of(runs))  # `layers` / the number of all trained layers
         whole_s, most_s = 0.0, 0.0  # Seconds of gathers: the sum and the maximum over layers.
         least_s = 0.0
         for kind, count in runs:

@@ -92,8 +92,9 @@ class StateBytes(NamedTuple):
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
     """Return (bytes of optimizer state on the device, bytes in the host's memory). `rooms` is the
-    number of bytes that an update on the host needs in addition. If ranks compute on the host
-    (`on_host`), the host is the device, and the second number is 0."""
+    number of bytes of the buffers that an update on the host needs in addition to the optimizer
+    state. If ranks compute on the host (`on_host`), the host is the device, and the second number
+    is 0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -347,9 +348,9 @@ class MemoryModel:
     def _counted_standing(
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> "StateBytes":
-        """Return `_state` for state that is sharded and offloaded according to `how`. The alignment
-        of buffers is ignored. If compute type and master type are equal, the weights are also the
-        master weights."""
+        """Return the bytes of a pipeline rank's state, which is sharded and offloaded according to
+        `how`. The alignment of buffers is ignored. If compute type and master type are equal, the
+        weights are also the master weights."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
         # a tied table has one weight and one optimizer state, but two gradients: the embedding and
@@ -467,10 +468,9 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
     """Return all working memory of a rank, in bytes: the larger of two amounts. The first amount is
     needed during the backward (`working`, `beside_bytes`). The second amount is needed after the
-    backward, when no activations are kept, by messages of data ranks or by an update of whole
-    matrices. If messages overlap with the forwards, the memory of the messages is added to the
-    first amount. Copies of the weights of neighbours are added to both amounts.
-    """
+    backward, when no activations are kept: messages of data ranks or an update of whole matrices
+    need it. If messages overlap with the forwards, the memory of the messages is added to the first
+    amount. Copies of the weights of neighbours are added to both amounts."""
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
     messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)

@@ -61,8 +61,8 @@ class StageTimes:
         return self._way_s(op)
 
     def _way_s(self, op: Op) -> float:
-        """Return the seconds of the message into `op`: of an activation from the stage before, or
-        of a gradient from the stage after. Return 0 if there is no message."""
+        """Return the seconds of the message that brings the input of `op`: an activation from the
+        stage before, or a gradient from the stage after. Return 0 if there is no message."""
         if op.row.neighbour == 0:
             return 0.0
         if op.row.neighbour < 0:
@@ -76,7 +76,8 @@ class StageTimes:
         return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
 
     def lower_bound_s(self, microbatches: int) -> float:
-        """Return a lower bound, in seconds, that holds for every order of ops.
+        """Return a lower bound of the pipeline's time, in seconds, that holds for every order of
+        ops.
 
         For each rank, add the time of three kinds of work: the work that other ranks must do before
         this rank's first forward, all work of this rank, and the work that other ranks must do

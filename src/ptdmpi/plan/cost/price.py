@@ -29,7 +29,7 @@ class StepParts:
     compute: float
     tensor: float  # Sums over the tensor axis.
     context: float  # Messages of attention over the context axis.
-    expert: float  # Messages with tokens to experts and back.
+    expert: float  # Messages that send tokens to experts and back.
     pipeline: float  # Messages between stages that do not overlap with computation.
     bubble: float
     data: float  # sums and gathers over the data axis that do not overlap with computation
@@ -142,7 +142,7 @@ class Pricer:
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
 
     def rough_work_s(self, layout: Layout) -> float:
-        """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
+        """Return, in seconds, the part of `rough_bound_s` that does not depend on sharding."""
         config = self.model.config
         p, fewest = layout.pipeline, config.layers // layout.stages
         if config.has_unlike_layers:  # layers differ in work, so a stage may have few layers
@@ -155,9 +155,9 @@ class Pricer:
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of the mean rank, and the shortest time for which
-        other ranks wait while a rank computes one layer. Both times are the same for any number of
-        model chunks."""
+        """Return two times in seconds: the work of the mean rank, and the time for which other
+        ranks wait while a rank computes one layer of the kind with the shortest such time. Both
+        times are the same for any number of model chunks."""
         axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)

@@ -102,8 +102,8 @@ class Step:
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """Return a copy of this `Step` with `grown` times as many ranks and with the values `keys`
-        of the configuration; None if its layout is not legal."""
+        """Return a copy of this `Step` with `grown` times as many ranks, in which the configuration
+        has the values `keys`; None if its layout is not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }

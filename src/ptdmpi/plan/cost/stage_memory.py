@@ -136,10 +136,11 @@ class StageMemory:
         # `dealt` returns the work of each rank of a shard group, if the optimizer updates whole
         # matrices
         self.dealt = cache(self._counted_dealt)
-        # name, in `OP_KINDS`, of tensors that are kept between ops -> their bytes for one
-        # microbatch in a stage
+        # kind of tensors that are kept between ops, by its name in `OP_KINDS` -> function that
+        # returns their bytes for one microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # name, in `OP_KINDS`, of a kind of working memory -> its bytes for an op in a stage
+        # kind of working memory, by its name in `OP_KINDS` -> function that returns its bytes for
+        # an op in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,
             "inputs": self.input_bytes,

@@ -161,7 +161,7 @@ class StepTimes:
         If messages overlap with computation (`dp_overlap`), a device waits only for the time by
         which the messages of an op take longer than the op.
         """
-        if not layout.shards_gradients:  # a search visits many such layouts
+        if not layout.shards_gradients:  # a search visits many layouts without sharded gradients
             return [(0.0, 0.0)] * len(seconds)
         # most stages of a layout have the same layers, and are computed once
         alike: dict[ModelPart, InOps] = {}
@@ -277,7 +277,7 @@ def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
     If two stages are on one rank, nothing is sent and the value is arbitrary.
     """
     row = layout.tensor * layout.context * layout.data
-    if row % devices == 0:  # the ranks of one pipeline rank fill whole nodes
+    if row % devices == 0:  # all ranks with one pipeline coordinate fill whole nodes
         return [True] * (count - 1)
     placed = placement_of(layout)
     starts = [placed.rank_of(stage) * row for stage in range(count)]

@@ -385,8 +385,8 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
     """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
-    cover the leaves `first` to `end` - 1. A node without a sibling and its parent are counted as
-    one node."""
+    cover the leaves `first` to `end` - 1. A node that has no sibling is counted together with its
+    parent as one node."""
     nodes = 0
     while first < end:
         span = 1

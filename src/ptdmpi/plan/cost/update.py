@@ -105,7 +105,7 @@ class UpdateTimes:
         if self.cluster.on_host:
             update_s = self.machine.update_s(shard, kernels)
         else:
-            assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked both
+            assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
             # if the weights are the master weights, the link also carries the weights from the
             # device to the host

@@ -378,10 +378,10 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
-        """Return True if the kernel's backward reads an output that other methods count as freed.
-        The next linear's backward counts it as freed; with "ulysses", `JoinHeads` counts it as
-        freed until it is sent back. A kernel that widens its operands keeps a separate output in
-        the wide type."""
+        """Return True if the kernel's backward reads the output of attention although the memory of
+        this output is counted as freed elsewhere. The backward of the next linear counts the output
+        as freed; with "ulysses", `JoinHeads` counts the output as freed until it is sent back. A
+        kernel that widens its operands keeps a separate output in the wide type."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -390,8 +390,9 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of all gradients if a host computes blocks of queries: of the operands,
-        the output, and one block, which has at most all keys and copies of output gradients."""
+        """Return the bytes of all gradients if a host computes attention in blocks of queries: the
+        gradients of the operands and of the output, and the gradients in one block. A block may
+        have all keys, and it copies its part of the output's gradient."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:

@@ -98,7 +98,7 @@ class _Exchange(Operator, ABC):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes of the gradients, which are in memory three times: in the
-        computed order, in the order in which they are sent, and as received."""
+        order in which they were computed, in the order in which they are sent, and as received."""
         return 3 * self._bytes(sizes)
 
 

@@ -183,7 +183,7 @@ class MixExperts(Operator):
                 yield pair.rank, outputs
 
     def _ranks(self, linear: str) -> int:
-        """Return the sum of the ranks of the adapters of an expert's linear."""
+        """Return the sum of the LoRA ranks (inner sizes) of all adapters of an expert's linear."""
         return sum(pair.rank for pair in self.pairs_of(linear))
 
     def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
@@ -340,8 +340,9 @@ class MixExperts(Operator):
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the rows of the experts and the gradients of these rows, at both linears, the
-        operands of adapters, and the operands of the router."""
+        """Yield the operands of the weight gradients: for both linears of the experts their input
+        rows and the gradients of their output rows, then the operands of adapters, and the operands
+        of the router."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * (self._ranks("up") + self._ranks("down"))
         if self.keeps_rows:

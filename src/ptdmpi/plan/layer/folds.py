@@ -165,7 +165,7 @@ class LayerBytes:
     `kept` is the number of bytes that stay in memory from the forward to the backward. `works` is
     the largest number of bytes that the backward needs in addition to the bytes kept by this layer
     and earlier layers. `input_works` is the same number for I (gradient of the input) in a split
-    backward, which also holds the operands of later operators.
+    backward. During I the operands of later operators are also in memory.
     """
 
     kept: int

@@ -150,7 +150,7 @@ class LowRankPair:
     and each tensor rank computes a summand of the gradient of A. "rows" divides the columns of A,
     and each rank computes a summand of the gradient of B. `dropout` is the rate at which inputs are
     dropped. `number` distinguishes the adapters of a layer. `output` is the index of the linear's
-    output to which the pair is added.
+    output to which the adapter's output is added.
     """
 
     inputs: int

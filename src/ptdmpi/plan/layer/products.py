@@ -269,8 +269,9 @@ class Multiply(Operator):
             yield from self._operands_of_adapters(sizes, gradient)
 
     def _operands_of_adapters(self, sizes: Sizes, gradient: int) -> Iterator[Item]:
-        """Yield the operands that all adapters of the linear share, and the narrow tensors of each
-        adapter."""
+        """Yield the operands that all adapters of the linear share, and the tensors of each
+        adapter: a LoRA adapter's inner activation and its gradient, or the values that an (IA)^3
+        adapter scales."""
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         if self.pairs:
             yield Item(f"{self.name}.input", self._input_elements(sizes), c)
@@ -340,7 +341,8 @@ class Multiply(Operator):
     def _backward_of_pairs(self, sizes: Sizes, linear: int) -> int:
         """Return the working bytes of the backward of a linear with low-rank adapters, if the
         linear itself needs `linear` bytes. The gradients of A and B are computed after the gradient
-        of the input, when the inner gradients of all adapters are in memory."""
+        of the input. At this time the gradients with respect to A x, the inner activation of an
+        adapter, are in memory for all adapters."""
         c, rows, tensor = sizes.compute_bytes, sizes.rows(self.rows), sizes.layout.tensor
         dx = rows * self.linear.local(tensor)[0] * c
         widened = sizes.wide_bytes * (c < sizes.wide_bytes)
@@ -365,9 +367,10 @@ class Multiply(Operator):
         return max(linear, rows * inputs * c + max(products, rows * inputs * c))
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the products whose sums are the gradient of the widest scale. These
-        products are computed in the type of sums (float32 or wider). For half types one operand is
-        converted to this type, and a host also makes a copy of the other operand."""
+        """Return the bytes of the elementwise products that are summed over the rows to the
+        gradient of the widest (IA)^3 scale. These products are computed in the type of sums
+        (float32 or wider). For half types one operand is converted to this type, and a host also
+        makes a copy of the other operand."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host

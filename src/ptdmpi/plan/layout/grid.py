@@ -103,7 +103,7 @@ Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, c
 @dataclass(frozen=True, init=False)
 class Grid:
     """A process grid: the names and sizes of its axes. Along consecutive ranks, the coordinate on
-    the first axis changes first.
+    the first axis changes fastest.
 
     `Grid({"tensor_slice": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the axis
     "tensor_slice". Raises InputError unless each size is at least 1.

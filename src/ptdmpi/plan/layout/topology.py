@@ -51,9 +51,9 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # if the size is no power of two, corners with numbers of at least `size` are missing. Clearing
-    # a bit of a rank's number gives a smaller number, so every rank still has a path to rank 0
-    # (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
+    # if the size is no power of two, the corners of the hypercube with numbers of at least `size`
+    # are missing. Clearing a bit of a rank's number gives a smaller number, so every rank still has
+    # a path to rank 0 (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 

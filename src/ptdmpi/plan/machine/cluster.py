@@ -1,8 +1,8 @@
-"""Clusters and models by name. A cluster has the rates of its data sheet (a TOML file), and the
-fractions of these rates that real software reaches.
+"""Clusters and models by name.
 
-A cluster file has the rates of data sheets. `presets/efficiency.toml`, which `make calibrate`
-writes, has the fractions of these rates that real software reaches.
+A cluster has two kinds of data. A cluster file (TOML) has the rates of data sheets. The file
+`presets/efficiency.toml`, which `make calibrate` writes, has the fractions of these rates that real
+software reaches.
 """
 
 import difflib

@@ -114,7 +114,8 @@ class Machine:
 
     @cached_property
     def _step_s(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of one step along the summed dimension, by tile.
+        """Return, for each tile size (rows, columns), the seconds of one step along the summed
+        dimension of a matrix product.
 
         The peak rate determines this time or, for small tiles, the rate of shared memory. In each
         step a column and a row are written to shared memory. Every warp that computes the tile

@@ -29,7 +29,7 @@ class Protocol:
     link_steps: float  # Time of a step over a link, in units of a step of a ring with LL128.
     hop_s: float  # Time of a step over the network.
     share: float  # Fraction of the rate that the protocol reaches.
-    lone_share: float  # `share` if a node has only one rank of the group.
+    lone_share: float  # The same fraction if each node has one rank of the group.
     most: float = math.inf  # Largest rate in bytes per second, for any number of adapters.
 
 

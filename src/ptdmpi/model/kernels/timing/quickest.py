@@ -215,7 +215,8 @@ Shapes = Sequence[tuple[int, int, int]]
 
 
 def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with a function that multiplies its inputs and weights."""
+    """Yield each shape (positions, inputs, outputs), with a function that computes a linear of this
+    shape."""
     for m, i, o in shapes:
         x, weight, bias = (torch.randn(size).to(dtype) for size in ((m, i), (o, i), (o,)))
         yield (m, i, o), partial(_linear, x, weight, bias)
@@ -232,7 +233,8 @@ def _input_gradient(dy: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
 def _input_gradients(
     shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with a function that computes the gradient of its input."""
+    """Yield each shape (positions, inputs, outputs), with a function that computes the gradient of
+    the input of a linear of this shape."""
     for m, i, o in shapes:
         dy, weight = (torch.randn(size).to(dtype) for size in ((m, o), (o, i)))
         yield (m, i, o), partial(_input_gradient, dy, weight)

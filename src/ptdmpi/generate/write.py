@@ -109,7 +109,8 @@ class Writer:
         return writer
 
     def prepare(self, given: Sequence[Given]) -> list[Prompt]:
-        """Return the prompts for `samples` continuations of each text. Raises InputError."""
+        """Return the prompts for `samples` continuations of each text. Raises InputError for a text
+        that the model cannot continue."""
         prompts: list[Prompt] = []
         for text in given:
             try:

@@ -25,8 +25,9 @@ FREE_TO_CHANGE = {
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
 # Keys of [model] that may differ between the model with adapters and its base model. The set has
-# the free keys above, the kind (which only sets the defaults of other keys), the size of the
-# vocabulary (which is checked by the shapes of the tensors), and the sequence length.
+# the keys that may change between two starts, the kind (which only sets the defaults of other
+# keys), the size of the vocabulary (a difference would be found by the shapes of the tensors), and
+# the sequence length.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because the head of a task replaces the head of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}

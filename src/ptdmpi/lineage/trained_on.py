@@ -203,8 +203,8 @@ def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
     """Return a copy of `before` with an additional stretch that begins after step `step`. The new
     stretch has the data, the mixture, the seed and the batch size of `now`.
 
-    Samples and tokens are still counted from the beginning of the run. The order in which the
-    datasets alternate begins again. A dataset that was used before (it has the same hash) continues
+    Samples and tokens are still counted from the beginning of the run. The pattern in which the
+    datasets alternate starts anew. A dataset that was used before (it has the same hash) continues
     after its last used sample, so that no sample is repeated or left out. A new dataset begins at
     its first sample.
     """

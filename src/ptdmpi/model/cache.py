@@ -51,8 +51,8 @@ class KeyValueCache:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to the earlier
-        tokens of their sequence and to themselves; if the layer has a window, only to tokens in the
-        window. Store the keys and values of the new tokens."""
+        tokens of their sequence and to themselves. If the layer has a window, a token attends only
+        to tokens in its window. Store the keys and values of the new tokens."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)

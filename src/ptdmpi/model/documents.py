@@ -82,8 +82,8 @@ class Pairs:
     `answers` [s, b] has the number of each label's answer: 2 n for the preferred answer of pair n,
     2 n + 1 for the other answer, and -1 for a label with weight 0. `references` [s, b] are the
     log-probabilities of the labels in the reference model. `size` is the number of pairs. `counted`
-    is the number of pairs that this rank contributes to the count of pairs over the context axis:
-    all pairs on the rank with the first position, and 0 on all other ranks.
+    is the number of pairs that this rank contributes when pairs are counted over the context axis.
+    The rank with the first position contributes all pairs, and every other rank contributes 0.
     """
 
     answers: Tensor

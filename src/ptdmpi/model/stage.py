@@ -202,8 +202,9 @@ class Stage(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each head for the last stage's activations, without sequence
-        parallelism: the logits for this rank's part of the vocabulary at all positions [s, b, V/t]
-        and, if the model predicts the segment order, its logits [b, 2]."""
+        parallelism. The first output has the logits for this rank's part of the vocabulary at all
+        positions, [s, b, V/t]. If the model predicts the segment order, the second output has the
+        logits of the segment order, [b, 2]."""
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 

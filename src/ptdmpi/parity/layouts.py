@@ -161,10 +161,10 @@ class ComparedLayout(Layout):
         This base layout and the given layout have equal values of the settings that determine the
         order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
         unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
-        the base layout also sums gradients in the same order: over ranks before or after
-        microbatches, and first within shard groups or at once over all ranks. Experts are
-        distributed over equally many ranks in both layouts, unless experts on one rank also give
-        these bits.
+        the two layouts also sum gradients in the same order. They agree on whether gradients are
+        summed over ranks or over microbatches first, and on whether the sum over ranks is first
+        computed within shard groups. Experts are distributed over equally many ranks in both
+        layouts, unless experts on one rank also give these bits.
         """
         plain = ComparedLayout(
             tensor=self.tensor,

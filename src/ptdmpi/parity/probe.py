@@ -120,9 +120,9 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 
 
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
-    """Return the loss of each label of the first sample, and then the sum of the losses of all
-    other samples, in nats. Each loss is computed separately, with weight 0 for all other labels.
-    All ranks call this."""
+    """Return losses in nats: first the loss of each label of the first sample, and then the sum of
+    the losses of all other samples. Each loss is computed separately, with weight 0 for all other
+    labels. All ranks call this."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):

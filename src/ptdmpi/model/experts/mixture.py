@@ -315,7 +315,7 @@ class _Mixture(Function):
         ctx.layer = layer
         # Save the rows that were received from other ranks, because the input has only this rank's
         # own rows. The dispatch itself is not saved, because full recomputation would not free its
-        # tensors; the backward makes it again from its counts.
+        # tensors. The backward makes the dispatch again from the stored counts of rows.
         ctx.counts = dispatch.counts
         arrived: tuple[Tensor | None, ...] = ()
         if ctx.counts is not None:

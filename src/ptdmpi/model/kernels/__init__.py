@@ -128,8 +128,8 @@ class Kernels:
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
-        matrix. `which` is a field of `OneDnnLinears`: the size from which on the fused call is used
-        for such a product."""
+        matrix. `which` names a field of `OneDnnLinears`, which has the least size at which the
+        fused call is used for such a product."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)

@@ -14,9 +14,9 @@ from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
 
 # The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
-# of 512 keys. If queries are computed in blocks of this size, each with the keys up to the block's
-# end, attention for a sequence length of 512 needs five eighths of the operations of one call for
-# the whole sequence.
+# of 512 keys. If queries are computed in blocks of this size, each block needs only the keys up to
+# its own end. Attention for a sequence length of 512 then needs five eighths of the operations that
+# one call for the whole sequence needs.
 QUERY_BLOCK = 128
 
 # measurements of kernels: kind of kernel -> entries of the table
@@ -58,9 +58,9 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """The sizes (positions x inputs x outputs) from which on oneDNN's fused call is used, for x W^T
-    + b (`output`) and for dy W (`input_gradient`). If a size is infinity, the fused call is never
-    used: PyTorch computes the product and then adds the bias."""
+    """The least sizes (positions x inputs x outputs) at which oneDNN's fused call is used: for x
+    W^T + b (`output`), and for dy W (`input_gradient`). If a size is infinity, the fused call is
+    never used: PyTorch computes the product and then adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf

@@ -79,6 +79,6 @@ class InFewBits:
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
-    """Return the slice of the codes or of the scales for a slice of a matrix that consists of
-    complete blocks."""
+    """Return the slice of the codes, or of the scales, that belongs to the slice `box` of the
+    matrix. `box` consists of complete blocks, and `narrow` converts indices in the matrix."""
     return Box(narrow(*box.start), narrow(*box.stop))

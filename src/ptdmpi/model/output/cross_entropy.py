@@ -111,9 +111,9 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
 
 
 def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return it: for each token,
-    `factors` [s b] times the softmax, plus the `values` [s b, n] at the `columns` [s b, n] of this
-    rank. A column may occur several times."""
+    """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. The
+    gradient is the softmax times `factors` [s b], plus the `values` [s b, n] in the `columns` [s b,
+    n] of this rank. A column may occur several times."""
     flat, _, _, top, totals = softmax
     for rows in row_chunks(flat):
         chunk = flat[rows]

@@ -86,8 +86,9 @@ class _Distillation(Function):
     divergence from the teacher. They share one softmax, and the buffer of the logits becomes the
     sum of both gradients.
 
-    With S = sum_k p_k, the divergence has the gradient p_j - q_j for the logit of a stored token j,
-    and p_j (1 - r / (1 - S)) for all other logits.
+    Let S = sum_k p_k, and let r be the teacher's probability of all tokens that are not stored. The
+    gradient of the divergence is p_j - q_j for the logit of a stored token j, and p_j (1 - r / (1 -
+    S)) for every other logit.
     """
 
     @staticmethod

@@ -2,8 +2,8 @@
 A message with the result of one part can then overlap with the product of the next part.
 
 The parts share the collectives of the tensor axis (`model/tensor_parallel.py`): the input is
-gathered once, and the parts' gradients of the input are added before their sum is all-reduced over
-the axis once.
+gathered once. In the backward every part computes a gradient of the input. These gradients are
+added, and only their sum is all-reduced over the axis.
 """
 
 from dataclasses import dataclass

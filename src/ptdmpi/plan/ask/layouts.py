@@ -284,8 +284,9 @@ def _in_shard_groups(
 
 
 def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """Return a comparison of `layout` with the best layout: the numbers of `layout`, the part of
-    the step with the largest difference, and the changes of settings that make `layout` faster."""
+    """Return a comparison of `layout` with the best layout: the predicted values of `layout`, the
+    part of the step with the largest difference, and the changes of settings that make `layout`
+    faster."""
     price = pricer.price(layout)
     parts = table.parts_s(price)
     best_parts = table.parts_s(best)

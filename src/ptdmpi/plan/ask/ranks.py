@@ -49,9 +49,9 @@ def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
 
 
 def ladder(devices: int, least: int, most: int) -> list[int]:
-    """Return the numbers of ranks to try, from `least` to `most`: the number of devices of a node
-    times powers of two (or only powers of two, if a node has more than `most` devices), and `most`
-    itself."""
+    """Return the numbers of ranks to try, from `least` to `most`. They are the number of devices of
+    a node times powers of two, and `most` itself. If a node has more than `most` devices, they are
+    powers of two, and `most` itself."""
     ranks = devices if devices <= most else 1
     rungs = []
     while ranks <= most:

@@ -218,8 +218,8 @@ class MemoryModel:
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
         """Return the properties that determine a stage's memory: its layers without a backward, its
-        other layers by kind and by mode of recomputation, and whether it is the model's first stage
-        and the model's last stage. `own` are the layers of the stage."""
+        other layers by kind and by mode of recomputation, whether it is the model's first stage,
+        and whether it is the model's last stage. `own` are the layers of the stage."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of

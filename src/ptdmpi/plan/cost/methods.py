@@ -153,8 +153,8 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes of the codes of one step on one of `n` ranks, for each kind of
-    message. The bytes are counted by the convention of `ptdmpi.base.traffic`."""
+    """Return, for each kind of message, the approximate bytes of the codes that one of `n` ranks
+    exchanges in a step. The bytes are counted by the convention of `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour

@@ -107,9 +107,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A schedule in which integers represent the ops, instead of `Op` objects. `orders` has each
-    rank's ops as (number of the op, number of the op that produces its input or -1, index in `ops`
-    of its stage and kind), and `count` is the number of all ops."""
+    """A schedule in which integers represent the ops, instead of `Op` objects. `orders` has, for
+    each rank, three numbers per op: the number of the op, the number of the op that produces its
+    input (-1: none), and the index in `ops` of its stage and kind. `count` is the number of all
+    ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]

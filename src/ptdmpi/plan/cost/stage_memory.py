@@ -243,8 +243,8 @@ class StageMemory:
         The op I frees activations and stores operands for W (gradients of the weights). The layer
         that is computed also needs its working memory. All layers of one kind and mode of
         recomputation change the number of bytes by the same amount. So the number of bytes is the
-        largest at the loss, in the last or the first layer of such a group of layers, or at the end
-        of the op.
+        largest at one of these moments: at the loss, in the last or the first layer of a group of
+        such layers, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -273,9 +273,9 @@ class StageMemory:
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
-        The peak is at the loss, or in the last layer of each group of layers of one kind and mode
-        of recomputation: when the backward of an earlier layer in the group runs, more memory has
-        been freed.
+        The peak is at the loss, or in the last layer of a group of layers that have one kind and
+        mode of recomputation. When the backward of an earlier layer in the group runs, more memory
+        has been freed.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0

@@ -92,8 +92,8 @@ class StepTimes:
         self, layout: Layout, counts: Sequence[tuple[LayerKind, int, int]]
     ) -> tuple[Seconds, Seconds]:
         """Return the times of (forward, backward) of some layers for one microbatch. `counts` has,
-        for each run of equal layers, their kind, their number, and the number of those that
-        recomputation may compute again."""
+        for each run of equal layers, their kind, their number, and the number of these layers that
+        may be recomputed."""
         forward = backward = Seconds()
         for kind, count, recomputed in counts:
             layer = self.layer(layout, kind)
@@ -193,8 +193,8 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, ends.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds after the pipeline's last backward: the time of the messages
-        over the data axis, as far as they do not overlap with computation, and the time of the
+        """Return, in seconds, two times of the work after the pipeline's last backward: the time of
+        the messages over the data axis that does not overlap with computation, and the time of the
         optimizer.
 
         Both times are for the rank with the most parameters. The first time includes the norm of a
@@ -230,8 +230,8 @@ class StepTimes:
         return max(self.update.matrices_s(work, layout.tensor, *groups) for work in works)
 
     def least_matrices_s(self, layout: Layout, layers: float) -> float:
-        """Return a lower bound, in seconds, of Muon's update of the matrices of `layers` layers:
-        the mean work of the ranks of a shard group, without messages."""
+        """Return a lower bound of the seconds in which Muon updates the matrices of `layers`
+        layers. The bound is the mean work of the ranks of a shard group, without messages."""
         if not self.method.matrices:
             return 0.0
         group, t, config = self.ends(layout).group, layout.tensor, self.model.config

@@ -49,17 +49,17 @@ class UpdateTimes:
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
     def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
-        """Return the seconds of Muon for one matrix: its matrix products, which every tensor rank
-        computes for the whole matrix, and the gather of the slices of the matrix over the tensor
-        axis."""
+        """Return the seconds in which Muon updates one matrix. They include the matrix products,
+        which every tensor rank computes for the whole matrix, and the gather of the matrix's slices
+        over the tensor axis."""
         products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
         gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """Return the seconds of Muon for all matrices that a rank makes orthogonal. The seconds
-        include the exchange of shards of the matrices with the other ranks of its shard group,
-        before and after the update."""
+        """Return the seconds in which Muon updates all matrices that a rank orthogonalizes. The
+        seconds include the exchange of shards of the matrices with the other ranks of its shard
+        group, before and after the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [

@@ -6,8 +6,8 @@ computes the times of kernels and messages on a cluster. `folds.py` adds up the 
 and the bytes of messages.
 
 For some kernels only the launch is counted, and no time (`priced` is False). The efficiencies of
-clusters were calibrated with published times of whole layers, so the times of the other kernels
-include the time of these kernels.
+clusters were calibrated with published times of whole layers. The times of the other kernels
+therefore include the time of the kernels that have no time of their own.
 """
 
 from collections.abc import Iterable

@@ -131,8 +131,8 @@ class SplitHeads(Operator):
             yield from norm_operands(sizes, name, norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward: the gradient of the input, and the tensors of
-        the backward of the rotation and of the norms.
+        """Return the working bytes of the backward: the gradient of the input, and the tensors that
+        the backward of the rotation and the backward of the norms need.
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
         tensors of their size. The backward of the queries' norm comes last; the gradients of
@@ -350,12 +350,12 @@ class Attend(Operator):
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. With explicit scores these are the gradient of
-        the softmax's output (before and after dropout) and of its input, and the gradient of the
-        values; a host also needs a copy of the mask in the type of the gradients. For kernels that
-        store no scores, the working bytes are the gradients of the operands and of the output. If a
-        kernel without stored scores reads the output, the output is added, because it is still in
-        memory."""
+        """Return the working bytes of the backward. If scores are stored, the working bytes are the
+        gradient of the softmax's output before and after dropout, the gradient of the softmax's
+        input, and the gradient of the values. A host also needs a copy of the mask in the type of
+        the gradients. For kernels that store no scores, the working bytes are the gradients of the
+        operands and of the output. If a kernel without stored scores reads the output, the output
+        is added, because it is still in memory."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -401,9 +401,9 @@ class Attend(Operator):
         return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
 
     def _capped_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of contiguous copies of the operands and of the output's gradient, of
-        the gradients of the operands, and of the queries and output gradients of one block. The
-        gradients of keys and values are in the type of sums."""
+        """Return the bytes of three groups of tensors: contiguous copies of the operands and of the
+        output's gradient; the gradients of the operands; and the queries and output gradients of
+        one block. The gradients of keys and values are in the type of sums."""
         shape, d, c = _core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (3 * _rows(sizes) + 2 * block)

@@ -33,7 +33,7 @@ def key_copies(kv_heads: int, ranks: int) -> int:
     many key heads.
 
     If `ranks` divides the number of query heads, the number of copies divides the number of query
-    heads of each key head.
+    heads that share a key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
 
@@ -48,9 +48,9 @@ def keeps_outputs(model: ModelConfig, selective: bool) -> bool:
 
 
 class CoreShape(NamedTuple):
-    """The part of the attention core, softmax(Q K^T) V, that a rank computes in each sequence: the
-    numbers of query heads and of key heads, and the number of queries of a head. The rank reads the
-    keys of all positions."""
+    """The part of the attention core, softmax(Q K^T) V, that a rank computes in each sequence. The
+    fields are the number of query heads, the number of key heads, and the number of queries of each
+    head. The rank reads the keys of all positions."""
 
     heads: int
     kv_heads: int
@@ -355,7 +355,8 @@ class RingCore:
     def _tile_bytes(self, backward: bool) -> int:
         """Return the number of bytes for the scores that are computed at once: the weights, their
         gradients and the gradients of scores, and if scores are capped their values of tanh. The
-        bytes include copies of the queries of these scores, and of the gradients of their outputs.
+        bytes include copies of the queries that these scores belong to, and of the gradients of the
+        outputs of these queries.
 
         With dropout, there are also the weights or gradients before and after dropout, the mask,
         and a hash of each query. While the mask is drawn, only the weights are in memory and, in a

@@ -78,7 +78,8 @@ class LookUp(Operator):
 
 @dataclass(frozen=True)
 class AddRows(Operator):
-    """The sum of x and the rows of a small table: embeddings of positions, or of token types."""
+    """The sum of the activations x and rows of a small table. The table has embeddings of
+    positions, or of token types."""
 
     table: Table
     by_position: bool = False

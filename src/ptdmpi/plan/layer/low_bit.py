@@ -85,10 +85,10 @@ class LowBit:
     of `block` elements of a row (o outputs, i inputs).
 
     The value of an element is the level of its code times the scale of its block. The levels of
-    int8 and int4 are integers; the element with the largest magnitude in a block gets the level 127
-    or -127 (int8), or -8 (int4, whose scale has the sign that this requires). The levels of nf4 are
-    between -1 and 1. The values of uint4 are relative to a minimum, which each block stores in
-    addition to its scale.
+    int8 and int4 are integers. The element with the largest magnitude in a block gets the level 127
+    or -127 in int8. In int4 it gets the level -8, and the sign of the scale is chosen accordingly.
+    The levels of nf4 are between -1 and 1. The values of uint4 are relative to a minimum, which
+    each block stores in addition to its scale.
     """
 
     codes: CodesName
@@ -133,9 +133,9 @@ class LowBit:
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix: (rows, n), in which n is the number of
-        blocks of a row times the float32 values that are stored for a block: its scale, and in
-        some formats also its minimum."""
+        """Return the shape of the scales of a matrix, (rows, n). n is the number of blocks of a row
+        times the number of float32 values of a block. These values are the block's scale and, in
+        some formats, its minimum."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:

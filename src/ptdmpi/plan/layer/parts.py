@@ -142,9 +142,10 @@ class Table:
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear or, if the
-    linear has several outputs, to the rows of the weight that compute one of them. A is [rank,
-    inputs], and B is [outputs, rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
+    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear. If the
+    linear has several outputs (such as queries and keys), the product is added only to the rows of
+    the weight that compute one output. A is [rank, inputs], and B is [outputs, rank] (Hu et al.
+    2021, arXiv 2106.09685, equation 3).
 
     `split` is the split of the linear. "columns" divides the rows of B into at most `most` slices,
     and each tensor rank computes a summand of the gradient of A. "rows" divides the columns of A,

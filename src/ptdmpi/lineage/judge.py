@@ -34,7 +34,7 @@ NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
 # The categories of keys whose values a checkpoint records. Keys that determine the order of samples
 # are not recorded. Instead, the stretches of `TrainedOn` (steps whose samples have one order) are
-# compared. They identify the data by its content.
+# compared. The stretches identify the data by its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 

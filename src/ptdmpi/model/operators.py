@@ -489,8 +489,8 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    """Compute the operators of `steps` in this order. `values` has the inputs of the layer by name.
-    Return, by name, the tensors that no operator has used up.
+    """Compute the operators of `steps`, one after the other. `values` has the inputs of the layer
+    by name. Return, by name, the tensors that no operator has used up.
 
     A tensor is freed after the last operator that reads it.
     """

@@ -5,9 +5,10 @@ before the backward has ended.
 A stage notifies its `Walk` when it reaches each of its modules in the forward, in the backward, and
 in recomputation. A module (`place`) is the embedding, a layer, or the head. With ZeRO stage 3, the
 weights of a module, including frozen weights, are gathered while the previous module is computed.
-They are dropped after the module's computation. Only frozen quantized matrices stay unsharded. With
-ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is computed, and is then
-reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
+The gathered weights are dropped after the module's computation. Only frozen quantized matrices stay
+unsharded. With ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is
+computed, and is then reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054,
+sections 5.2 and 5.3).
 """
 
 import contextlib

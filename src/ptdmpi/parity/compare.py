@@ -120,8 +120,8 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
-    """Return the greatest difference. NaN is treated as the greatest value, because the plain
-    function `max` could ignore a NaN."""
+    """Return the greatest of several differences. NaN is treated as the greatest value, because the
+    plain function `max` could ignore a NaN."""
 
     return max(
         all_differences,

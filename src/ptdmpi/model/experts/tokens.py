@@ -5,7 +5,7 @@ If the tensor axis divides each expert, every tensor rank computes all tokens: t
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
 If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and an expert
-computes all of its width for its tokens. With whole experts, a token takes the following path.
+computes all of its width for its tokens. If experts are whole, a token takes the following path.
 Under sequence parallelism a rank already has only its own positions. Otherwise all tensor ranks
 have the same activations, and tensor rank r takes the r-th block of positions. The token is sent to
 its experts and back, so its output is complete on the rank that has routed it. Without sequence
@@ -13,9 +13,10 @@ parallelism the outputs of all tensor ranks are then gathered. A gradient takes 
 gradient of the output is complete on every rank that has the position, so each rank takes the
 gradient at its own positions, and sends it to the experts. Each rank then has the complete gradient
 of the input at its own positions. The gradient of the input is gathered if every rank needs all
-positions. With whole experts, no activation and no gradient of an activation is therefore summed
-over the tensor axis. The gradients of the router and of the experts are sums over tokens, so the
-gradients of all ranks that have the same parameters are added at the end of the step.
+positions. If the tensor axis does not divide experts, no activation and no gradient of an
+activation is therefore summed over this axis. The gradients of the router and of the experts are
+sums over tokens, so the gradients of all ranks that have the same parameters are added at the end
+of the step.
 """
 
 from dataclasses import dataclass

@@ -60,8 +60,8 @@ def widths(config: ModelConfig) -> dict[str, int]:
 
 
 def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
-    """Return how much each rank sends in forward and backward together, in the unit of the numbers
-    in `columns`."""
+    """Return the number of columns that each rank sends in forward and backward together. `columns`
+    has the numbers of columns h, g and u."""
     rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 

@@ -314,8 +314,8 @@ class MemoryModel:
         return not self.on_host and (layout.offload != "none" or self.method.copies > 0)
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the number of bytes of a pipeline rank's state, and of its copies, in host memory
-        that is separate from the device's memory."""
+        """Return the host memory, in bytes, that the state of a pipeline rank and its copies take.
+        Only host memory that is separate from the device's memory is counted."""
         copies = self.copies_bytes(layout, rank)
         return self._state(layout, rank).host + copies * (not self.on_host)
 
@@ -470,7 +470,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
     needed during the backward (`working`, `beside_bytes`). The second amount is needed after the
     backward, when no activations are kept: messages of data ranks or an update of whole matrices
     need it. If messages overlap with the forwards, the memory of the messages is added to the first
-    amount. Copies of the weights of neighbours are added to both amounts."""
+    amount. The rank's copies of its neighbours' weights are added to both amounts."""
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
     messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)

@@ -94,8 +94,9 @@ class Step:
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
 
     def on_hosts(self) -> int:
-        """Return the number of bytes of state, and of its copies, in host memory that is separate
-        from the device's memory, for the rank with the most such bytes."""
+        """Return the host memory, in bytes, that state and its copies take on the rank that needs
+        the most host memory. Only host memory that is separate from the device's memory is
+        counted."""
         if not self.memory.uses_host(self.layout):
             return 0
         ranks = self.memory.distinct_ranks(self.layout)
@@ -251,7 +252,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
 
 
 def size(amount: float) -> str:
-    """Return a number of bytes in words: 1234567 -> 1.2 MiB."""
+    """Return a number of bytes as text with a unit: 1234567 -> 1.2 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= scale:
             return f"{amount / scale:,.1f} {unit}"

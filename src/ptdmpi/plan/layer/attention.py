@@ -390,9 +390,9 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of all gradients if a host computes attention in blocks of queries: the
-        gradients of the operands and of the output, and the gradients in one block. A block may
-        have all keys, and it copies its part of the output's gradient."""
+        """Return the bytes of all gradients if a host computes attention in blocks of queries: of
+        operands, of the output, and of a block with up to all keys and a copy of output
+        gradients."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:

@@ -131,8 +131,8 @@ class MixExperts(Operator):
 
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts together: one row for each token and each of its
-        experts. If experts are distributed over ranks, the number is the average of all ranks; the
-        rows of a rank come from all ranks of its expert group."""
+        experts. If experts are distributed over ranks, the number is the average over all ranks.
+        The rows of a rank come from all ranks of its expert group."""
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:

@@ -24,8 +24,9 @@ def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None
 
 
 def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
-    """Return True if `layout_mistakes` would yield nothing. This function is faster than
-    `layout_mistakes`, because it makes no error messages of the configuration's rules."""
+    """Return True if `layout_mistakes` would yield no reason, so that the layout is legal. This
+    function is faster than `layout_mistakes`, because it makes no error messages of the
+    configuration's rules."""
     if not legality.is_legal(layout, model, batch):
         return False
     return model is None or not any(True for _ in refusals(layout, model))

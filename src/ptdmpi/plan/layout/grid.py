@@ -79,7 +79,7 @@ UNLISTED = Axis()  # The properties of an axis that is not in `AXES`.
 WORLD, TENSOR = "world", "tensor"
 REPLICAS, DATA, CONTEXT, SHARDS = "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
-# Groups along several axes, each with the condition that selects its axes.
+# Groups of ranks along several axes. Each group has a condition that selects its axes.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
     TENSOR: lambda axis: axis.cuts_width,
     REPLICAS: lambda axis: not axis.cuts_state,

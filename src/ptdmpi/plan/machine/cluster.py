@@ -94,7 +94,7 @@ class Host(FrozenTable):
 
 
 class Software(FrozenTable):
-    """The properties of the training program on a cluster that differ between programs.
+    """The training program that runs on a cluster: the properties in which such programs differ.
 
     `attention`: "unfused" writes the scores to memory, "flash" keeps the scores on chip. `dropout`:
     the program applies dropout even if the dropout rate of the model is 0, as all programs did in

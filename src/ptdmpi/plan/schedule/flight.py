@@ -77,7 +77,7 @@ def fullest(order: RankOrder) -> Flight:
         return _walked(order)
     first = _walked(order._replace(microbatches=shorter))
     if all(max(moment.held) < shorter for moment in first.moments):
-        return first  # no store holds all microbatches, so later rounds add nothing
+        return first  # no store holds all microbatches, so later rounds hold no more
     second = _walked(order._replace(microbatches=shorter + pipeline))
     # schedules such as GPipe keep all microbatches: every further round adds the same numbers as
     # the round before

@@ -72,8 +72,8 @@ class Context:
 
 class Build(NamedTuple):
     """The inputs from which a layer's modules are made, in addition to the row of each module (the
-    description of its operator). If `selective` is True, the core of attention is recomputed in the
-    backward."""
+    description of its operator). If `selective` is True, the backward recomputes attention's core.
+    """
 
     model: ModelConfig
     axis: TensorAxis
@@ -478,8 +478,7 @@ def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if one of the operators `rows` reads the tensor `name` before an operator
-    overwrites this tensor."""
+    """Return True if an operator of `rows` reads the tensor `name` before it is overwritten."""
     for row in rows:
         if name in row.inputs:
             return True
@@ -490,10 +489,8 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
     """Compute the operators of `steps`, one after the other. `values` has the inputs of the layer
-    by name. Return, by name, the tensors that no operator has used up.
-
-    A tensor is freed after the last operator that reads it.
-    """
+    by name. A tensor is freed after the last operator that reads it. Return, by name, the tensors
+    that are left after the last operator."""
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]
         outputs = compute(*inputs, context)

@@ -391,8 +391,7 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of all gradients if a host computes attention in blocks of queries: of
-        operands, of the output, and of a block with up to all keys and a copy of output
-        gradients."""
+        operands, the output, and a block with up to all keys and a copy of output gradients."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:

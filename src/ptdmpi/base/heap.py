@@ -39,8 +39,8 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return all memory that is free now to the kernel, once. Preparing the run may have needed
-    more memory than a training step needs."""
+    """Return all memory that is free now to the kernel, once. The preparation of a run may have
+    needed more memory than its training steps need."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

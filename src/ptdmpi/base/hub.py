@@ -8,8 +8,8 @@ from typing import Literal
 from ptdmpi.base.errors import InputError
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Endings of file names. A missing file with such an ending is reported as an error, without a
-# search for a repository of this name in the network.
+# Endings of file names. If a file with one of these endings is missing, an error is reported, and
+# no repository of this name is searched for on the hub.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 
@@ -36,7 +36,7 @@ def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[
     left_out: list[str] = []
     if kind == "model":
         option = ""
-        # do not download subfolders, which have the same weights in other formats
+        # do not download subfolders, because they contain the same weights in other formats
         left_out = ["*/*"]
     try:
         return Path(

@@ -1,5 +1,6 @@
-"""Environment variables that are read before MPI is imported: the number of ranks and the rank,
-which the launcher sets, and the folder for copies of the state."""
+"""Environment variables that are read before MPI is imported: the number of ranks and the rank
+number, which the launcher sets, and the folder for in-memory copies of the training state.
+"""
 
 import os
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ RANK_VARIABLES = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-# The variable in which `ptdmpi run` stores the folder on each node for copies of the state in
-# memory.
+# The variable in which `ptdmpi run` stores the path of the folder for in-memory copies of the
+# training state on each node.
 COPIES = "PTDMPI_COPIES"
 
 

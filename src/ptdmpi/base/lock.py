@@ -15,7 +15,8 @@ class FileLock:
     """A lock on a file. A process holds the lock until the file is closed or the process ends.
 
     The file is made if it does not exist. The content of the file names the process that has the
-    lock. On a file system without locks every process gets the lock.
+    lock. If the file system does not support locks, no process is refused: every process gets the
+    lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,8 +33,8 @@ class FileLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error means that this file system has no locks; in that case every process
-            # gets the lock
+            # any other error means that this file system does not support locks; in that case every
+            # process gets the lock
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -51,8 +52,10 @@ class FileLock:
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Return True if the path still names this file. If False, the file was removed or
-        replaced, and other processes would lock another file than this process."""
+        """Return True if the path still names this file. Return False if the file was removed or
+        replaced: another process would then lock the new file, and both processes would work in the
+        directory.
+        """
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:

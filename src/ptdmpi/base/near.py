@@ -13,7 +13,7 @@ def divisors(number: int) -> list[int]:
 
     Only prime factors up to MOST_TRIED are tried, and the remaining factor is assumed to be a
     prime. The result is wrong only for numbers above MOST_TRIED**2 that have two prime factors
-    above MOST_TRIED; such a large number in a configuration is surely a typing mistake.
+    above MOST_TRIED; a number above MOST_TRIED**2 in a configuration is surely a typing mistake.
     """
     products = [1]
     rest = number

@@ -57,8 +57,8 @@ def explained(error: BaseException) -> tuple[str, int] | None:
 
 
 def escaped(text: str) -> str:
-    """Return the text as one line, with "\\n" in place of line ends, which a file name may
-    contain."""
+    """Return the text as one line, with "\\n" in place of line ends, because a file name may
+    contain line ends."""
     return "\\n".join(text.splitlines())
 
 

@@ -18,7 +18,7 @@ IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @functools.cache
 def plugin(group: str, name: str) -> Any:
-    """Return the object that `name` names, such as "my_package.losses:smoothed".
+    """Return the object called `name`, such as "my_package.losses:smoothed".
 
     `group` is the kind of object: "losses", "datasets", "optimizers" or "sublayers". Raises
     InputError if there is no object with this name, or if its import fails.

@@ -19,8 +19,8 @@ EVERY_S = 30.0  # the longest time between two lines, in seconds
 def progress(
     what: str, total: float | None, unit: str, first_s: float = FIRST_S
 ) -> Iterator[Callable[[float], object]]:
-    """Show the progress of some work on stderr. Yield a function, which the caller calls with the
-    number of units that were just done.
+    """Show the progress of some work on stderr. Yield a function. The caller calls this function
+    after each part of the work, with the number of units in that part.
 
     `what` names the work. `total` is the number of units, or None if it is unknown. `unit` is the
     name of one unit; "B" means bytes. In a log the first line is printed after `first_s` seconds.
@@ -53,7 +53,7 @@ class _Lines:
         self.printed_s = self.begin_s
 
     def update(self, more: float) -> None:
-        """Add `more` completed units. Print a line if the next line is due."""
+        """Add `more` completed units. Print a line if the time for the next line has come."""
         self.done += more
         now_s = time.monotonic()
         if now_s - self.printed_s >= self.wait_s:

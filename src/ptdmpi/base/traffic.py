@@ -80,7 +80,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The tallies of one rank, by the name of the group: "tensor", "data", "pipeline", "ends"."""
+    """The message counts (`Tally`) of one rank in each of its groups. The keys are the names of the
+    groups: "tensor", "data", "pipeline", "ends".
+    """
 
     tallies: Mapping[str, Tally] = field(default_factory=dict)
 

@@ -25,7 +25,8 @@ def counted(number: int, noun: str) -> str:
 
 def short(number: float) -> str:
     """Return a short form of a number: 174600000000 -> 174.6B, 1700 -> 1.7K. Numbers below 1,000
-    have no letter such as K."""
+    are returned without a letter.
+    """
     for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:,.1f}{letter}"

@@ -1,5 +1,5 @@
-"""The frozen base model to which adapters are added: loading its weights into a rank of any layout,
-and its identity."""
+"""The frozen base model to which adapters are added. This module loads the base model's weights
+into a rank of any layout, and identifies the base model by a hash."""
 
 import hashlib
 import json
@@ -98,7 +98,9 @@ def take_base(
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
-        """Raise InputError if this run may not train adapters on the base model `where`."""
+        """Raise InputError if this run may not train adapters on the base model in the directory
+        `where`.
+        """
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
     loaded = load_frozen(state, world, directory, judge=judge, head=head)

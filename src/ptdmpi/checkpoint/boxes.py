@@ -43,7 +43,7 @@ from ptdmpi.plan.layer.low_bit import LowBit
 CHUNK_BYTES = 1 << 20
 # The bytes that a rank needs from a file may have gaps between them. Gaps up to this size are read,
 # too: the disk reads complete blocks anyway, and skipping such a small gap by a separate read call
-# would not be faster. Larger gaps are not read.
+# would not be faster. A larger gap is skipped by a separate read call.
 GAP_BYTES = 4096
 
 
@@ -225,8 +225,9 @@ class Reader:
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32: the
-        level of each code times the scale of its block, plus the block's lowest value if the form
-        stores one. Complete blocks are read, and the wanted elements are taken from these blocks.
+        level of each code times the scale of its block, plus the block's lowest value if the
+        quantized format stores one. Complete blocks are read, and the wanted elements are taken
+        from these blocks.
         """
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
@@ -340,8 +341,10 @@ def _levels(form: LowBit) -> Array:
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Yield byte offsets in a piece of shape `sizes`. The slice `inner` selects some indices in the
-    first `dims` dims of the piece; the function yields one offset for each of these indices."""
+    """Yield byte offsets in a piece of shape `sizes`. The slice `inner` selects a range of indices
+    in each of the first `dims` dims. For each combination of selected indices, the function yields
+    the offset of the first element with these indices.
+    """
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

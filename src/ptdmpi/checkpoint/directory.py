@@ -163,7 +163,7 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
 
 def went_on_from(directory: Path, named: Path) -> bool:
     """Return True if the run has resumed from the checkpoint at the path `named`, and has saved a
-    checkpoint of its own since then.
+    new checkpoint since then.
     """
     marker = directory / BRANCHED_FROM
     if not marker.is_file():

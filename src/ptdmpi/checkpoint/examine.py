@@ -151,10 +151,12 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints in one tensor or in one value of the progress. `what`
-    describes the difference. `greatest_absolute` is the greatest absolute difference of all
-    elements; `greatest_relative` is the same difference divided by the greatest magnitude in the
-    first checkpoint's tensor. Both differences are None if the values cannot be compared."""
+    """A difference between two checkpoints in one tensor, or in one value of the run's progress,
+    such as the number of steps. `what` describes the difference. `greatest_absolute` is the
+    greatest absolute difference of all elements; `greatest_relative` is the same difference divided
+    by the greatest magnitude in the first checkpoint's tensor. Both differences are None if the
+    values cannot be compared.
+    """
 
     name: str
     what: str
@@ -231,8 +233,10 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
 
 
 def _relative(absolute: float, magnitude: float) -> float:
-    """Return an absolute difference divided by the greatest magnitude. If the magnitude is 0,
-    return 0 for equal tensors, otherwise infinity."""
+    """Return the greatest `absolute` difference of two tensors, divided by `magnitude`, the
+    greatest magnitude in the first tensor. If the magnitude is 0, return 0 for equal tensors,
+    otherwise infinity.
+    """
     if magnitude:
         return absolute / magnitude
     return math.inf if absolute else 0.0

@@ -55,7 +55,8 @@ def load(
     changed and `mean` is True. If `whole` is False, a node need not have all files of the
     checkpoint, but only the files that its ranks read. If the checkpoint is damaged, the state is
     undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if the
-    checkpoint is undamaged but belongs to another model, or if `judge` refuses the checkpoint.
+    checkpoint is undamaged but belongs to another model, or if the function `judge` refuses the
+    checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -109,9 +110,9 @@ def load_tensors(
     `judge` may refuse the checkpoint by an InputError on every rank. The function `read` returns
     the manifest of a directory. If the checkpoint lacks tensors that the data-parallel method
     keeps, these tensors get the values that they have at the beginning of a new run. `head` has the
-    names of the parameters of a task head; the parameters that the checkpoint lacks keep their
-    values (see `drawn`). With a head, the model may have fewer learned positions than the
-    checkpoint; then only the first positions are loaded.
+    names of the parameters of a task head; if the checkpoint lacks one of these parameters, it
+    keeps its initial value (see `drawn`). With a head, the model may have fewer learned positions
+    than the checkpoint; then only the first positions are loaded.
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
     whole piece compares the piece with its checksum. If a run with another layout wrote the

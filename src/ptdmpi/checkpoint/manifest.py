@@ -130,9 +130,9 @@ class Manifest:
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
-        """Return a manifest in which the tensors of another `kind`, such as the moving average of
-        the weights, have the names of the weights. The returned manifest has no other tensors.
-        Raise InputError if the checkpoint has no tensors of this kind."""
+        """Return a manifest in which the tensors of the given `kind`, such as the moving average of
+        the weights, take the place of the weights and have their names. The returned manifest has
+        no other tensors. Raise InputError if the checkpoint has no tensors of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -153,9 +153,9 @@ class Manifest:
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Return the quantized weights under the names of their dequantized values, as float32
-        tensors of full shape. The returned tensors have no pieces, because no file contains the
-        dequantized values."""
+        """Return a float32 tensor of full shape for each quantized weight, by the name under which
+        its dequantized values can be read. The returned tensors have no pieces, because no file
+        contains the dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -223,7 +223,9 @@ def manifest_text(
     lineage: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of the manifest of the files that all ranks have written. `model` is the
-    section [model] of the weights; `lineage` has further entries about their origin."""
+    section [model] of the configuration to which the weights belong; `lineage` has further entries
+    about the origin of the weights.
+    """
     tensors: dict[str, dict[str, Any]] = {}
     for part in written:
         for name, tensor in part.tensors.items():

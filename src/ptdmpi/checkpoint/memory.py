@@ -1,5 +1,5 @@
 """Copies of the training state in the memory of the nodes. After a loss of ranks, a run continues
-from a copy of the state in memory.
+from such an in-memory copy.
 
 A copy is a checkpoint whose files are in a folder of the file system tmpfs, which is in memory. The
 files remain when the ranks die. Each node has the files of its own ranks and the files of the

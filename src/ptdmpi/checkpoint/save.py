@@ -10,9 +10,10 @@ synced to the disk. After that, the manifest is written, the directory is rename
 writes an equal part of the bytes.
 
 A thread of each rank writes the rank's file, and a thread of rank 0 writes the manifest and renames
-the directory. When ranks must agree, their main threads use the world communicator between two
-steps. The threads that write files never call MPI, so MPI need not support threads, and the
-messages of a save are not mixed with the messages of a training step.
+the directory. When ranks must agree, for example that all files are written, their main threads use
+the world communicator between two training steps. The threads that write files never call MPI, so
+MPI need not support threads, and the messages of a save are not mixed with the messages of a
+training step.
 """
 
 import contextlib
@@ -72,7 +73,7 @@ class _Flight:
     extras: dict[str, Any]
     since: float
     writing: Future[Written]
-    # rank 0 publishes; None on other ranks
+    # on rank 0, the result of publishing the checkpoint; None on other ranks
     publishing: Future[tuple[float, str | None]] | None = None
     written: bool = False
     bytes: int = 0

@@ -123,9 +123,9 @@ class DeviceClock:
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of this device."""
-        # A new thread uses the first GPU of the process. If the thread queried an event of another
-        # GPU, CUDA would create a context of half a GB on the first GPU, which belongs to another
-        # rank.
+        # CUDA lets a new thread use the first GPU that the process sees. If the thread queried an
+        # event of another GPU, CUDA would create a context of half a GB on the first GPU, which
+        # belongs to another rank.
         belong_to(self._device)
 
     def _event(self) -> Any:
@@ -140,8 +140,8 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Total:
-    """The sum, over pairs of marks, of the seconds between the two marks of a pair. A pair is added
-    to the sum when the device has passed both of its marks."""
+    """A sum of durations: each pair of marks contributes the seconds between its two marks. A pair
+    is added to the sum when the device has passed both of its marks."""
 
     def __init__(self) -> None:
         self._done_s = 0.0

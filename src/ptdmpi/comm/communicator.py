@@ -59,7 +59,7 @@ class Exchanged:
     received: Sequence[int]
 
     def pieces(self, result: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (part of `flat` to send, part of `result` to receive) for each rank, as views."""
+        """Yield (view of `flat` to send, view of `result` to be filled) for each rank."""
         return zip(flat.split(list(self.sent)), result.split(list(self.received)), strict=True)
 
 
@@ -256,7 +256,8 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call this method. If `lasting` is True, a transport may synchronize all ranks."""
+        All ranks call this method. `lasting`: the graph is for many exchanges, and making it may
+        synchronize all ranks."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -394,7 +395,7 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
     This class uses sends and receives, which every transport has. A transport that supports graphs
-    has its own class. Tallies and `busy` name an exchange "neighbours".
+    has its own class. In tallies and in `busy`, an exchange has the name "neighbours".
     """
 
     def __init__(
@@ -469,7 +470,7 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> Tensor:
-    # transports ignore strides: NCCL would send wrong elements of such a tensor, without error
+    # transports ignore strides: NCCL would send wrong elements of a tensor with gaps
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
     return tensor

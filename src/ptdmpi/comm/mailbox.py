@@ -9,10 +9,11 @@ from mpi4py import MPI
 class Mailbox:
     """A mailbox that sends picklable values between ranks, on a separate communicator.
 
-    All ranks make their mailboxes together, because a mailbox duplicates `control`. After the
-    start, one thread of each rank uses the mailbox. Other threads may call MPI at the same time,
-    which needs MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is
-    never freed, because all ranks would have to free it together, and a rank may be lost by then.
+    All ranks make their mailboxes together, because a new mailbox duplicates the communicator
+    `control`, which is a collective call. After the start, one thread of each rank uses the
+    mailbox. Other threads may call MPI at the same time, which needs MPI_THREAD_MULTIPLE. Messages
+    between two ranks arrive in order. The communicator is never freed, because all ranks would have
+    to free it together, and a rank may be lost by then.
     """
 
     def __init__(self, control: MPI.Comm) -> None:

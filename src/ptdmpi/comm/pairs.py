@@ -13,11 +13,12 @@ def pair_order(
     previous message of the same rank is complete (as NCCL does). The reason is that all messages in
     the group have one total order, which every rank follows. The two ranks of the first message
     that is not yet sent have no earlier message to send or receive, so this message can always be
-    sent. Messages are sorted by the distance of the two ranks around the group. For messages of the
-    same distance, let start be the rank from which the other rank is reached by `distance` steps
-    upwards around the group. Messages for which start // distance is even come before messages for
-    which it is odd. With this order, a message in a ring, a grid or an exponential graph waits for
-    few other messages, and not for a chain of messages around the group.
+    sent. Messages are sorted by the distance of the two ranks around the group. In a message of a
+    certain distance, one of the two ranks is called `start`: the rank from which `distance` steps
+    upwards around the group lead to the other rank. Among messages of the same distance, those with
+    an even start // distance come before those with an odd start // distance. With this order, a
+    message in a ring, a grid or an exponential graph waits for few other messages, and not for a
+    chain of messages around the group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

@@ -55,8 +55,8 @@ class _Nothing:
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
-        """Return a mark that has always been passed, because copies on the host are complete when
-        they return."""
+        """Return a mark that counts as passed from the beginning, because copies on the host are
+        complete when they return."""
         return self
 
     computed = passed
@@ -72,7 +72,8 @@ class _Nothing:
 
 
 class _DeviceCopies:
-    """The stream in which the copies of a device run, next to the stream of its computations."""
+    """The CUDA stream in which the copies of a device run. It is separate from the stream in which
+    the device computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -59,8 +59,9 @@ class Carrier(Protocol):
 
 
 class RoutedCommunicator(Communicator):
-    """A group in which a carrier sends tensors that are on a device, and MPI sends tensors that are
-    on the host. A group of one rank has no carrier."""
+    """A group in which a carrier (a library such as NCCL) sends tensors that are on a device, and
+    MPI sends tensors that are on the host. A group of one rank has no carrier.
+    """
 
     overlaps = True
 

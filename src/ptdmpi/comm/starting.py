@@ -133,8 +133,8 @@ def launcher_of(pid: int) -> int | None:
     on this node."""
     while pid > 1:
         try:
-            # in this file the state and the parent's id follow the program's name, which may
-            # contain blanks
+            # in /proc/PID/stat the state and the parent's id follow the program's name in
+            # parentheses, which may contain blanks
             name, _, rest = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
         except OSError:
             return None

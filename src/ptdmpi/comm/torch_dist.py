@@ -86,8 +86,8 @@ class Session:
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a process group of the ranks `ranks` of the world, in ascending order. Only the
-        ranks of the new group call this method. `most` returns the maximum over these ranks of its
-        argument."""
+        ranks of the new group call this method. The function `most` returns the maximum of its
+        argument over these ranks."""
         # torch names a group by its ranks and by the number of groups that the process has made.
         # The number of groups made must therefore be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):

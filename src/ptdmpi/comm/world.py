@@ -38,9 +38,9 @@ class Axes:
     """The position of this rank in the process grid, and the communicators of this rank, such as
     `axes["tensor"]` and `axes["replicas"]`.
 
-    `groups` has one communicator for each group of the grid to which this rank belongs, in the
-    grid's order. There is no entry for other groups, such as the group "ends" (the first and the
-    last pipeline rank) on a rank in the middle of a pipeline.
+    `groups` has one communicator for each of the grid's groups that contain this rank, in the
+    grid's order of groups. There is no entry for other groups, such as the group "ends" (the first
+    and the last pipeline rank) on a rank in the middle of a pipeline.
     """
 
     grid: Grid

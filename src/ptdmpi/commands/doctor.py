@@ -84,9 +84,10 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-        """Return the comparisons of the parity table, and its probes (which list mistakes of single
-        layouts), whose names contain the text of the option --rows. Raise InputError if no name
-        contains this text."""
+        """Return the comparisons and the probes of the parity table whose names contain the text of
+        the option --rows. A probe lists the mistakes of one layout. Raise InputError if no name
+        contains this text.
+        """
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
         tokens = probe.cases(ranks, short=short)

@@ -54,8 +54,8 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
 
 
 def _machine(ranks: int) -> tuple[int, bool]:
-    """Return the bytes that a rank may use on this host or its GPUs, and True if the host has
-    GPUs."""
+    """Return two values: the number of bytes that a rank may use on this host or its GPUs, and True
+    if the host has GPUs."""
     import torch
 
     from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes

@@ -99,7 +99,7 @@ def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, 
 
 
 def _report(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
-    """Return the drawing and the numbers as text, with the width of the terminal."""
+    """Return the drawing and the numbers as text that fits the width of the terminal."""
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     peaks = " ".join(map(str, schedule.peak_activations()))

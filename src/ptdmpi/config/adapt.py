@@ -29,7 +29,7 @@ ATTENTION_TARGETS = {
 # part of both names is the name of the MLP, for example "mlp".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
-EXPERTS = "mlp.experts"  # the name by which all experts of a layer are one target.
+EXPERTS = "mlp.experts"  # the target that stands for all experts of a layer.
 # The targets of (IA)^3: keys, values, and the hidden activations of an MLP (Liu et al. 2022, arXiv
 # 2205.05638, section 3.3).
 IA3_TARGETS = ("attention.k", "attention.v", "mlp*.down")

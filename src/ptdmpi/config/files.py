@@ -137,8 +137,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def _begun(config: Config) -> Config:
-    """Return the configuration in which `adapt.method = "full"` is replaced by an ordinary training
-    of all weights that begins from `adapt.base`."""
+    """Replace `adapt.method = "full"` by the keys of an ordinary run that trains all weights and
+    begins from `adapt.base`. Return the new configuration."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)
@@ -147,8 +147,8 @@ def _begun(config: Config) -> Config:
 
 class Parsed(NamedTuple):
     """The content of a configuration file: its sections, the mistakes in the sections (one line
-    each), and the names of the keys with mistakes. Mistakes in combinations with a wrong key are
-    not reported.
+    each), and the names of the keys with mistakes. If a key is wrong, mistakes in combinations that
+    include this key are not reported.
     """
 
     sections: Sections

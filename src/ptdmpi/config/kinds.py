@@ -38,8 +38,9 @@ def count_of(runs: Iterable[LayerRun]) -> int:
 
 def mixing_layers(layers: int, dense_layers: int, moe_every: int) -> tuple[int, ...]:
     """Return the numbers of the layers with experts, in a model that has experts. The first
-    `dense_layers` layers have none, and of the other layers only every `moe_every`-th layer of the
-    model has experts."""
+    `dense_layers` layers have no experts. Any other layer has experts if its number, counted from
+    1, is a multiple of `moe_every`. The returned numbers count from 0.
+    """
     return tuple(n for n in range(dense_layers, layers) if (n + 1) % moe_every == 0)
 
 

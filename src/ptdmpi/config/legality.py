@@ -27,10 +27,10 @@ def shard_groups(data: int, context: int) -> list[int]:
 
 
 def expert_groups(layout: Layout) -> list[int]:
-    """Return, in ascending order, the legal numbers of ranks over which experts are distributed, in
-    a layout with the other sizes of `layout`. If tensor ranks do not divide experts, the experts
-    are distributed over some of the tensor ranks, or over all tensor ranks at several positions on
-    the context and data axes."""
+    """Return the legal values of the number of ranks over which experts are distributed
+    (`parallel.expert`), in ascending order. All other sizes are those of `layout`. If tensor ranks
+    do not divide experts, the experts are distributed over some of the tensor ranks, or over all
+    tensor ranks at several positions on the context and data axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 
@@ -157,9 +157,10 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
-    """Return the width that the tensor axis divides in a layer with experts: the keys that give
-    this width, and its value. If experts are not divided, the tensor axis divides only the shared
-    experts, as one MLP."""
+    """Return two values about the width that the tensor axis divides in a layer with experts: the
+    keys of [model] that determine the width, and its value. If experts are not divided, the tensor
+    axis divides only the shared experts, as one MLP.
+    """
     if layout.dealing.whole:
         return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
     return "expert_hidden", model.expert_hidden
@@ -371,8 +372,8 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """Return the error message for a shard group (a number, or "node") in a layout that shards
-    nothing."""
+    """Return the error message for a layout that shards nothing, although a size of shard groups (a
+    number, or "node") is given."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
         f"parallel.shard_group = {said} has an effect only with parallel.zero = 1, 2 or 3; legal "
@@ -417,8 +418,8 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule]:
-    """Yield the rules about the keys of full recomputation: the number of recomputed layers, and
-    the partition of their inputs over tensor ranks."""
+    """Yield the rules about the two keys that refine full recomputation: the number of recomputed
+    layers, and the division of the layers' inputs over tensor ranks."""
     full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
     yield Rule(
         "recompute_layers",

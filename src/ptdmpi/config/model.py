@@ -270,7 +270,7 @@ class ModelConfig(Section):
             layers = range(self.layers)
         if self.experts and self.moe_every > 1:
             return merged(LayerRun(self.kind_of(layer), 1) for layer in layers)
-        # only these layers can be of another kind than the layer before
+        # a layer can differ in kind from the layer before it only at the layer numbers in `changes`
         changes = [self.adapt.first_layer]
         if self.experts:
             changes.append(self.dense_layers)
@@ -357,8 +357,8 @@ class ModelConfig(Section):
     def attention_scale(self) -> float:
         """Return the factor by which the products of queries and keys are multiplied before the
         softmax. Without muP the factor is 1 / sqrt(head size). With muP it is the factor of the
-        base model, multiplied by (head size of the base model / head size). The key `query_scalar`
-        replaces the head size under the root."""
+        base model, multiplied by (head size of the base model / head size). If the key
+        `query_scalar` is set, its value replaces the head size in 1 / sqrt(head size)."""
         base = self.mup_base_head_size or self.head_size
         return base / self.head_size / math.sqrt(self.query_scalar or base)
 
@@ -442,8 +442,8 @@ class ModelConfig(Section):
         return self.seq_length - 2
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Return the maximum number of positions of a sample for which the head computes a
-        prediction, if a masked model masks the fraction `mask_fraction` of the text."""
+        """Return the maximum number of positions in a sample of a masked model for which the head
+        computes a prediction. The model masks the fraction `mask_fraction` of the text."""
         if self.classifies:
             return 1
         if not self.masked:

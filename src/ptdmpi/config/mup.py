@@ -15,7 +15,8 @@ The head has the same initial values and learning rate as the table of the embed
 be tied. Muon with `muon_scale = "match_rms_adamw"` gives the elements of an update a fixed size.
 The spectral norm of an orthogonal update with such elements would grow as sqrt(m). The
 factor 1/sqrt(m) prevents this growth (Yang et al. 2023, arXiv 2310.17813). The weight decay of a
-step does not depend on m, because it is computed without the factor of the learning rate.
+step does not depend on m, because it is computed from the learning rate before muP's factor is
+applied.
 """
 
 from ptdmpi.config.sections import OptimizerConfig

@@ -3,8 +3,9 @@ read this table.
 
 `precision.compute` names a row of the table. No other code lists precisions: all code reads the
 types and their sizes in bytes from this table. A new precision needs a row here and its name in
-`PrecisionName`. If the matrix products of the new precision need more than operands of another
-type, for example scales, the precision also needs a kernel (`ptdmpi.model.kernels`).
+`PrecisionName`. A precision whose matrix products only have operands of another type needs nothing
+else. A precision whose matrix products need more, for example scales, also needs a kernel
+(`ptdmpi.model.kernels`).
 
 In the precision fp8, weights and activations have the type bfloat16, and the operands of the
 products of the layers' linears are rounded to 8-bit floating point. The inputs and the weights are

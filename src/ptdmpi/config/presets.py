@@ -62,8 +62,9 @@ def nearest_presets(name: str, count: int = 2) -> list[str]:
 
 
 def _family_and_size(name: str) -> tuple[str, float]:
-    """Return (the letters and version before the size, the number of parameters) in the name of a
-    model. The number is 0 if the name has no size."""
+    """Return two parts of the name of a model: the letters and the version before the size, and the
+    size as a number of parameters. The number is 0 if the name has no size.
+    """
     name = name.lower().rpartition("/")[-1]
     match = SIZE.search(name)
     if match is None:
@@ -108,9 +109,10 @@ def own_sizes(tree: Mapping[str, Any]) -> list[str]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a recipe that do not contradict other keys of the run. The recipe's final
-    learning rate is returned only if the recipe's peak learning rate is returned, too. The warm-up
-    is shortened for a short run."""
+    """Return the keys of a recipe (published training settings) that do not contradict other keys
+    of the run. The recipe's final learning rate is returned only if the recipe's peak learning rate
+    is returned, too. The warm-up is shortened for a short run.
+    """
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:

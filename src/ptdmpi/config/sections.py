@@ -425,8 +425,8 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, values: Any) -> Any:
-        # a rule, which does not print web addresses, reports the mistakes of receivers, also of a
-        # single receiver
+        # Convert a single receiver to a list, so that a rule checks it like the receivers of a
+        # list. The error message of that rule contains no web address.
         if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
             return {**values, "notify": (values["notify"],)}
         return values

@@ -99,9 +99,10 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 
 def _linears(model: ModelConfig, name: str) -> list[str]:
-    """Return the names of the linears that an adapter target changes in a layer. If `name` is the
-    linear of an expert without a number, return this linear of every expert; otherwise return
-    `name`."""
+    """Return the names of the linears that an adapter target changes in a layer. If `name` is a
+    linear of the experts, without the number of an expert, return the name of this linear in every
+    expert; otherwise return only `name`.
+    """
     if not name.startswith(f"{EXPERTS}."):
         return [name]
     end = name.removeprefix(f"{EXPERTS}.")
@@ -261,16 +262,16 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     `target`.
 
     For each linear layer, the adapter keeps the `rank` greatest singular values of the difference
-    of the weights (Eckart and Young 1936). Queries, keys and values are treated separately. The
-    adapter changes only layers from the first layer on in which the models differ. If `tuned` is a
-    merged model whose adapter had at most this rank, the result is the same adapter, except for the
+    of the weights (Eckart and Young 1936). Queries, keys and values are treated separately. Layers
+    before the first layer in which the models differ get no adapters. If `tuned` is a merged model
+    whose adapter had at most this rank, the result is the same adapter, except for the
     factorization into A and B.
 
     Return two values. The first value is the largest relative error: the norm of the part of a
     difference that the adapter does not represent, divided by the norm of that difference. The
-    second value has the names of other parameters that differ, which an adapter cannot represent.
-    Raise InputError for models of different shapes, for weights that are not finite, and for a rank
-    that no difference can have.
+    second value has the names of all other parameters in which the models differ, because an
+    adapter cannot represent these differences. Raise InputError for models of different shapes, for
+    weights that are not finite, and for a rank that no difference can have.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
@@ -312,9 +313,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [rank, inputs] and B [outputs, rank], of equal norms, whose matrix product B A is
-    nearest to a difference [outputs, inputs]. A and B are padded with zeros if the difference has a
-    lower rank."""
+    """Return two matrices of equal norm, A [rank, inputs] and B [outputs, rank], whose product B A
+    is nearest to the matrix `difference` [outputs, inputs]. A and B are padded with zeros if the
+    difference has a lower rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()

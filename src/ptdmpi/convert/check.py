@@ -43,8 +43,8 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the types [prompts, tokens] of the token ids. All tokens of a type are neighbours, and
-    each type has about equally many tokens."""
+    """Return the token types (numbers of segments) [prompts, tokens] for the token ids. All tokens
+    of a type are neighbours, and each type has about equally many tokens."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 

@@ -240,7 +240,8 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
 
 # -- experts (Mixtral: Jiang et al. 2024; Qwen 3: Yang et al. 2025) --------------------------------
 
-# The router settings of both families. `transformers` computes a balance loss itself, or none.
+# The router settings that Mixtral and Qwen 3 have in common. `transformers` computes a balance loss
+# itself, or none.
 ROUTED = {
     "router": "softmax",
     "router_scale": 1.0,

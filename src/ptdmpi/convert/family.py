@@ -149,9 +149,9 @@ class ConfigJson:
 
 
 class NumberedName(NamedTuple):
-    """The name of a module of ptdmpi in the form of the keys of `Family.modules`: the letters {i}
-    and {e} replace the numbers of the layer and the expert. `numbers` maps each letter to the
-    number that it replaces."""
+    """The name of a module of ptdmpi, written like the keys of `Family.modules`: with {i} in place
+    of the layer's number, and {e} in place of the expert's number. `numbers` maps each letter to
+    the number that it replaces."""
 
     name: str
     numbers: Mapping[str, str]

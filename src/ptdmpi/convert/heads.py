@@ -146,10 +146,10 @@ def lost(task: TaskConfig) -> str:
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the key `pad_token_id` of config.json. By the key `pad_token_id`, the head of a
-    decoder finds the last token of a text in a padded batch. The value of `pad_token_id` is the
-    end-of-text id. Return {} for a model of the BERT family, or if config.json already has the
-    key."""
+    """Return the key `pad_token_id` of config.json. The head of a decoder needs this key to find
+    the last token of a text in a padded batch. The value of `pad_token_id` is the end-of-text id.
+    Return {} for a model of the BERT family, or if config.json already has the key.
+    """
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

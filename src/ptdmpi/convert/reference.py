@@ -202,7 +202,8 @@ def _has_experts(config: Json, layer: int) -> bool:
 
 def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs (Jiang et al. 2024,
-    arXiv 2401.04088, section 2.1). Every expert computes all tokens."""
+    arXiv 2401.04088, section 2.1). For simplicity, every expert processes all tokens, also those
+    for which it is not chosen."""
     normalizes = config.get("norm_topk_prob", False)
     linears = ("gate_proj", "down_proj", "up_proj")
     if config["model_type"] == "mixtral":

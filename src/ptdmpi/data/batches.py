@@ -13,8 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# The number of samples whose positions are computed by one call of numpy. So many samples per call
-# make the overhead of a call negligible.
+# The number of samples whose positions are computed by one call of numpy. With this number of
+# samples, the overhead of a call is negligible.
 _WINDOW_SAMPLES = 1 << 14
 # Several small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
@@ -51,8 +51,9 @@ class MicrobatchRows(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The positions, in the datasets, of the samples that one rank reads in several consecutive
-    steps."""
+    """A window of steps: some consecutive steps, and the positions in the datasets of the samples
+    that one rank reads in these steps.
+    """
 
     number: int
     ids: np.ndarray  # int64 [n]: numbers of global samples.
@@ -107,8 +108,9 @@ class TrainBatches:
         self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
-        """Return the positions of this rank's samples in the steps of window number `window`. The
-        window of the previous call is cached."""
+        """Return the positions of this rank's samples in window number `window`, a group of
+        consecutive steps. The result of the previous call is cached.
+        """
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = self._order.start.sample + steps[:, None] * self._global_size
@@ -124,7 +126,8 @@ class TrainBatches:
 
     def _read(self, first: int, steps: int) -> _Block:
         """Read the microbatches of at most `steps` consecutive steps, beginning with step `first`.
-        Steps after the window of step `first` are not read."""
+        Steps are grouped into windows (`_locate`); only steps in the same window as `first` are
+        read."""
         number, place = divmod(first - self._order.start.step, self._window_steps)
         window = self._locate(number)
         steps = min(steps, self._window_steps - place)
@@ -225,8 +228,8 @@ class Prefetcher:
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # The executor has one worker thread, so that steps are read in order. Therefore
-        # `TrainBatches` caches only the block of steps that it read last.
+        # The executor has one worker thread, so that steps are read in order. Because steps are
+        # read in order, `TrainBatches` need only cache the block of steps that it read last.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):

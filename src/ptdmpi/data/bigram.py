@@ -64,7 +64,8 @@ class Bigram:
 
 def _count(tokens: np.ndarray, size: int, pairs: np.ndarray, single: np.ndarray) -> None:
     """Add the counts of `tokens` (int [n], each below `size`) to `single` (int64 [size]) and to
-    `pairs` (int64 [size * size], first token times `size` plus second)."""
+    `pairs` (int64 [size * size]; the index of a pair is its first token times `size` plus its
+    second token)."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS + 1].astype(np.int64)
         single += np.bincount(chunk[:CHUNK_TOKENS], minlength=size)

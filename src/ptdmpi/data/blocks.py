@@ -1,8 +1,8 @@
 """Checksums for blocks of a shard's tokens, with which training verifies the tokens that it reads.
 
 A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens; the last
-block may be shorter. Shards of older versions do not have this dataset, and are read without
-verification.
+block may be shorter. Shards that older versions of ptdmpi wrote do not have `token_blocks`, and are
+read without verification.
 """
 
 import zlib

@@ -19,7 +19,7 @@ from ptdmpi.config import InputError
 # were made with the template.
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-ANSWER = "assistant"  # messages with this role are answers.
+ANSWER = "assistant"  # the role of messages that are answers.
 # The template for tokenizers without a chat template: one line "role: text" per message, with an
 # end of document after each answer.
 PLAIN = (
@@ -156,8 +156,8 @@ class ChatTemplate:
 
 
 def _answer_length(turn: str, content: str) -> int:
-    """Return the length of the text `turn` without the white space at its end. White space that is
-    part of the answer `content` is included."""
+    """Return the length of the text `turn` without the white space at its end. If the answer
+    `content` itself ends with white space, that white space is included."""
     length = len(turn.rstrip())
     if content in turn:
         length = max(length, turn.find(content) + len(content))

@@ -1,5 +1,5 @@
-"""The documents in samples, the weights of labels, and microbatches to which documents and weights
-are added."""
+"""Two kinds of data about the tokens of samples, which are added to microbatches: the document of
+each token, and the weight of each label."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -26,8 +26,8 @@ class Windows:
         self._datasets = datasets
         self._locate = locate
         self._length = length
-        # The cache contains maps of shards. The cache wraps a function that does not belong to this
-        # object, so the cache does not keep this object alive.
+        # The cache contains maps of shards. The cached function is not a method of this object;
+        # otherwise the cache would keep this object alive.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:

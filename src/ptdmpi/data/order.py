@@ -119,7 +119,7 @@ class Part:
 
     samples: int
     weight: Decimal | str
-    epochs: Decimal | None = None  # an upper limit, which may be a fraction; None: no limit
+    epochs: Decimal | None = None  # the maximum, which may be fractional; None: no limit
     key: int | None = None
     drawn: int = 0
 

@@ -186,8 +186,8 @@ def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
-    """Return the confirmed header of shard number `shard`, and put it into the list in place of the
-    listed header."""
+    """Compare the header of shard number `shard` with the shard's file (`confirmed`). Put the
+    confirmed header into the list `headers`, and return it."""
     headers[shard] = confirmed(headers[shard])
     return headers[shard]
 
@@ -239,8 +239,8 @@ class Dataset:
         self.pairs = first.pairs  # the documents of a row form pairs of answers
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # The cached functions do not refer to this object. With such a reference, the files would
-        # stay open until a later garbage collection, not only until the object is deleted.
+        # The cached functions do not refer to this object. If they did, the files would stay open
+        # until a later garbage collection, not only until the object is deleted.
         headers = self.headers
         self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)

@@ -41,8 +41,8 @@ class SplitOrder(SampleOrder):
         self.ranks = ranks
         self.global_size = global_size
         self.block = len(parts) // ranks  # number of datasets per rank.
-        # A dataset's key is its number among all datasets. Two ranks with equal datasets therefore
-        # have different orders.
+        # A dataset's key is its number among all datasets. If two ranks have equal datasets, the
+        # orders of their samples are therefore different.
         keyed = []
         for number, part in enumerate(parts):
             keyed.append(part if part.key is not None else replace(part, key=number))

@@ -178,7 +178,8 @@ def hash_of(values: Tensor) -> Tensor:
     sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     rest = data[whole:]
     sums[: rest.numel()] += rest
-    # multiply each column by a factor of its own; the shifts let the high bits change the low bits
+    # multiply the sum of each column by a different factor; the shifts let the high bits change the
+    # low bits
     columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
     mixed = sums * columns
     mixed = (mixed ^ (mixed >> 29)) * MIX

@@ -310,7 +310,7 @@ def _partial_sums(
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
-    """Return the parameters of which several ranks of the tensor axis have the same slice: name of
+    """Return the parameters that have the same slice on several ranks of the tensor axis: name of
     the parameter -> its slices on this rank."""
     if tensor.size == 1:
         return {}

@@ -98,8 +98,9 @@ class Balance:
         return self.axes["pipeline"].all_reduce(every)
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:
-        """Copy `sent`, the result of the method `sent`, to the host, and return the loads and
-        losses that it contains. The host waits for the device."""
+        """Copy the tensor `sent`, which has the summed loads and losses of all ranks, to the host.
+        Return these loads and losses, or None if `sent` is None. The host waits for the device.
+        """
         if sent is None:
             return None
         host = sent.cpu()

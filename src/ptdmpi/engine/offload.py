@@ -191,10 +191,11 @@ class FileStorage(Storage):
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each row of tensors, read from the file into memory. When the caller requests the
-        next row, the tensors of the previous row are written to the file. The next row is read in
-        the background while the caller uses a row. Raise OSError if the disk fails; the contents of
-        the file are undefined in that case."""
+        """Yield each of `rows`, which are lists of stored tensors, as tensors that are read from
+        the file into memory. When the caller requests the next row, the tensors of the previous row
+        are written to the file. The next row is read in the background while the caller uses a row.
+        Raise OSError if the disk fails; the contents of the file are undefined in that case.
+        """
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []

@@ -159,8 +159,8 @@ class Optimizer:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects the bias of its moments by the number of updates. The number in `counters`
-        # does not include skipped steps, and is stored in checkpoints.
+        # Adam corrects the bias of its moments by the number of updates. `counters` has this
+        # number: it does not include skipped steps, and is stored in checkpoints.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)

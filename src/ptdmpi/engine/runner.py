@@ -36,7 +36,7 @@ class OpHook:
     class do nothing."""
 
     def begin(self, op: Op) -> None:
-        """Do the observer's work before `op` is computed, when the input of `op` has arrived."""
+        """Do the observer's work when the input of `op` has arrived, before `op` is computed."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Do the observer's work after `op` was computed. The time of this call is not part of the

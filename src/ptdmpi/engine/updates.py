@@ -103,6 +103,7 @@ UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] =
     "sgd": sgd_update,
     "lion": lion_update,
     "own": own_update,
-    # the update of the parameters that are no matrices; `engine/muon.py` updates the matrices
+    # with Muon, this function updates only the parameters that are not matrices of layers;
+    # `engine/muon.py` updates these matrices
     "muon": adamw_update,
 }

@@ -153,8 +153,8 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        """An object with the methods of a model that the harness calls. Each method passes its
-        requests on to ptdmpi's model."""
+        """An object with the methods of a model that the harness calls. Each method receives
+        requests of the harness, and passes them on to ptdmpi's model."""
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False

@@ -14,12 +14,12 @@ import sys
 FILE_BYTES = 1 << 24
 OPEN_FILES = 64
 NOBODY = 65534
-# numbers that <linux/prctl.h> and <linux/capability.h> define
+# options of prctl, defined in <linux/prctl.h>, and numbers from <linux/capability.h>
 DUMPABLE = 4
 DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
 AMBIENT = 47
-CLEAR_ALL = 4  # the sub-command of AMBIENT that removes all capabilities
+CLEAR_ALL = 4  # with prctl's option AMBIENT: remove all ambient capabilities
 CAPABILITY_VERSION = 0x20080522
 CAPABILITIES = 64
 

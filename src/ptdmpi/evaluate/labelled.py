@@ -161,7 +161,7 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
     """Return the sample for one or two texts with a label. Raises InputError if the label is not
-    one of `task.labels`, or if the second text is no text."""
+    one of `task.labels`, or if the second text is not a string."""
     label = values.get("label")
     name = label
     if isinstance(label, int) and not isinstance(label, bool):

@@ -123,7 +123,8 @@ class Answers(Questions):
 
 @dataclass(frozen=True)
 class Limits:
-    """A model's sequence length and vocabulary size. Questions must fit within these limits."""
+    """A model's sequence length and vocabulary size. All questions for the model must fit within
+    these limits."""
 
     seq_length: int
     vocab_size: int

@@ -35,9 +35,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Scorer(ABC):
-    """A kind of outputs to store: the windows for which a model computes them, and the arrays of
-    each window. A window is a training sample of `length` tokens. With `documents`, no token
-    attends to another document."""
+    """A kind of outputs that are stored. The object defines the windows for which a model computes
+    the outputs, and the arrays of each window. A window is a training sample of `length` tokens. If
+    `documents` is True, no token attends to another document.
+    """
 
     kind: ScoreKind
     length: int
@@ -57,21 +58,27 @@ class Scorer(ABC):
 
     @abstractmethod
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
-        """Return the data type and the shape of a token's row in each array, by suffix."""
+        """Return the data type and the shape of a token's row in each array. The keys are the
+        suffixes of the arrays' file names.
+        """
 
     @abstractmethod
     def arrays(self, batch: MicrobatchRows) -> dict[str, Tensor] | None:
-        """Return the arrays of a batch, [length, sequences, ...] by suffix, on the last stage; None
-        on other stages."""
+        """Return the arrays of a batch, each [length, sequences, ...], on a rank with the last
+        stage. The keys are the suffixes of the arrays' file names. Return None on other ranks.
+        """
 
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
-        """Return the sum of a quantity over the labels [n, length] of some windows for which
-        `counts` is True."""
+        """Return the sum of the quantity that the command reports, over the labels of n windows.
+        Only labels for which `counts` [n, length] is True contribute.
+        """
 
     @abstractmethod
     def mean(self, mean: float) -> dict[str, float]:
-        """Return the entry of the printed table for the mean of this quantity."""
+        """Return the printed table's entry for `mean`, the mean of this quantity (see `total`) per
+        label.
+        """
 
     def more(self) -> dict[str, Any]:
         """Return further entries of the summary."""
@@ -118,8 +125,9 @@ class ReferenceScorer(Scorer):
 
 
 class TeacherScorer(Scorer):
-    """The `top` most probable tokens in place of each label. None of `wanted` (the sequence length
-    and the boundaries of documents) means the value of the teacher's own training."""
+    """The `top` most probable tokens in place of each label. If `seq_length` or `documents` is
+    None, the value with which the teacher was trained is used.
+    """
 
     kind = TEACHER
 
@@ -185,8 +193,8 @@ def score(
 
     With `top` = 0, the datasets have pairs of answers, and the outputs are the log-probabilities of
     the labels. Otherwise the outputs are the `top` most probable tokens in place of each label, for
-    windows of `seq_length` tokens. `options` are the other options of the command. Raises
-    InputError on every rank.
+    windows of `seq_length` tokens. `options` are the other options of the command. If an option,
+    the model or a dataset cannot be used, InputError is raised on every rank.
     """
     model, stored = open_inference(
         run,
@@ -246,9 +254,11 @@ def _score(scorer: Scorer, path: Path, world: World, name: str) -> dict[str, Any
 def _blocks(
     scorer: Scorer, dataset: Dataset, rows: range
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """Yield the arrays [n, length, ...] of the given windows of a dataset by suffix, n windows at a
-    time in their order, and a mask [n, length] that is True for labels that the loss counts. Every
-    rank gets the arrays of all windows."""
+    """Compute the windows `rows` of a dataset, and yield their arrays in order, n windows at a
+    time. Each yielded pair has the arrays [n, length, ...] by the suffixes of their file names, and
+    a mask [n, length], which is True for labels that count in the loss. Every rank gets the arrays
+    of all windows.
+    """
     model = scorer.model
     each = rows_of(scorer.length, model)
     data = model.axes["data"]
@@ -276,8 +286,10 @@ def _blocks(
 def _windows(
     scorer: Scorer, dataset: Dataset, group: range
 ) -> dict[int, tuple[dict[str, np.ndarray], np.ndarray]]:
-    """Return the arrays of each window of a group by suffix, and the mask of its counted labels. A
-    rank that does not have the last stage returns an empty dictionary."""
+    """Return for each window in `group` its arrays, by the suffixes of their file names, and the
+    mask of the labels that count in the loss. A rank that does not have the last stage returns an
+    empty dictionary.
+    """
     batch = _batch(scorer, dataset, np.array(group))
     answer = scorer.arrays(batch)
     if answer is None:
@@ -293,8 +305,9 @@ def _windows(
 
 
 def _by_sequence(values: Tensor) -> np.ndarray:
-    """Return [positions, sequences, ...] as an array [sequences, positions, ...], floats as
-    float32."""
+    """Return the tensor [positions, sequences, ...] as a numpy array [sequences, positions, ...].
+    Floating-point numbers become float32.
+    """
     values = values.transpose(0, 1).cpu()
     if values.is_floating_point():
         values = values.float()

@@ -46,9 +46,8 @@ def read(path: Path) -> list[TaskItem]:
 
 
 def values_of(line: str, place: str, key: str) -> dict[str, Any]:
-    """Return the JSON object in a line, which must have a text in the field `key`.
-
-    Raises InputError whose message begins with `place`.
+    """Return the JSON object in a line, which must have a text in the field `key`. Raises an
+    InputError, whose message begins with `place`, for any other line.
     """
     try:
         values = json.loads(line)
@@ -64,7 +63,8 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
 
 
 def item_of(line: str, place: str) -> TaskItem:
-    """Return the item in a line. Raises InputError whose message begins with `place`."""
+    """Return the item in a line. Raises an InputError, whose message begins with `place`, if the
+    line has no item."""
     values = values_of(line, place, "context")
     if "choices" in values and "answers" in values:
         raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")

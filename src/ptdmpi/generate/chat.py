@@ -143,8 +143,9 @@ class Chat:
 
 
 def _dialogue(writer: Writer) -> Dialogue:
-    """Return the dialogue for the writer's model and its adapters. Raises InputError if the
-    adapters or the chat template cannot be used."""
+    """Return the form of conversations (`Dialogue`) for the model of `writer` and its adapters.
+    Raises InputError if the adapters or the chat template cannot be used.
+    """
     path: Path | None = writer.options["adapter"]
     adapter = None
     if path is not None:

@@ -368,7 +368,7 @@ def _kind(op: Any, size: int) -> tuple[Any, Any]:
         if op == kind:
             return kind, None
     if op == Kind.PREMUL_SUM:
-        # no other Python interface of torch gives access to the factor
+        # no public Python interface of torch returns the factor of PREMUL_SUM
         factor = op.__getstate__()[1]
         return Kind.PREMUL_SUM, factor
     raise ValueError(f"the backend {BACKEND} has no reduction {op}")

@@ -16,8 +16,9 @@ from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
 
 
 class MpiSession:
-    """The MPI objects of a process that torch.distributed uses: the world of all ranks, its
-    key-value store, and the transport."""
+    """The MPI objects that torch.distributed uses in this process: the world of all ranks, its
+    key-value store, and the transport.
+    """
 
     now: ClassVar["MpiSession | None"] = None
 

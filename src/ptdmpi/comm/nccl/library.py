@@ -2,8 +2,8 @@
 interfaces by NCCL, through NVIDIA's `nccl4py`.
 
 The implementations decide nothing. Their callers decide which rank makes unique ids, in which order
-ranks connect, and which stream waits for which event, and therefore work with every library that
-implements the interfaces.
+ranks connect, and which stream waits for which event. The callers therefore work with every library
+that implements the interfaces.
 """
 
 import importlib
@@ -134,7 +134,7 @@ class Nccl:
         return Described(version, path, str(gpu.uuid), shares)
 
     def unique_id(self) -> bytes:
-        """Return a new id."""
+        """Return a new unique id of NCCL."""
         return unique_id()
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:

@@ -130,7 +130,9 @@ def _layer_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _form_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each key about the form of a layer that is not supported with experts."""
+    """Yield a mistake for each key about the form of a layer whose value is not supported in models
+    with experts.
+    """
     if model.mlp_bias:
         yield (
             f"model.bias = {toml_text(model.bias)}: experts have no biases; legal: "
@@ -195,8 +197,8 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # the gradient of an expert is computed from the tokens of several data ranks, even before
         # the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
-    # data ranks would answer different questions, and so would exchange the tokens of experts a
-    # different number of times
+    # data ranks would answer different questions, so they would not call the exchange of the
+    # experts' tokens equally often
     yield from _sending(sections)
 
 
@@ -221,8 +223,8 @@ def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # a context rank counts only the experts that its own part of a sequence chooses, not those of
-    # the whole sequence
+    # a context rank counts only the tokens of its own part of a sequence for each expert, not those
+    # of the whole sequence
     if model.balance == "sequence" and parallel.context > 1:
         key = f'balance = "sequence" at parallel.context = {parallel.context}'
         yield key, 'balance = "bias", "batch" or "none"'

@@ -12,8 +12,8 @@ MIN_MASKED_LENGTH = 8
 
 
 def shape_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in the sizes of a model, in its sublayers, and in the keys of its training
-    objective."""
+    """Yield the mistakes in three parts of [model]: the sizes of the model, its sublayers, and the
+    keys of its training objective."""
     if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "

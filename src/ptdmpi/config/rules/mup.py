@@ -35,7 +35,9 @@ def mup_rules(sections: Sections) -> Iterator[str]:
 
 
 def _refused_by_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (setting, legal alternative) for each setting of the model that is refused."""
+    """Yield (setting, legal alternative) for each setting of the model that cannot be combined with
+    muP.
+    """
     if model.experts:
         yield f"model.experts = {model.experts}", "experts = 0"
     if model.masked:

@@ -88,8 +88,9 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
 
 
 def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if `run.reproducible` requires that the gradients of microbatches are summed
-    along one tree, but `parallel.zero` sums gradients in shards after each microbatch."""
+    """Yield a mistake if `run.reproducible` is combined with a stage `parallel.zero` that shards
+    gradients. A reproducible run sums the gradients of microbatches along one tree, but sharded
+    gradients are summed after each microbatch."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
             "run.reproducible = true sums the gradients of all microbatches along one tree, but "
@@ -100,8 +101,8 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
     """Yield a mistake for each setting with which gradient noise cannot be measured. The
-    measurement needs several data ranks, each of which computes a complete gradient, and the sum of
-    these gradients.
+    measurement needs several data ranks: it compares the complete gradient of each data rank with
+    the sum of these gradients.
     """
     log = sections.log
     if log is None or not log.gradient_noise_every_steps:

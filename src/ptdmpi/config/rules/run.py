@@ -68,8 +68,8 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def _notify_rules(log: LogConfig) -> Iterator[str]:
-    """Yield a mistake for each receiver of messages that has no legal form. The mistake does not
-    contain the receiver, because a web address is a secret."""
+    """Yield a mistake for each entry of `log.notify` (a receiver of messages) whose form is not
+    legal. The mistake does not contain the receiver, because a web address is a secret."""
     for place, receiver in enumerate(log.notify):
         if not RECEIVER.fullmatch(receiver):
             yield (
@@ -150,7 +150,7 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
-    # Python code decides the dropout of adapters in each step, which a graph cannot do; adapters
-    # without dropout were not tested with compilation
+    # Python code decides in each step which elements the dropout of adapters sets to zero, and a
+    # graph cannot contain this code; adapters without dropout were not tested with compilation
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

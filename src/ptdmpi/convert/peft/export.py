@@ -35,10 +35,11 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     their elements.
 
     `base_name` is the name or the path of the base model of `transformers`, which the files store.
-    By default it is the name on the hub from which the base was converted, or else the path of the
-    base. `kind` selects the stored values that are exported: the trained weights of the adapters,
-    or the moving average of the weights. Raise InputError for adapters that are missing or damaged,
-    or that `peft` cannot represent; then `target` is not written.
+    The default is the name on the hub of the model from which the base was converted, or, without
+    such a name, the path of the base. `kind` selects the stored values that are exported: the
+    trained weights of the adapters, or the moving average of the weights. Raise InputError for
+    adapters that are missing or damaged, or that `peft` cannot represent; then `target` is not
+    written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt
@@ -163,8 +164,8 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
 
 
 def _task_type(adapter: LoadedAdapter) -> str | None:
-    """Return `peft`'s name of the model's task, or None for masked language models and for multiple
-    choice, for which `peft` has no name."""
+    """Return `peft`'s name of the model's task. Return None for masked language models and for
+    multiple choice, because `peft` has no names for these tasks."""
     kind = adapter.adapted.task.kind
     if kind == "classification":
         return "SEQ_CLS"

@@ -162,7 +162,7 @@ class Maker:
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
             self.description |= {"samples": samples.count, "sample_tokens": samples.length}
-        # the quantized matrices of the layer that was requested last
+        # the quantized matrices of one layer: the layer of the last request
         self._made: dict[str, Packed] = {}
 
     def matrix(self, name: str) -> Packed:

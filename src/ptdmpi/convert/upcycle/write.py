@@ -2,10 +2,11 @@
 arXiv 2212.05055).
 
 Every expert of a layer is a copy of the layer's MLP, and the router is random. All other weights
-are copied. The experts of a layer differ only after training, because they compute different
-tokens. If the weights of a token's experts are divided by their sum, the experts together compute
-the dense MLP, whatever the router chooses. With weights divided by their sum, the first loss of the
-mixture of experts is the loss of the dense model, up to rounding.
+are copied. The experts of a layer become different only during training, because they process
+different tokens. If the router's weights for a token are divided by their sum, the weighted sum of
+the chosen experts' outputs is the output of the dense MLP, whichever experts the router chooses.
+With weights divided by their sum, the first loss of the mixture of experts is the loss of the dense
+model, up to rounding.
 """
 
 import re
@@ -66,7 +67,9 @@ class Experts:
     seed: int = 0
 
     def keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of [model] for experts, for the dense model `model`."""
+        """Return the keys of [model] that turn the dense model `model` into this mixture of
+        experts.
+        """
         return {
             "experts": self.count,
             "experts_per_token": self.chosen,
@@ -173,8 +176,9 @@ def _read(reader: Reader, name: str, box: Box, *, dtype: str) -> Array:
 
 
 def _routers(experts: Experts, needed: Mapping[str, Declaration]) -> Iterator[Outgoing]:
-    """Yield the weights of the routers, and the balance numbers of the experts, whose initial
-    values are 0."""
+    """Yield the weights of the routers. Also yield the numbers that balance the loads of the
+    experts; their initial values are 0.
+    """
     for name in sorted(name for name in needed if ROUTER.search(name)):
         shape = needed[name].shape
         std = experts.router_std if name.endswith(".weight") else 0.0

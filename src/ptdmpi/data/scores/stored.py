@@ -28,9 +28,12 @@ _OPEN_SHARDS = 512  # maximum number of shards whose arrays are mapped at a time
 
 @dataclass(frozen=True)
 class ScoreKind:
-    """A kind of such arrays: the name of its folder, which is also the name of the summary, a noun
-    for messages, the command that makes the arrays, the data types that each array may have, by the
-    suffix of its file's name, and the element of tokens without a score (`blank`)."""
+    """A kind of arrays that a model computes for the tokens of a dataset. `folder` is the name of
+    the arrays' folder and of the summary. `noun` names the arrays in messages, and `made_by` is the
+    command that makes them. Each array of a shard has a suffix in its file's name: `types` has the
+    data types that the array with each suffix may have, and `blank` has the element for tokens
+    without a score.
+    """
 
     folder: str
     noun: str
@@ -47,8 +50,10 @@ class ScoreKind:
         return directory / self.folder / f"{self.folder}.json"
 
     def write_summary(self, directory: Path, summary: Mapping[str, Any]) -> None:
-        """Write the summary, after the arrays of all shards. It has the name of the "model", and in
-        "shards" the entry of each shard by its name. Raise InputError if it cannot be written."""
+        """Write the summary, after the arrays of all shards are written. The entry "model" of
+        `summary` is the name of the model, and the entry "shards" maps the name of each shard to
+        its entry. Raise InputError if the summary cannot be written.
+        """
         path = self.summary(directory)
         try:
             write_whole(path, json.dumps(summary, indent=1) + "\n")
@@ -79,8 +84,10 @@ class ScoreWriter:
         self._stack.__exit__(InterruptedError, InterruptedError(), None)
 
     def open(self, rows: Mapping[str, tuple[type, tuple[int, ...]]]) -> None:
-        """Create the files. `rows` has the data type and the shape of a token's row, by suffix.
-        Raise InputError if a file cannot be written."""
+        """Create one file for each array. `rows` maps the suffix of the file's name to the data
+        type and the shape of a token's row in the array. Raise InputError if a file cannot be
+        written.
+        """
         for suffix, (kind, shape) in rows.items():
             path = self.kind.path(self.header, suffix)
             with self._reported(path):
@@ -101,7 +108,9 @@ class ScoreWriter:
             self._blanks[suffix] = np.full((1, *shape), self.kind.blank[suffix], kind)
 
     def append(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write the rows of the next tokens, by suffix. Raise InputError if the disk fails."""
+        """Append the rows of the next tokens to the files. `arrays` maps the suffix of a file's
+        name to the rows. Raise InputError if the disk fails.
+        """
         for suffix, values in arrays.items():
             wanted = values.astype(self._blanks[suffix].dtype, copy=False)
             data = np.ascontiguousarray(wanted).tobytes()
@@ -110,7 +119,7 @@ class ScoreWriter:
             self._checksums[suffix] = zlib.crc32(data, self._checksums[suffix])
 
     def skip(self, tokens: int) -> None:
-        """Write the rows of the next `tokens` tokens, which have no score."""
+        """Append blank rows for the next `tokens` tokens, which have no score."""
         self.append({name: blank.repeat(tokens, 0) for name, blank in self._blanks.items()})
 
     def close(self) -> dict[str, Any]:
@@ -125,7 +134,9 @@ class ScoreWriter:
 
     @contextlib.contextmanager
     def _reported(self, path: Path) -> Iterator[None]:
-        """Raise InputError, which names the path, for an error of the disk in the block."""
+        """Return a context that raises InputError, with the path, if the disk fails in the `with`
+        block.
+        """
         try:
             yield
         except OSError as error:
@@ -158,7 +169,7 @@ class StoredScores:
     @property
     def sha256(self) -> str:
         """Return a hash of the checksums of all arrays, so that the arrays need not be read."""
-        # a kind with a single array is hashed as a list of its checksums
+        # if a kind has only one array per shard, the hash covers a flat list of checksums
         values = [list(entry.values()) for entry in self._checksums]
         flat = [entry[0] if len(entry) == 1 else entry for entry in values]
         return hashlib.sha256(json.dumps(flat).encode()).hexdigest()
@@ -231,8 +242,8 @@ def _shard(scores: Sequence[StoredScores], dataset: int, shard: int, suffix: str
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return the values that identify a shard for its arrays: the checksums of its tokens and of
-    their weights."""
+    """Return the values by which the summary recognizes the shard from which arrays were computed:
+    the checksums of its tokens and of the tokens' weights."""
     return [header.checksum, header.weights_checksum]
 
 

@@ -1,9 +1,9 @@
 """The most probable tokens of a teacher model for each label of a dataset.
 
-The folder `teacher` of a dataset has two arrays per shard: the ids of the K most probable tokens in
-place of token i (uint16 or uint32 [tokens, K]), given the tokens before it in its window of
-training, and their log-probabilities in nats (float32 [tokens, K]). Tokens that no training sample
-predicts have the log-probability -inf.
+The folder `teacher` of a dataset has two arrays per shard: ids (uint16 or uint32 [tokens, K]) and
+log-probabilities in nats (float32 [tokens, K]). Row i has the K tokens that the teacher finds most
+probable at the position of token i, given the earlier tokens of the same training sample. If no
+training sample predicts token i, the log-probabilities of row i are -inf.
 """
 
 import numpy as np

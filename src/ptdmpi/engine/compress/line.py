@@ -148,10 +148,10 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x), the decoded code of this rank's x [tiles, width], and C(y), which is bitwise
-    equal on all ranks. The tensor y is the sum of two terms: the mean of C(x) over all ranks, and
-    the server's `error` [tiles, width]. After the exchange, `error` becomes y - C(y) (Tang et al.
-    2019, arXiv 1905.05957).
+    """Return two values: C(x), the decoded code of this rank's x [tiles, width], and C(y), the
+    decoded code that the servers send for the sum y. C(y) is bitwise equal on all ranks. The tensor
+    y is the sum of two terms: the mean of C(x) over all ranks, and the server's `error` [tiles,
+    width]. After the exchange, `error` becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
     rank sends the code of each tile to the server of the tile. Each server encodes the means of its

@@ -122,8 +122,8 @@ class Sign(Quantiser):
 
 
 class Rounded(Quantiser):
-    """A compressor that rounds each element to the nearest multiple of (the block's greatest
-    magnitude / q), of which there are 2 q + 1. The number q is 127 for int8, and 7 for int4. Each
+    """A compressor that rounds each element to the nearest of 2 q + 1 levels: the multiples of (the
+    block's greatest magnitude / q) from -q to q. The number q is 127 for int8, and 7 for int4. Each
     block has its own scale.
 
     The element of greatest magnitude is exact. The error of any other element is at most half the

@@ -96,8 +96,10 @@ class Slab:
 
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
-    """Yield the slabs of all parameters that train, sorted by name. If several tensor ranks have
-    copies of a parameter, each of these ranks yields a slab for its own copy."""
+    """Yield the tiles of all parameters that train on this rank, as `Slab` objects sorted by the
+    parameter's name. If several tensor ranks have copies of a parameter, each of these ranks yields
+    a slab for its own copy.
+    """
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -136,7 +138,8 @@ class Numbers(NamedTuple):
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
         """Return the integers that belong to the selected `tiles`. The object stores the integers
-        tile by tile, with the same number of integers for each of the `every` tiles."""
+        of `every` tiles, tile by tile, with the same number of integers for each tile.
+        """
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -156,7 +159,7 @@ class TileBatch:
     """A batch of tiles of the same shape, which are processed together as a tensor [tiles, width].
 
     `units` has an entry for each length of compression blocks (see `NumberedUnits`). `numbers`
-    [tiles] are the numbers of the tiles.
+    [tiles] are the integers that identify the tiles.
     """
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:

@@ -1,5 +1,6 @@
-"""Decentralized SGD: each replica averages its weights with its neighbours in a graph, not with all
-replicas."""
+"""Decentralized SGD: each replica averages its weights with those of its neighbours in a graph, not
+with those of all replicas.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange of values with the neighbours in the graph that is not yet complete. The values
-    `own` are a slice of the state of this rank, inside shard unit `number`. `terms` has a pair for
-    this rank and for each neighbour from which it receives: the index of that rank's values in
-    `arrived` (None for this rank), and the weight of that rank in the sum."""
+    """An incomplete exchange of values with the neighbours in the graph. The values `own` are a
+    slice of the state of this rank, inside shard unit `number`. `terms` has a pair for this rank
+    and for each neighbour from which it receives: the index of that rank's values in `arrived`
+    (None for this rank), and the weight of that rank in the sum.
+    """
 
     number: int
     own: Tensor
@@ -183,8 +185,9 @@ class Decentralized(DataParallel):
 
 
 class _Arriving(Walk):
-    """A pass through the modules of a stage that waits, before the forward of each module, until
-    the averaged weights of the module have arrived."""
+    """A pass through the modules of a stage. Before the forward of each module, the pass waits
+    until the averaged weights of the module have arrived.
+    """
 
     def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
         super().__init__(parameters, None, None, method.replica.buffer)

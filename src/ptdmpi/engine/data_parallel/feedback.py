@@ -74,8 +74,8 @@ class CompressedTiles:
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """Do for low-rank compression what `mean` does for other compressors: return C(x) and its
-        mean. In the state "low_rank", the first lines of each tile store the factor with which the
-        next step starts."""
+        mean. The state "low_rank" has the shape of the parameters; the first lines of each tile in
+        this state store the factor with which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank

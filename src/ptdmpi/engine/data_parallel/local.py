@@ -13,15 +13,16 @@ class Local(DataParallel):
     steps, all replicas continue from the mean of their parameters and, if `average_moments` is
     True, from the mean of their moments.
 
-    An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
-    the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
-    and Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
+    An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses a difference
+    as its gradient: the mean of the replicas' parameters at the beginning of a round minus the mean
+    at its end. `anchor` stores the parameters at the beginning of the round, and Nesterov's method
+    updates them with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor, each replica encodes the change of its parameters in the round and sends the
-    code. The mean of the decoded changes is then used in place of the change of the mean. Averaging
+    code. All replicas then change their parameters by the mean of the decoded changes. Averaging
     compressed changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If
-    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019,
-    arXiv 1906.02367, algorithm 1).
+    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv
+    1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. Every operation of this method
     works element by element, and adds replicas in ascending order. If the gradients are bitwise

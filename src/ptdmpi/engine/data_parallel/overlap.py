@@ -21,8 +21,9 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of the gradients of all shard units of a rank. Each sum begins once in a step, by a
-    call of the argument `begin` with the gradients and the unit."""
+    """The sums of the gradients of all shard units of a rank. Each sum begins once in a step: this
+    class calls the function `begin` with the gradients and the shard unit.
+    """
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
         self.replica = replica

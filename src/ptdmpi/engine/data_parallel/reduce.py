@@ -19,8 +19,8 @@ Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
-    """The base class of methods whose sums begin during the backward of the last microbatch, if the
-    transport can overlap communication with computation."""
+    """The base class of methods that sum gradients over ranks. If the transport can overlap
+    communication with computation, the sums begin during the backward of the last microbatch."""
 
     by_unit = True
 
@@ -35,8 +35,9 @@ class EarlySums(DataParallel):
             self.sums = BegunSums(replica, begin)
 
     def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
-        """Return the groups of ranks over which the gradients of a shard unit are summed, one group
-        after the other. `done` are the axes over which the gradients are already summed."""
+        """Return a list of groups of ranks. The gradients of a shard unit are summed first over the
+        first group, then over the next. `done` are the axes over which the gradients are already
+        summed."""
         axes = self.replica.axes
         without = {*unit.apart, *done}
         if not without:

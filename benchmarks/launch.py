@@ -79,7 +79,7 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
 
 
 def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return rank -> process id, for the living ranks of an mpirun."""
+    """Return the process ids of the living ranks of an mpirun, by rank."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # ignore a process that has ended in the meantime

@@ -111,8 +111,8 @@ def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str
 
 
 class _BadLine(ValueError):
-    """The error that a line of a .jsonl file cannot be used. The text of the error describes the
-    mistake."""
+    """The error for a line of a .jsonl file that cannot be used. The text of the error describes
+    the mistake."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
@@ -191,7 +191,7 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines that the file has before the slice of the chunk, for an error
+    """Return the number of lines of the file that precede the chunk's slice, for an error
     message."""
     count = 0
     left = chunk.source_start

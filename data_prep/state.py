@@ -390,8 +390,8 @@ class RunState:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Create a file by which `someone_failed` on the other ranks sees that this rank has
-        failed, so that they stop."""
+        """Create a file that says that this rank has failed. On the other ranks `someone_failed`
+        then returns True, and they stop."""
         if self.folder.is_dir():
             self._failed.touch()
 

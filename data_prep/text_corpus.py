@@ -20,8 +20,8 @@ from data_prep.sources import (
 from data_prep.state import files_identity
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
-# The usual number of bytes of text per token, for tokenizers with large vocabularies. For a text
-# with this number, a group of files gives about one shard.
+# The usual number of bytes of text per token, for tokenizers with large vocabularies. If a text has
+# this number of bytes per token, a group of files gives about one shard.
 _TEXT_BYTES_PER_TOKEN = 4
 # For less text than this, starting a process costs more time than it saves.
 _BYTES_PER_WORKER = 1 << 21

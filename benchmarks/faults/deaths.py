@@ -1,5 +1,5 @@
-"""The file that records the deaths of runs that the benchmark has killed under `ptdmpi run`, and
-counts of these deaths by kind of run and by fault."""
+"""The record of deaths in a file: the benchmark kills runs under `ptdmpi run`, and each kill is a
+death. This module also counts the deaths by kind of run and by fault."""
 
 import json
 import statistics
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 IN_A_START = "in a start"  # The fault that kills one rank while the ranks start again.
-# Maps a fault to the weight with which it is drawn.
+# The faults, each with its weight in the random choice of the next fault.
 FAULTS = {"one rank": 4, "all ranks": 2, IN_A_START: 7, "launcher": 1}
 
 

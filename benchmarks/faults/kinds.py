@@ -51,7 +51,7 @@ def names_of(literal: object) -> tuple[str, ...]:
 
 
 def every_kind() -> dict[str, Way]:
-    """Return name of a kind of run -> layout and settings of the runs of this kind."""
+    """Return the layout and the settings of each kind of run, by the name of the kind."""
     ways: dict[str, Way] = {}
 
     def add(name: str, ranks: int, *settings: str) -> None:

@@ -1,5 +1,5 @@
-"""The layouts of the runs that `torture` disturbs, the kinds of layouts, and the decks from which
-`torture` draws the layouts of its trials."""
+"""The layouts of the runs into which `torture` injects faults, and the kinds of these layouts. For
+each trial `torture` draws a layout from a deck of cards."""
 
 import random
 from collections.abc import Collection, Sequence

@@ -49,8 +49,8 @@ TMPFS_MB = 16
 
 
 class Lost(Exception):
-    """The error that a trial has lost steps, or has other results than an undisturbed run. The
-    message of the error is one line."""
+    """The error for a trial that has lost steps, or whose results differ from an undisturbed run.
+    The message of the error is one line."""
 
 
 class Torture:
@@ -84,8 +84,7 @@ class Torture:
             self.training.end()
 
     def case(self, deck: str = "any") -> Way:
-        """Draw the layout of the next trial. In half of the cases, it saves checkpoints
-        asynchronously."""
+        """Draw the layout of the next trial. Half of the trials save checkpoints asynchronously."""
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way
@@ -295,7 +294,8 @@ def _remount(run: Path, how: str) -> None:
 
 
 def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
-    """Return fault -> (number of trials, function that does a trial with this fault)."""
+    """Return, for each fault, the number of trials and a function that does a trial with this
+    fault."""
     in_saves: dict[str, tuple[int, Callable[[Path], None]]] = {}
     for place in PLACES:
         in_saves[f"kill-{place}"] = (6, partial(torture.kill_in_save, place=place))

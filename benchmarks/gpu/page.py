@@ -56,8 +56,8 @@ def _section(part: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any], why: str | None) -> dict[str, Any]:
-    """Return heading of a column -> value, for one row. One column has all reasons why a row was
-    not measured."""
+    """Return the cells of one row, by the headings of their columns. One column has all reasons why
+    a row was not measured."""
     cells = {column: value for column, value in row.items() if column not in WORDS}
     return cells if why is None else {**cells, "not measured": why}
 

@@ -22,8 +22,8 @@ def answer(
     extra: Mapping[str, str] | None = None,
     so_far: Callable[[dict[str, Any]], None] = lambda printed: None,
 ) -> dict[str, Any]:
-    """Run a program. Return the JSON object in the last complete line that it prints to standard
-    output.
+    """Run a program. Return the JSON object in the last complete line that the program prints to
+    standard output.
 
     If the program fails, the object has the key "failed". If the program does not end within
     `limit_s` seconds, it is killed, and the object has the key "left". The values of both keys

@@ -28,7 +28,8 @@ class Lengths:
 
 
 def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
-    """Return method -> number of workers -> final error, with a constant learning rate."""
+    """Return, for each method and each number of workers, the final error with a constant learning
+    rate."""
     by_method: dict[str, dict[int, float]] = {}
     for size in SIZES:
         problem = Problem.drawn(size, 10, noise=3.0, apart=0.3)
@@ -63,8 +64,8 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return name of a topology -> its curve. The learning rate decreases, and the workers have
-    different minima."""
+    """Return the curve of each topology, by the name of the topology. The learning rate decreases,
+    and the workers have different minima."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 
     def errors_of(update: quadratic.Update) -> Array:
@@ -83,8 +84,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return number of local steps -> mean error in the last quarter of all steps. The learning
-    rate is constant."""
+    """Return, for each number of local steps, the mean error in the last quarter of all steps. The
+    learning rate is constant."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:
@@ -101,8 +102,8 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """Return (kind of feedback, compression ratio) -> errors at the recorded steps. The key
-    ("PSGD", 1.0) has the errors of parallel SGD."""
+    """Return the errors at the recorded steps, for each pair (kind of feedback, compression ratio).
+    The key ("PSGD", 1.0) has the errors of parallel SGD."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

@@ -4,9 +4,9 @@ for methods that average with neighbours.
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
-same GPT with every method. After a few steps, the next method has its turn. An exchange that
-overlaps computation delays the next step. So a turn of a method has several steps, and ends when no
-message is in flight.
+same GPT with every method. After a few steps, the next method has its turn. If a method overlaps
+its messages with computation, the messages of a step also take time from the next step. So a turn
+of a method has several steps, and ends when no message is in flight.
 """
 
 import argparse
@@ -71,8 +71,8 @@ class Averaging:
         self.engine = Engine(self.config, axes, VOCAB_SIZE)
 
     def measure(self) -> dict:
-        """Train STEPS steps. Train for one turn. Return the seconds of one step, the bytes that
-        left a node in one step, and the last loss."""
+        """Train for one turn, which has STEPS steps. Return the mean seconds of a step, the mean
+        bytes that left a node in a step, and the last loss."""
         control = self.world.control
         control.Barrier()
         before = sent_bytes()

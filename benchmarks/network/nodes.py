@@ -50,7 +50,7 @@ exec nsenter --target "$pid" --net --uts --mount sh -c "$*"
 
 
 class NoNodes(Exception):
-    """The error that this machine cannot simulate nodes. The message gives the reason."""
+    """The error for a machine that cannot simulate nodes. The message gives the reason."""
 
 
 @dataclass(frozen=True)

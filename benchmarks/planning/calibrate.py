@@ -219,8 +219,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return the sections [efficiency] of devices for which no times of a layer are published. The
     `gemm_fraction` of such a device is the `gemm_fraction` of the A100, multiplied by a ratio. This
-    ratio divides the fraction of the peak that the fastest matrix multiplications reach on this
-    device by the fraction that they reach on an A100."""
+    ratio is the fraction of the peak that the fastest matrix multiplications reach on this device,
+    divided by the fraction of the peak that they reach on an A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

@@ -1,11 +1,12 @@
 """`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18), repeated on this
 machine.
 
-The curves show predictions and measurements of a small GPT on two and four ranks. They cover
-bubbles over the batch size, pairs of the three axes, microbatch sizes, recomputation, and
-scatter/gather. `ptdmpi probe` measures the machine with the same number of ranks as the training.
-Four ranks may share fewer cores. While one of four such ranks waits, the other ranks run faster
-than in the probe, in which all ranks work at the same time.
+The curves show predictions and measurements of a small GPT on two and four ranks. Each curve varies
+one of these settings: the batch size (which changes the bubble), the division of the ranks between
+two of the three axes, the microbatch size, recomputation, or scatter/gather. `ptdmpi probe`
+measures the machine with the same number of ranks as the training. Four ranks may share fewer
+cores. While one of four such ranks waits, the other ranks run faster than in the probe, in which
+all ranks work at the same time.
 """
 
 import statistics

@@ -31,7 +31,8 @@ def predicted(row: PublishedRun) -> Price:
 
 
 def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
-    """Return data set -> list of (relative error of the step time, run), for all published runs."""
+    """Return, for each data set, a list of (relative error of the step time, run) with all
+    published runs."""
     by_dataset: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
     figures: dict[str, tuple[float, PublishedRun]] = {}
     for row in published():

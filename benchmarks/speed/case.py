@@ -169,8 +169,8 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Return name of a trainer in TOOLS -> name of the implementation with which ptdmpi is
-        compared."""
+        """Return the trainers in TOOLS with which ptdmpi is compared in this row. The result maps
+        the name of a trainer to the name of its implementation."""
         return PEERS[self.layout]
 
     @property

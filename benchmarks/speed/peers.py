@@ -36,14 +36,14 @@ PINS: dict[str, tuple[str, ...]] = {
 
 
 class PeerMissing(Exception):
-    """The error that another trainer cannot be installed on this machine. The message gives the
+    """The error for a trainer that cannot be installed on this machine. The message gives the
     reason."""
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Install the trainers in `tools` that are not installed yet. Return name of a trainer ->
-    reason why it cannot be installed. All installations together may take a third of the time until
-    `end_s` (of time.monotonic)."""
+    """Install the trainers in `tools` that are not installed yet. Return the reasons why trainers
+    cannot be installed, by the names of these trainers. All installations together may take a third
+    of the time until `end_s` (of time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):

@@ -83,7 +83,7 @@ def layers_of_stages(row: Row) -> list[range]:
 
 
 class Optimizer:
-    """The optimizer fused AdamW. It updates `parameters`, or, if `masters` is True, fp32 master
+    """torch's fused AdamW optimizer. It updates `parameters`, or, if `masters` is True, fp32 master
     copies of the parameters.
 
     If `divided` is True, each data rank updates a part of the parameters and sends it to all other

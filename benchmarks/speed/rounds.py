@@ -15,8 +15,8 @@ from typing import Any
 from ptdmpi.base.disk import write_whole
 
 FOREIGN_LIMIT = 0.05  # Other processes that use more cores than this disturb a round.
-# Instructions for bf16. The name of a processor does not show whether it has these instructions.
-# Without these instructions, torch's bf16 matrix multiplications run in scalar code.
+# Instructions for bf16. The name of a processor does not show whether the processor has
+# instructions for bf16. Without them, torch's bf16 matrix multiplications run in scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 

@@ -47,7 +47,7 @@ KNOWN = (
 
 
 class BadConversation(ValueError):
-    """The error that a record cannot be converted to a conversation. The text of the error
+    """The error for a record that cannot be converted to a conversation. The text of the error
     describes the mistake."""
 
 

@@ -55,8 +55,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
-    # The preview reads the files of a task completely, and may then have remarks about them, which
-    # are shown instead of `not_read`.
+    # The preview reads the files of a task completely. If this gives remarks about the files, the
+    # remarks are shown instead of `not_read`.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 

@@ -25,7 +25,7 @@ SMALL = "l=4,h=128,a=4,s=128"  # The default model, which trains in minutes on a
 MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor axis should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # the batch is made smaller if an epoch would otherwise have fewer steps
+LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps than this
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
@@ -162,7 +162,7 @@ def draft(wish: Wish) -> str:
     }
     if subject.adapt:
         base["adapt"] = subject.adapt
-        # this adds the quantization of the base model, which needs less memory
+        # add the base model's quantized format, with which the model needs less memory
         base = dict(with_form(base))
     samples = dataset.samples(resolve(base, 1).model.text_length)
     published = subject.recipe.get("batch", {}).get("global_size", BATCH)

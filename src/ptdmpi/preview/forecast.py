@@ -254,7 +254,7 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     moments = config.optimizer.numbers
     numbers = stored_numbers(config.data_parallel, moments, config.data_size)
     size = numbers * element * trained_count(model, vocab_size)
-    if config.optimizer.has_matrices:  # for matrices the optimizer (Muon) stores one moment less
+    if config.optimizer.has_matrices:  # Muon stores one moment fewer for matrices
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * matrix_elements(model)
     return size

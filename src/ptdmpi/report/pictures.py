@@ -119,8 +119,8 @@ def load_curves(run: RecordedRun, path: Path) -> None:
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return path of a task file -> list of (number of tokens trained before the evaluation,
-    result)."""
+    """Return, for each path of a task file, a list of (number of tokens trained before the
+    evaluation, result)."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
     for record in run.tasks:
@@ -165,11 +165,12 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return two values: for each step the mean of the losses of neighbouring steps, and the number
-    of steps before and after a step that this mean includes.
+    """Return two values: the running mean of the losses (one mean for each step), and r, the number
+    of steps before and after a step whose losses its mean includes.
 
-    Near the ends of the curve the mean includes fewer steps. It always includes equally many steps
-    before and after the step, so that the curve of means is not shifted.
+    Near the ends of the curve a mean includes fewer than r steps on each side. A mean always
+    includes equally many steps before and after its step, so that the curve of means is not
+    shifted.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

@@ -32,8 +32,8 @@ STEP_NUMBERS = (
 )
 SCORES = ("accuracy", "exact_match")
 REMARKS = 3  # Number of newest warnings of the log that are shown.
-# A run is reported as silent if it has written nothing for SILENT_S seconds and for SILENT_STEPS of
-# its longest steps.
+# A run is reported as silent if it has written nothing for SILENT_S seconds, and for SILENT_STEPS
+# times the duration of its longest recent step.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
 # Reading a damaged config.toml raises one of these exceptions.

@@ -70,8 +70,8 @@ def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -
 
 
 def compute_window(timeline: Timeline) -> Timeline:
-    """Return the spans of a step that belong to the pipeline's schedule, without reading data,
-    gradient reduction and optimizer."""
+    """Return only the spans of a step that belong to the pipeline's schedule. Spans of reading
+    data, of gradient reduction and of the optimizer are left out."""
     kinds = (*_kinds_of_ops(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)

@@ -91,8 +91,8 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _validation_losses(run: RecordedRun) -> dict[str, float]:
-    """Return dataset path -> loss in the newest validation; an empty table if the run validates on
-    a single dataset."""
+    """Return the loss of each dataset in the newest validation, by the path of the dataset; an
+    empty table if the run validates on a single dataset."""
     losses: dict[str, float] = {}
     if run.validations:
         losses = run.validations[-1].get("validation_losses", losses)

@@ -17,7 +17,7 @@ class Starts:
     """The facts that the supervisor stores about earlier starts of the ranks.
 
     `furthest` is the largest step that has been recorded so far in any start of the ranks. `idle`
-    is the number of starts since the last start that recorded a new step; this start is included.
+    is 1 if the last start recorded a new step, and otherwise increases by 1 with each start.
     `failed_at` is the step after which the last start ended because of an exception or a hang of
     the program; None if the start ended for another reason.
     """

@@ -123,8 +123,9 @@ class Supervisor:
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
-            # The ranks were asked to stop so that more ranks can be started. If their save at the
-            # stop failed, the checkpoint of the save before the stop exists.
+            # The ranks were asked to stop so that more ranks can be started. If the ranks could not
+            # save at the stop, they have the checkpoint that was saved before the stop was
+            # requested.
             if not self._growing or ended.code not in (STOPPED, BAD_INPUT):
                 verdict = self._judge(ended)
                 if verdict is not None:
@@ -181,9 +182,9 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the additional settings with which the ranks are started this time, compared with
-        the first start. A later start resumes the run, may use a layout for fewer ranks, and does
-        not measure kernels again.
+        """Return the settings that this start of the ranks has in addition to the settings of the
+        first start. A later start resumes the run, may use a layout for fewer ranks, and does not
+        measure kernels again.
         """
         settings = []
         if self.starts:

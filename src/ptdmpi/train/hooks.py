@@ -77,7 +77,7 @@ class Hooks:
             hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
-        """Return name of a hook -> its state, for the hooks that have a state."""
+        """Return the states of the hooks that have a state, by the names of the hooks."""
         states = {name: hook.state() for name, hook in self._hooks.items()}
         return {name: state for name, state in states.items() if state is not None}
 

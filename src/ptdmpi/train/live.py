@@ -42,10 +42,10 @@ class Handover:
     `load` is a function that copies the live state into the engine, and returns the number of steps
     for which this state was trained. If `load` is None, the training loop reads a checkpoint
     instead. `unfinished` is the last step of the live state, if a rank was lost before all ranks
-    had recorded, validated and saved that step. `answer` describes the training data before and
-    after the step of this state. `lost` is True if ranks were lost before this state. `unwritten`
-    maps the name of a file to lines that could not be written because the disk has failed; None if
-    there is no live state.
+    had recorded, validated and saved that step. `answer` describes the data on which this state was
+    trained, and the data with which the run continues. `lost` is True if the loop starts because
+    ranks were lost and no live state exists. `unwritten` maps the name of a file to lines that
+    could not be written because the disk has failed; None if there is no live state.
     """
 
     resume: str
@@ -126,8 +126,8 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the replicas whose state after `step` is complete: replica -> part of the model -> the
-    rank that has this part.
+    """Return the replicas whose state after `step` is complete. For each replica, the result maps
+    each part of the model to the rank that has this part.
     """
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
@@ -138,8 +138,8 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return rank -> coordinates in the old process grid, for each rank that has its state after
-    `step`.
+    """Return the coordinates in the old process grid of each rank whose state is the state after
+    `step`, by rank.
     """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}

@@ -173,8 +173,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # If only values in another rank's shard are not finite (`own` is True), the other
-                # rank is the cause. So this rank's finding comes later in the order.
+                # If this rank's own shard is finite (`own` is True), the cause is a value in
+                # another rank's shard. So this rank's finding comes later in the order.
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,

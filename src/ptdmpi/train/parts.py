@@ -177,9 +177,9 @@ def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
     """Return the object that copies the training state into the memory of the nodes. Return None if
-    the configuration asks for no copies, or if `environ` does not name a folder for them. `ptdmpi
-    run` sets this variable. Without `ptdmpi run`, nothing would start the ranks again and use the
-    copies."""
+    the configuration asks for no copies, or if no variable in `environ` names a folder for them.
+    `ptdmpi run` sets this variable, because it starts the ranks again after a loss. Without `ptdmpi
+    run`, the copies would never be used."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):

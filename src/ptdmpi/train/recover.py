@@ -33,7 +33,7 @@ from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-# seconds between two checks with which a spare rank waits for the end of an attempt
+# a waiting spare rank checks once in this number of seconds whether the attempt has ended
 SPARE_POLL_S = 0.02
 # this lowest bit of the agreed number means that the run has ended; the higher bits are the exit
 # code
@@ -231,8 +231,8 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        # if it is False, the state is incomplete: messages from neighbours in the graph have not
-        # arrived
+        # if `settled` is False, the state is incomplete: messages from neighbours in the
+        # communication graph have not arrived
         settled = loop.engine.policy.settled
         directory = loop.journal.directory
         account = Account(

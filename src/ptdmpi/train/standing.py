@@ -56,7 +56,8 @@ class Standing:
         return min(finite, key=lambda validation: validation.loss, default=None)
 
     def take(self, step: int, loss: float) -> bool:
-        """Add a validation. Return True if it is among the `keep_best` best validations so far."""
+        """Add a validation. Return True if this validation is among the `keep_best` best
+        validations so far."""
         new = Validated(step, loss)
         # test "not below" instead of "above or equal", because every comparison with NaN is false
         better = sum(not loss < other.loss for other in self.seen if other.finite)

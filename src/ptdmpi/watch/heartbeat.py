@@ -208,7 +208,8 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job instead of rank 0, after all other ranks had time to write their stacks."""
+        """End the job from rank 1, because rank 0 is silent. Before this, give all other ranks time
+        to write their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
@@ -383,8 +384,8 @@ class Judge:
         self.ended(headings[0])
 
     def compute_s(self) -> dict[int, float]:
-        """Return rank -> seconds of the rank's own work in a step. Return an empty table until all
-        ranks have reported these seconds."""
+        """Return the seconds of each rank's own work in a step, by rank. Return an empty table
+        until all ranks have reported these seconds."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 

@@ -136,8 +136,8 @@ class Stopwatch:
 
     @property
     def spans(self) -> list[Span]:
-        """Return all spans in the order of their ends. Call this method when the marks of the spans
-        are done."""
+        """Return all spans in the order of their ends. Call this method only after the device has
+        reached the marks (device events) of all spans."""
         return [
             Span(rank=self.rank, kind=kind, op=op, start_s=begin.at_s(), end_s=end.at_s())
             for kind, op, begin, end in self._marked
@@ -146,5 +146,5 @@ class Stopwatch:
     @property
     def compute_s(self) -> float:
         """Return the seconds that the rank has spent in ops of the pipeline schedule. Call this
-        method when the marks of the spans are done."""
+        method only after the device has reached the marks (device events) of all spans."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -99,7 +99,7 @@ class Ranks:
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds that have passed since any rank began a new activity."""
+    """Return the seconds since the newest activity of all ranks began."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 

@@ -209,13 +209,13 @@ class Interval(NamedTuple):
 
 
 def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
-    """Return the interval of each op, if every rank starts its next op as soon as the inputs of
-    this op have arrived.
+    """Return the interval of each op. A rank starts an op as soon as its previous op has ended and
+    the inputs of the op have arrived.
 
     A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
-    it, and its transfer occupies neither rank. Each op is visited once, or twice if it had to wait
-    at the first visit. Raises DeadlockError if the orders of the ranks wait for each other in a
-    circle.
+    it, and its transfer occupies neither rank. The loop visits each op once, or twice if an input
+    of the op was missing at the first visit. Raises DeadlockError if the orders of the ranks wait
+    for each other in a circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline

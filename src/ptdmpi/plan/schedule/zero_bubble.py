@@ -4,9 +4,9 @@ idle.
 A rank may delay its weight gradients, because no other rank waits for them (Qi et al. 2023, arXiv
 2401.10241; Qi et al. 2024, arXiv 2405.15362). An op I is the part of a backward that computes the
 gradient of the stage's input; an op W is the part that computes the gradients of the stage's
-weights. The properties of the orders that this module states are from these papers. In this trainer
-the end of the step is synchronous: the gradients of all ranks are summed before any rank updates
-its weights.
+weights. The docstrings of this module state properties of these orders, which are from these
+papers. In this trainer the end of the step is synchronous: the gradients of all ranks are summed
+before any rank updates its weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B, and
     runs each W r microbatches later than its I. So a rank stores the tensors of at most p
-    microbatches whose W is not done yet. In 1F1B, rank 0 also stores tensors of p microbatches. If
-    W takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W
-    are the times of a forward, of an op I and of an op W.
+    microbatches whose W is not done yet. Rank 0 stores the tensors of p microbatches in 1F1B, too.
+    If W takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and
+    W are the times of a forward, of an op I and of an op W.
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)
@@ -52,10 +52,10 @@ def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> 
     """Yield the ops of the schedule ZB-V (Qi et al. 2023, section 6), with two chunks per rank in
     the V-shaped placement `on_a_v`.
 
-    With p ranks, each rank stores the tensors of at most 2 p forwards of a chunk whose W is not
-    done yet. That is as much memory as rank 0 needs in 1F1B. If a forward (F), I and W take the
-    same time, and there are at least p microbatches, a rank is idle for little more than (p - 1) F.
-    This is the time in which the first microbatch reaches the last rank.
+    With p ranks, each rank stores the tensors of at most 2 p forwards whose W is not done yet,
+    where each forward computes one chunk. That is as much memory as rank 0 needs in 1F1B. If a
+    forward (F), I and W take the same time, and there are at least p microbatches, a rank is idle
+    for little more than (p - 1) F. After (p - 1) F, the first microbatch reaches the last rank.
     """
     yield from _on_the_v(pipeline, microbatches)[rank]
 
@@ -123,5 +123,5 @@ class _Rank:
         self.order.append(op)
         self.left -= 1
         self.next[op.kind, op.stage] += 1
-        # a stage holds the activations of a microbatch from F to I, and its operands from I to W
+        # a stage keeps a microbatch's activations from F to I, and the operands of W from I to W
         self.held += (op.kind == FORWARD) - (op.kind == WEIGHT)

@@ -25,7 +25,7 @@ from ptdmpi.plan.search.space import (
 )
 
 MOST_ADVICE = 3  # Largest number of layouts that are advised.
-# Fields of a Layout that are on or off.
+# Fields of a Layout whose values are True or False.
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
 
@@ -97,7 +97,7 @@ def difference(layout: Layout, changed: Layout) -> str:
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    # the number of chunks determines which of the other schedules is used
+    # without GPipe, the number of chunks determines the schedule
     if len(kinds) == 2 and "gpipe" in kinds:
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)

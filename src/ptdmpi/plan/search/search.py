@@ -217,8 +217,8 @@ def _simpler(
 
 
 def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the variants of the layout that fit. If `space.uneven` is True, also yield those
-    variants of its uneven splits that fit."""
+    """Yield the variants of the layout that fit. If `space.uneven` is True, divide the layers
+    unevenly among the stages, too, and also yield the variants of these layouts that fit."""
     for first in uneven_firsts(space, pricer, layout):
         yield from _fitting(pricer, space, first)
 
@@ -348,8 +348,8 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
 
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
-    """Yield a text for each layout on more ranks than `space.ranks` that fits into memory. Layouts
-    on fewer ranks are yielded first."""
+    """Yield a text for each layout that has more ranks than `space.ranks` and fits into memory. The
+    texts are in ascending order of the number of ranks."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):

@@ -74,8 +74,8 @@ class Space:
 
 
 def contradiction(space: Space) -> str:
-    """Return the reason why no layout can have all fixed settings of `space`, because they
-    contradict each other; return "" if there is no contradiction."""
+    """Return a text that says which fixed settings of `space` contradict each other, so that no
+    layout can have all of them; return "" if there is no contradiction."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -100,9 +100,9 @@ def contradiction(space: Space) -> str:
 
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
-    """Return the sizes of the context axis that the search tries, ascending from 1. With these
-    sizes a sequence is cut into equal chunks, and each rank has at least `LEAST_POSITIONS`
-    positions of it."""
+    """Return the sizes of the context axis that the search tries, ascending from 1. Each size
+    divides a sequence into equal chunks, so that each context rank has at least `LEAST_POSITIONS`
+    positions of the sequence."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS

@@ -131,8 +131,8 @@ def _cut(
 
     In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
     and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit. If
-    experts are distributed over ranks, the experts of such a unit are a separate unit, which comes
-    after it.
+    experts are distributed over ranks, the parameters of experts are not in these units: each of
+    these units is followed by a separate unit for its experts.
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
@@ -159,9 +159,9 @@ def _cut(
 
 
 def _groups(part: ModelPart) -> tuple[bool | None, ...]:
-    """Return the groups of parameters that are in different units: False for all parameters except
-    experts, and True for experts. If experts are not distributed over ranks, all parameters are one
-    group (None)."""
+    """Return a flag for each group of parameters that has its own units: False for all parameters
+    except experts, and True for experts. If experts are not distributed over ranks, all parameters
+    are one group (None)."""
     return (False, True) if part.dealing.ranks > 1 else (None,)
 
 

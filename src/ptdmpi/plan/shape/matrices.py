@@ -91,10 +91,10 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
     at one of three points of the update. First, the stored elements are converted to the type in
     which Muon iterates; if other ranks have the rest of the slice, there is also a buffer for the
     slice. Second, the slices of all tensor ranks are gathered and joined to the whole parameter.
-    Third, the whole parameter is in memory. With it are in memory either the iterate, the next
-    iterate and the products of its rows, or the update and this rank's slice of the update,
-    converted to float32. If `widens` is True, matrices in fp16 and bf16 are multiplied in float32;
-    then both operands and the result of a product are also in memory.
+    Third, the whole parameter is in memory, and in addition one of two sets of tensors: the
+    iterate, the next iterate and the products of the iterate's rows; or the update, and this rank's
+    slice of the update in float32. If `widens` is True, matrices in fp16 and bf16 are multiplied in
+    float32; then both operands and the result of a product are also in memory.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements

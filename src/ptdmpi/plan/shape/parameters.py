@@ -76,9 +76,9 @@ def stage_parts(
 def layer(
     model: ModelConfig, kind: LayerKind | None = None, dealing: Dealing = ON_ONE_RANK
 ) -> dict[str, Part]:
-    """Return name -> group of parameters (part), for all parts of a layer. If `kind` is None, the
-    result is for the last layer, which has adapters if any layer has adapters. If `dealing`
-    distributes experts over ranks, the result has only the experts of the first rank."""
+    """Return the groups of parameters (parts) of a layer, by name. If `kind` is None, the result is
+    for the last layer, which has adapters if any layer has adapters. If `dealing` distributes
+    experts over ranks, the result has only the experts of the first rank."""
     if kind is None:
         kind = model.kind_of(model.layers - 1)
     return parts_of(operators(describe.layer_of(model, kind)), dealing)
@@ -90,19 +90,20 @@ def is_of_expert(name: str) -> bool:
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return name -> group of parameters (part), for the parts before the first layer."""
+    """Return the groups of parameters (parts) before the first layer, by name."""
     return parts_of(describe.embedding(model, vocab_size))
 
 
 def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return name -> group of parameters (part), for the parts after the last layer. The part
-    "head" is included even if its weight is tied to the table of the embedding."""
+    """Return the groups of parameters (parts) after the last layer, by name. The part "head" is
+    included even if its weight is tied to the table of the embedding."""
     return parts_of(describe.head(model, vocab_size))
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape for the weights of the model's head for a task, which a model that was
-    trained on text does not have. The result is empty if the model has no head for a task."""
+    """Return the shape of each weight of the model's head for a task, by name. A model that was
+    trained on text does not have these weights. The result is empty if the model has no head for a
+    task."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -283,8 +284,8 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 
 
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
-    """Return the result of `places` for the frozen weights that are not quantized. ZeRO 3 gathers
-    the frozen weights that are not quantized.
+    """Return the number of elements of each unit, as `places` does, for the frozen weights that are
+    not quantized. ZeRO 3 gathers these weights.
 
     Layers without a backward have the same number of frozen weights as other layers.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # Number of shades of each colour, for the chunks of a rank.
-_DARK_SHADES = 2  # Number of the darkest shades, on which letters are white, not black.
+_DARK_SHADES = 2  # On this number of darkest shades, letters are white, not black.
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # Colours of letters, for (terminal, picture).
 # True: a number is written horizontally into its bar; False: vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
@@ -172,8 +172,8 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """Return a function that returns the label of an op at this scale, and a list with a note if
-    labels are shortened."""
+    """Return two values: a function that returns the label of an op at this scale, and a list of
+    notes. The list has a note if labels are shortened, and is empty otherwise."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
@@ -254,8 +254,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
-    """Return the entries of the legend of colours. Chunks that have the same shade have one entry
-    together."""
+    """Return the entries of the legend of colours. Chunks with the same shade share one entry."""
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}

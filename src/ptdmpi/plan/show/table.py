@@ -79,9 +79,9 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 
 def parts_s(price: Price) -> dict[str, float]:
-    """Return kind of work -> seconds that it takes in a step. The seconds of the context axis are
-    included only if the layout cuts sequences, and the seconds of sending tokens to experts only if
-    the layout distributes experts."""
+    """Return the seconds that each kind of work takes in a step, by kind. The seconds of the
+    context axis are included only if the layout cuts sequences, and the seconds of sending tokens
+    to experts only if the layout distributes experts."""
     parts = asdict(price.parts)
     for axis in ("context", "expert"):
         if getattr(price.layout, axis) == 1:

@@ -98,7 +98,7 @@ class RunDirectory:
 
     @property
     def unwritten(self) -> dict[str, str]:
-        """Return file name -> lines that are not written yet because the disk has failed."""
+        """Return the lines that are not written yet because the disk has failed, by file name."""
         return {path.name: text for path, text in self._waiting.items()}
 
     def _drop_records(self) -> bool:

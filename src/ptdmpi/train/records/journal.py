@@ -90,8 +90,8 @@ class Journal:
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write the timeline of one of the last steps before or at `step`. All ranks call this
-        method."""
+        """Write the timeline of one recent step, which is not later than `step`. All ranks call
+        this method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:

@@ -30,21 +30,21 @@ POLL_S = 0.5  # Seconds between two checks for processes that have ended without
 
 
 class SideFailed(Exception):
-    """The error that a side has ended or hangs. The message has the output of the side."""
+    """The error for a side that has ended or hangs. The message contains the side's output."""
 
 
 class SideTooSlow(SideFailed):
-    """The error that a side did not answer within its time limit; the side was ended."""
+    """The error for a side that did not answer within its time limit, and was ended."""
 
 
 class TimeIsOver(Exception):
-    """The error that the benchmark's time is over. The side for which the benchmark was waiting has
-    been ended."""
+    """The error for a benchmark that has used up its time. The side for which the benchmark was
+    waiting has been ended."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The results of the steps that a side trained for one command. `foreign_share` is the number
+    """The results of the steps that a side trained after one command. `foreign_share` is the number
     of processor cores that other processes used during these steps."""
 
     time_s: float  # seconds from the first rank's start to the last rank's end
@@ -58,8 +58,8 @@ class Side:
 
     If `variant` is None, the side is ptdmpi, which mpirun starts. If it is not None, the tool of
     the variant is started, with one process per rank. All processes have the environment of
-    jobs/mpi-env.sh, and sleep while they wait for a command. A wait that lasts longer than until
-    `end_s` (of time.monotonic) raises TimeIsOver.
+    jobs/mpi-env.sh, and sleep while they wait for a command. A wait that is not over at the time
+    `end_s` (of the clock time.monotonic) raises TimeIsOver.
     """
 
     def __init__(self, row: Row, variant: Variant | None, end_s: float = math.inf) -> None:
@@ -131,8 +131,8 @@ class Side:
         self.streams = {ready[rank]: self.streams[ready[rank]] for rank in range(self.ranks)}
 
     def ask(self, limit_s: float = ANSWER_LIMIT_S, **command: Any) -> list[dict[str, Any]]:
-        """Send a command to all ranks, and return their replies in rank order. Raises SideFailed,
-        and after `limit_s` seconds SideTooSlow."""
+        """Send a command to all ranks, and return their replies in rank order. Raises SideFailed if
+        a rank has ended, and SideTooSlow after `limit_s` seconds."""
         for stream in self.streams:
             self._say(stream, command)
         end_s = time.monotonic() + limit_s
@@ -170,9 +170,9 @@ class Side:
             raise SideFailed(self._story(f"is gone ({error})")) from error
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
-        """Wait for the answer of a rank, and return it. Raises SideTooSlow after `end_s` (of
-        time.monotonic). Raises SideFailed if any rank has ended, because the awaited rank may wait
-        forever for the ended rank."""
+        """Wait for the answer of a rank, and return it. Raises SideTooSlow at the time `end_s` (of
+        the clock time.monotonic). Raises SideFailed if any rank has ended, because the awaited rank
+        may wait forever for the ended rank."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:

@@ -2,8 +2,8 @@
 step, and the minimum that any trainer needs for this.
 
 The measured run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`). In
-alternation with this run, the benchmark starts the same number of processes, which only import
-torch and mpi4py. The minimum is the time of these imports plus the time of a later step, as
+alternation with the run of the demo, the benchmark starts the same number of processes, which only
+import torch and mpi4py. The minimum is the time of these imports plus the time of a later step, as
 recorded by the run.
 """
 

@@ -37,9 +37,9 @@ class Rival:
 def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
-    """Return the other trainers among `tools` that can train the row, and a line for each trainer
-    that is left out. A trainer is left out if it is not installed (`absent` has the reason) or if
-    it fails.
+    """Return the trainers among `tools` with which the row compares ptdmpi, and a line of text for
+    each trainer that is left out. A trainer is left out if it is not installed (`absent` has the
+    reason) or if it fails.
     """
     against: list[Rival] = []
     without: list[str] = []
@@ -64,8 +64,9 @@ def rivals(
 
 
 class Trials:
-    """The trials of the variants of all tools, for all rows. A `cast` whose trial was stopped early
-    in one row is not tried in other rows.
+    """The trials of the variants of all tools, for all rows. If the trial of a variant was stopped
+    early in one row, other rows do not try the variant's `cast` (its way to compute in bf16) with
+    the same tool.
 
     After `until_s` (of time.monotonic; set for each row) no new trial begins. After that time, the
     fastest variant so far is used, or the first variant if none was tried; `untried` counts the
@@ -97,8 +98,8 @@ class Trials:
     def fastest(
         self, row: Row, tool: str, tokens_per_s: float = 0.0
     ) -> tuple[Variant | None, dict[str, PeerTrial]]:
-        """Return the fastest variant, chosen decision by decision, and all trials by the names of
-        their variants.
+        """Return the fastest variant, and all trials by the names of their variants. The decisions
+        that `choices` lists (such as how to cast to bf16) are made one after another.
 
         If `tokens_per_s`, ptdmpi's rate, is above 0, trials of variants that are much slower than
         ptdmpi are stopped early, too. The variant is None if the trials of all variants were
@@ -115,7 +116,7 @@ class Trials:
             ways = [replace(best, **change) for change in alternatives]
             for way in ways:
                 # if no cast has finished its trial in other rows, try the last cast nevertheless,
-                # because its trial gives the upper bound
+                # because its trial gives the upper bound `Rival.at_most`
                 hopeless = (tool, way.cast) in self.hopeless and way is not ways[-1]
                 if way not in tried and not hopeless:
                     self._try(row, way, tried, tokens_per_s)

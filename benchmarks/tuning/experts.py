@@ -2,9 +2,9 @@
 
 Both models are small, and are trained on the text of `make demo` with the same batches, learning
 rates and number of steps. The experts of a token together are as wide as the MLP of the dense
-model, so both models have the same active parameters, except for the routers. The table is written
-between marks in docs/how-to/experts.md, and docs/pictures/experts.png is drawn. Training runs are
-kept in FOLDER, and are not repeated.
+model, so both models have equally many active parameters, except for the routers. The table is
+written between marks in docs/how-to/experts.md, and docs/pictures/experts.png is drawn. Training
+runs are kept in FOLDER, and are not repeated.
 """
 
 import json
@@ -76,8 +76,8 @@ def curve(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def lines(curves: Mapping[Key, Mapping[int, float]], vocab_size: int) -> Iterator[str]:
     """Yield the lines of the table: the numbers of parameters, and the mean over the seeds of the
-    validation loss after each step, with the least and the greatest at the end. Yield also the
-    difference of the two models for each seed."""
+    validation loss after each step, with the least and the greatest at the end. Yield also, for
+    each seed, the difference between the last losses of the two models."""
     steps = list(next(iter(curves.values())))
     last = steps[-1]
     rows = []

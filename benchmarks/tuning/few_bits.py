@@ -56,8 +56,8 @@ def train(name: str, steps: int, *settings: str) -> Path:
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """Train a pretrained model further on one rank, and return its run directory. On one rank, each
-    whole matrix is quantized separately."""
+    """Train a pretrained model further on one rank, and return its run directory. One rank has
+    whole matrices, each of which is quantized separately."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},

@@ -2,10 +2,10 @@
 
 Each layout, and `peft`, tunes a pretrained model from the same initial adapters, on the same data,
 in float32 with one thread per rank. `smol` describes MODEL. Two results are written between marks
-in docs/how-to/fine-tuning.md. The first is a table of the first and the last loss, with the
-greatest relative difference from one rank over all steps. The second is the difference between the
-logits of merged adapters and of adapters on their base model. The benchmark takes about ten minutes
-for SmolLM2-135M on two cores.
+in docs/how-to/fine-tuning.md. One is a table with the loss of the first and of the last step in
+each layout, and the greatest relative difference from the losses on one rank. The other is the
+difference between the logits of merged adapters and the logits of adapters on their base model. The
+benchmark takes about ten minutes for SmolLM2-135M on two cores.
 """
 
 import json

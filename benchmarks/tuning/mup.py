@@ -2,9 +2,9 @@
 
 Models of several widths are trained on the text of this documentation, with and without
 `mup_base_hidden`. The coordinate check (Yang et al. 2022, appendix D.1) shows the root mean square
-of activations after some steps, which must not grow with the width. The second measurement is the
-loss after a short training with several learning rates: with muP the best rate must not depend on
-the width. docs/pictures/mup.png is drawn, and a table is printed.
+of activations after some steps, which must not grow with the width. The benchmark also measures the
+loss after a short training with several learning rates: with muP the best learning rate must not
+depend on the width. docs/pictures/mup.png is drawn, and a table is printed.
 """
 
 import math

@@ -2,9 +2,9 @@
 function does.
 
 `python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
-its docstring; the answer is the docstring's first line, in the library's own style. The same Python
-version gives the same files. Functions for training and for validation are from different modules,
-and no answer occurs twice.
+its docstring; the answer is the docstring's first line, in the library's own style. Two calls with
+the same version of Python write the same files. Functions for training and for validation are from
+different modules, and no answer occurs twice.
 """
 
 import ast

@@ -19,8 +19,8 @@ COLORS = {
 
 
 def draw(source: Path, target: Path) -> None:
-    """Draw a panel for each data type. It shows the median ratio of each trainer, with error bars
-    from the smallest to the greatest ratio of a round."""
+    """Draw a panel for each data type. The panel shows the median ratio of each trainer, with error
+    bars from the smallest to the greatest ratio of a round."""
     import matplotlib
 
     matplotlib.use("Agg")

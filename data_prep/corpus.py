@@ -62,7 +62,7 @@ class OutputOptions:
 @dataclass(frozen=True)
 class Work:
     """The work of a rank: the groups of files that it reads. `first_block` is a function that takes
-    the index of a group and returns the index of the first block of this group that is not yet in
+    the index of a group. It returns the index of the group's first block that is not yet in
     finished shards."""
 
     groups: Sequence[int]

@@ -70,8 +70,9 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """Write the tokens (int [tokens]) for which `held_out` (bool [tokens]) is True to the shard
-        of held-out documents, and all other tokens to the shard of training documents.
+        """Write tokens (int [tokens]) to two shards. The tokens for which `held_out` (bool
+        [tokens]) is True go to the shard of held-out documents, and all other tokens to the shard
+        of training documents.
 
         `ends` (int [documents]) has, for each document, the index in `tokens` of the first token
         after the document. All tokens of a document go to the same shard.

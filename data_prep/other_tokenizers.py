@@ -50,8 +50,9 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """Return a hash of all tokens' bytes, of the names of special tokens, and of the encoding
-        of a text. The hash does not depend on the files in which tiktoken stores the encoding."""
+        """Return a hash of the ids and bytes of all tokens, of the names of special tokens, and of
+        the token ids of a sample text. The hash does not depend on the files in which tiktoken
+        stores the encoding."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)

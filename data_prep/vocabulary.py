@@ -194,8 +194,9 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
     tokenizer gives the same tokens as `HuggingFaceTokenizer`, but is much faster, because it caches
     words.
 
-    Texts that contain the name of a special token, which gigatoken would encode as that token, are
-    encoded by `tokenizers`. The beginning of each batch is encoded by both libraries and compared.
+    gigatoken would encode the name of a special token in a text as that token. So `tokenizers`
+    encodes texts that contain such a name. The beginning of each batch is encoded by both libraries
+    and compared.
     """
 
     def __init__(self, path: str | Path):

@@ -93,8 +93,8 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of one trial. `seconds` has, for each death, the time until a step is recorded
-    that was trained after the death. `logged` has, for each death, the seconds that the log
+    """The results of one trial. `seconds` has, for each death, the time until the run has recorded
+    a step that was trained after the death. `logged` has, for each death, the seconds that the log
     reports: the time from the first error until the training loop is ready."""
 
     setup: str

@@ -4,13 +4,13 @@ count the lost runs.
     python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
         [--layouts "zero-3 groups"]
 
-Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
-complete. At the end, the run's parameters, optimizer moments and losses must have the same bits as
-in an undisturbed run, and no step that was reported as saved may be lost. A refusal of the run to
-start (exit code 2 and a one-line message) is counted separately. A refusal is right only if the
-disk is full or read-only, or if no complete checkpoint is left. Each trial prints a line with its
-layout. At the end, the program prints counts of the trials by fault and by kind of layout. The exit
-code is 1 if any trial was lost.
+Each trial injects a fault into a training run, removes the fault, and repeats the same command
+until the run is complete. At the end, the run's parameters, optimizer moments and losses must have
+the same bits as in an undisturbed run, and no step that was reported as saved may be lost. A
+refusal of the run to start (exit code 2 and a one-line message) is counted separately. A refusal is
+right only if the disk is full or read-only, or if no complete checkpoint is left. Each trial prints
+a line with its layout. At the end, the program prints counts of the trials by fault and by kind of
+layout. The exit code is 1 if any trial was lost.
 """
 
 import argparse
@@ -235,8 +235,8 @@ class Torture:
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
         """Do a trial: start a run, and call `begin` at a random moment, so that the disk refuses
-        writes. Then call `end`, which lets the disk accept writes again: in half of the trials,
-        shortly afterwards. In the other half, call `end` after the run has ended."""
+        writes. Later, call `end`, which lets the disk accept writes again. In half of the trials
+        `end` is called shortly after `begin`, and in the other half after the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()

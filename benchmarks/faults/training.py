@@ -1,5 +1,5 @@
-"""The disturbed training runs: their data, their processes, and the comparison with an undisturbed
-run."""
+"""The training runs into which faults are injected: their data, their processes, and the comparison
+with a run without faults."""
 
 import json
 import os

@@ -182,10 +182,10 @@ def small_kernels(
     device: torch.device, model: ModelConfig, micro_size: int, vocab_size: int
 ) -> Iterator[Row]:
     """Yield rows for the functions of a layer that consist of several operations, forward and
-    backward in bfloat16. There is a row for ptdmpi's implementation, for the operations of the
-    formula one after the other, for Inductor, which fuses the operations, and for ptdmpi's kernel
-    in Triton, if there is such a kernel and Triton is available. A row has the seconds, and the
-    difference from the result of the formula in float32."""
+    backward in bfloat16. A function has a row for each of these: ptdmpi's implementation; the
+    operations of the formula one after the other; Inductor, which fuses the operations; and
+    ptdmpi's kernel in Triton, if there is such a kernel and Triton is available. A row has the
+    seconds, and the difference from the result of the formula in float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)

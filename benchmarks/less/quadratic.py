@@ -191,9 +191,9 @@ def falling(first: float, half: int) -> Callable[[int], float]:
 
 
 def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
-    """Return the number of steps after which `errors` stay within a factor `within` of `reference`;
-    None if the last recorded error is beyond this factor. `errors` and `reference` are both
-    recorded once in `every` steps."""
+    """Return the number of steps after which `errors` stay below `within` times `reference`; None
+    if the last recorded error is still above this limit. `errors` and `reference` are both recorded
+    once in `every` steps."""
     beyond = np.flatnonzero(errors > within * reference)
     if not len(beyond):
         return every

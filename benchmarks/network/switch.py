@@ -34,7 +34,7 @@ BATCH = 16  # maximum number of frames that are taken from one port before the n
 
 def card(name: str) -> socket.socket:
     """Return a socket for all frames that the network card `name` of this namespace sends and
-    receives, each after a struct virtio_net_hdr."""
+    receives. A struct virtio_net_hdr precedes each frame."""
     frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK)
     frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     frames.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)

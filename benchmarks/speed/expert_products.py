@@ -3,10 +3,10 @@ bare products.
 
 The comparison is done twice: with the sizes of the row `moe`, and with many small experts. The
 experts' time includes everything that a layer does with its experts: the router, the selection of
-rows, the activation, the addition of results and all gradients. The bare products are the products
-of the forward pass, of the input gradients and of the weight gradients of each expert, for the same
-numbers of tokens. The layer's experts and the bare products are measured in turn, in processor time
-of one thread, so that other work on the machine hardly disturbs the ratio.
+rows, the activation, the addition of results and all gradients. The bare products of an expert are
+the matrix products of its forward pass, of its input gradients and of its weight gradients, for the
+same number of tokens. The layer's experts and the bare products are measured in turn, in processor
+time of one thread, so that other work on the machine hardly disturbs the ratio.
 
     python -m benchmarks.speed.expert_products
 """

@@ -92,8 +92,8 @@ class RowWriter:
     A row has `seq_length` tokens. The row consists of conversations, each of which is a document,
     and of padding. The padding is one more document, which has only end-of-document tokens; they
     are not labels. The conversations of a group are next to each other in one row. Sample j of a
-    shard is row j. The label after the last token of a row is the first token of the next row, and
-    the loss ignores it. Each shard therefore ends with one extra token.
+    shard is row j. The label of the last token of a row is the first token of the next row, and the
+    loss ignores this label. Each shard therefore ends with one extra token.
     """
 
     def __init__(

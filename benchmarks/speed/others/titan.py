@@ -2,11 +2,11 @@
 and loss, combined as in torchtitan's trainer, with the initial weights of `plain_torch`'s GPT and
 torch's fused AdamW.
 
-torchtitan's trainer needs a CUDA device. The module `stand_ins.py` is called before torchtitan is
-imported. It replaces the functions of devices and of Triton that torchtitan's modules need and that
-torch for CPUs does not have. torchtitan does not have three modules that this GPT needs: learned
-positions, an MLP of two matrices, and attention without rotary positions. The benchmark makes these
-three modules by small changes to torchtitan's own classes.
+torchtitan's trainer needs a CUDA device. Before torchtitan is imported, the function
+`for_torchtitan` in `stand_ins.py` makes the CPU the device that torchtitan finds, and replaces a
+module of Triton kernels, which torch for CPUs does not have. torchtitan does not have three modules
+that this GPT needs: learned positions, an MLP of two matrices, and attention without rotary
+positions. The benchmark makes these three modules by small changes to torchtitan's own classes.
 """
 
 from dataclasses import dataclass

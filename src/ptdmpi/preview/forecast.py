@@ -176,8 +176,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the bytes that are needed by the rank that needs the most memory, and the bytes that a
-    rank has. "fits" is None if the memory of a rank is unknown."""
+    """Return the memory that a rank has, and the memory that the rank with the largest need needs,
+    in bytes. "fits" is None if the memory of a rank is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None

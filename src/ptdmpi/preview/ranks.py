@@ -37,7 +37,7 @@ def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
-    """Return the value of a configuration key if the value is a number above 0, else 0."""
+    """Return the value of a configuration key if the value is an integer above 0, else 0."""
     keys = tree.get(section)
     if not isinstance(keys, Mapping):
         return 0

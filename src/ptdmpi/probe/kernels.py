@@ -145,9 +145,9 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return `times_s`, the times of kernels with ascending sizes, in which a time that is smaller
-    than an earlier time is replaced by the largest earlier time. Without this correction, a
-    disturbance could make a larger kernel look faster than a smaller kernel."""
+    """Return the times `times_s` of kernels with ascending sizes. Each time that is smaller than an
+    earlier time is replaced by the largest earlier time. Without this correction, a disturbance
+    could make a larger kernel look faster than a smaller kernel."""
     return list(accumulate(times_s, max))
 
 

@@ -165,7 +165,7 @@ class Layers:
         ]
 
         def changed(values: Sequence[float]) -> dict[str, Any]:
-            """Return the cluster `tree`, in which `keys` have these values."""
+            """Return the cluster `tree` with these values of `keys`."""
             new = dict(tree)
             for (section, key), value in zip(keys, values, strict=True):
                 new[section] = {**new[section], key: value}

@@ -36,7 +36,7 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-# a value for the rates from data sheets, which are not needed for a measured cluster
+# a value for rates that normally come from data sheets; a measured cluster does not need them
 UNLIMITED = 1e15
 
 

@@ -48,7 +48,8 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a drawing for the terminal of the runs with these statuses (from `Watched.status`)."""
+    """Return a drawing for the terminal that shows these statuses (from `Watched.status`) of
+    runs."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])

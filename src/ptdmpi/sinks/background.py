@@ -15,8 +15,7 @@ CLOSE_S = 10.0  # Seconds in which the server must accept the last records of a 
 
 class Background:
     """A sink that passes its records, in a separate thread, to another sink. Only this thread uses
-    the other sink: it creates the other sink by calling `make`, and it calls the methods of the
-    other sink.
+    the other sink: it creates the sink by calling `make`, and then calls its methods.
 
     If the other sink raises an exception, the next call of this sink raises the same exception. The
     thread is a daemon thread, so a server that hangs does not keep the process alive.

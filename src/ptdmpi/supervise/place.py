@@ -60,8 +60,7 @@ class LaunchPlace:
     program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return a copy of this place for `ranks` ranks, in which the number of ranks of each node
-        is set.
+        """Return a copy of this place that says how many of `ranks` ranks start on each node.
 
         Raise InputError if the nodes have room for fewer than `ranks` ranks, or if `ranks` is
         larger than any machine allows.

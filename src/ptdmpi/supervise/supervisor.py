@@ -264,7 +264,8 @@ class Supervisor:
 
     def _training(self) -> int:
         """Return the number of ranks that train now. This number is smaller than the number of
-        started ranks if the run has continued without lost ranks (`run.on_failure = "shrink"`).
+        started ranks if ranks were lost and the run has continued without them (`run.on_failure =
+        "shrink"`).
         """
         newest = self.progress.newest()
         if newest.step > self._first_after:

@@ -321,8 +321,8 @@ class Feed:
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
-        """Yield (number of a validation dataset, list of microbatches that this data rank reads of
-        this dataset).
+        """Yield (number of a validation dataset, list of microbatches that this data rank reads
+        from this dataset).
 
         Every rank yields the same number of such lists. The i-th lists of all ranks have the same
         number of microbatches.
@@ -445,8 +445,8 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (0, position) for each sample number: the number of the dataset, which is always 0,
-    and the position of the sample in this dataset. Sample numbers from `count` on get the position
-    of the last sample.
+    """Return two values for each sample number: the number of the sample's dataset, which is always
+    0, and the position of the sample in this dataset. Sample numbers from `count` on get the
+    position of the last sample.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

@@ -29,8 +29,8 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """The kinds of values that may be not finite, in the order from cause to effect. A value that
-    is not finite may cause values of the later kinds that are not finite."""
+    """The kinds of values that can be NaN or infinite, in the order from cause to effect. A NaN or
+    infinite value can cause NaN or infinite values of later kinds."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1

@@ -153,8 +153,8 @@ def validation_record(
     """Return the record and the log line of a validation, made from the losses of each dataset in
     `paths`.
 
-    If the task is a classification, an accuracy is reported instead of a perplexity. Losses are
-    means over all tokens, in nats. If there are several datasets, the loss of each dataset is
+    A perplexity is reported only for text. For a classification, an accuracy is reported. Losses
+    are means over all tokens, in nats. If there are several datasets, the loss of each dataset is
     reported, too.
     """
     whole = summed(list(losses))

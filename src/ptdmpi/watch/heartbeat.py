@@ -271,8 +271,8 @@ class Heartbeat:
 
 
 class Judge:
-    """The table of all ranks' reports, which only rank 0 has, and the decision whether the job must
-    end. `say` prints and logs a line.
+    """Rank 0's table of the reports of all ranks, and the decision whether the job must end. Other
+    ranks have no such table. `say` prints and logs a line.
 
     If `stall_s` is 0, waiting is never treated as a stall. `step_s` is the duration in seconds of
     the longest of the last steps.

@@ -56,7 +56,7 @@ class Save(IntEnum):
     number of all ranks."""
 
     NO = 0
-    DUE = 1  # `save_minutes` are over; treated like a save at a multiple of `every_steps`.
+    DUE = 1  # `save_minutes` have passed; treated like a save at a multiple of `every_steps`.
     NOW = 2  # A user has requested a save; if the save fails, the run continues.
     LAST = 3  # The run ends after this save, and fails if the save fails.
 

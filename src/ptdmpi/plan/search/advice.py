@@ -121,10 +121,10 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     """Return the largest number of changes from the layout of `price` to one of the best layouts (1
     or 2), and the prices of these layouts, at most `MOST_ADVICE`.
 
-    If the layout of `price` fits into memory, the best layouts are the fastest ones after a single
-    change. If this layout does not fit, the best layouts are the fastest layouts that fit after one
-    or two changes. If no layout with one or two changes fits, the best layouts are the layouts
-    after a single change that save the most memory.
+    If the layout of `price` fits into memory, the best layouts are the fastest of those that a
+    single change makes faster than this layout. If this layout does not fit, the best layouts are
+    the fastest layouts that fit after one or two changes. If no layout with one or two changes
+    fits, the best layouts are the layouts after a single change that save the most memory.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:

@@ -91,8 +91,8 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """Return the legal sizes of the data axis on `ranks` ranks, if a file of edges (a communication
-    graph) or a split of datasets by rank restricts this size; None if every size is legal. Raises
+    """Return the legal sizes of the data axis on `ranks` ranks; None if every size is legal. Only a
+    file of edges (a communication graph) and a split of datasets by rank restrict this size. Raises
     InputError if no size is legal."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":

@@ -300,7 +300,7 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, whose stages have equal numbers of layers as far as possible. If
+    """Yield the layout, in which the numbers of layers of the stages are as equal as possible. If
     `space.uneven` is True, also yield the layout with one layer fewer and with two layers fewer on
     the first stage, because this stage has the embedding and the most microbatches in flight."""
     yield layout
@@ -311,10 +311,10 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Find by bisection the smallest number of layers that must be recomputed fully, so that a
-    layout that recomputes nothing fits. Yield the layout that recomputes this number of layers,
-    beginning with the model's first layer. Yield nothing if the layout fits only with all layers
-    recomputed, or does not fit even with all layers recomputed."""
+    """Find the smallest number of layers whose full recomputation makes a layout fit that
+    recomputes nothing and does not fit. The search is a bisection. Yield the layout that recomputes
+    this number of layers, beginning with the model's first layer. Yield nothing if the layout fits
+    only with all layers recomputed, or does not fit even with all layers recomputed."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

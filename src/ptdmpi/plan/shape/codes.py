@@ -21,11 +21,11 @@ from ptdmpi.plan.shape.parameters import embedding, head, layer
 SPARSE, QUANTISED = 4096, 512
 # Number of elements that are encoded at once, unless a tile has more elements.
 MOST_ELEMENTS = 2**20
-# The largest number of floating-point numbers and of 64-bit integers in memory for each element
-# while it is encoded or decoded. MORE_NUMBERS has the additional floating-point numbers that some
-# kinds of error feedback need. A server is the data rank that averages a tile. Each server averages
-# only some of the tiles, but its memory is counted as if it averaged all tiles. The values are
-# measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# While an element is encoded or decoded, memory holds at most NUMBERS floating-point numbers and
+# INTEGERS 64-bit integers for this element. MORE_NUMBERS has the additional floating-point numbers
+# that some kinds of error feedback need. A server is the data rank that averages a tile. Each
+# server averages only some of the tiles, but its memory is counted as if it averaged all tiles. The
+# values are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 

@@ -104,7 +104,7 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
     """Return the work of each rank of a shard group, on a pipeline rank that has the part `part` of
     a model.
 
-    `sharing` has the number of ranks of the group, and the stage of ZeRO, which determines the
+    `sharing` has the number of ranks of the group, and the stage of ZeRO. The stage determines the
     units that are divided among these ranks.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
@@ -166,9 +166,9 @@ def _groups(part: ModelPart) -> tuple[bool | None, ...]:
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements in the flat buffer of `part`, without a tied table: (elements
-    of the embedding's tables, elements of all parameters of embedding and head). In the flat
-    buffer, the tables come before the layers."""
+    """Return two numbers of elements in the flat buffer of `part`: the elements of the embedding's
+    tables, and the elements of all parameters of embedding and head. Neither number counts a tied
+    table. In the flat buffer, the tables come before the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0

@@ -210,10 +210,10 @@ def places(
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
     """Return three numbers of elements for a rank that has the part `held` of a model: all
-    parameters, the trained parameters, and the trained parameters of a tied table that the rank
-    uses twice, because it has both the embedding and the head. The first two numbers count this
-    table once. The third number is needed because the second use of the table has a separate
-    gradient.
+    parameters; the trained parameters; and the trained parameters of a table that the rank uses
+    twice. A rank uses a tied table twice if it has both the embedding and the head. The first two
+    numbers count this table once. The third number is needed because the second use of the table
+    has a separate gradient.
     """
     table = embedding(model, vocab_size)
     held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]

@@ -180,8 +180,8 @@ def _labels(
     first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color, an op needs a column for the letter of its kind, except for the first kind.
-        # Numbers of several digits also need a gap.
+        # Without color, an op needs a column for the letter of its kind. Ops of the first kind need
+        # none. Numbers of several digits also need a gap.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
@@ -204,8 +204,8 @@ def _labels(
 
 
 def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the timelines below each other into a PNG or SVG file, each with a row of bars for each
-    rank.
+    """Draw the timelines into a PNG or SVG file, one below the other. Each timeline has a row of
+    bars for each rank.
 
     Timelines with the same unit share the time axis. Raises InputError if the suffix is neither
     .png nor .svg, or if the path cannot be written. After an error, an older file at this path is

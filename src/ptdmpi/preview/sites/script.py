@@ -10,8 +10,8 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
-# For each scheduler, the beginning of a script line that sets an option. A line with one more #
-# before it is a comment.
+# For each scheduler, the beginning of a script line that sets an option. If one more # precedes
+# such a line, it is a comment.
 DIRECTIVES = {
     "slurm": "#SBATCH ",
     "pbs": "#PBS ",

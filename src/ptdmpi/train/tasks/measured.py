@@ -20,7 +20,7 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # number of questions for each data rank between two votes on whether to stop
+ITEMS = 64  # number of questions that a data rank answers between two votes on whether to stop
 
 
 def live_model(engine: Engine) -> InferenceModel:

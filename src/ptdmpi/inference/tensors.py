@@ -14,7 +14,8 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
     host, with the positions of all context ranks."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
-        """Return `_sequence_first(array)`; return None if `array` is None."""
+        """Return the array as a sequence-first tensor (`_sequence_first`); return None if `array`
+        is None."""
         return None if array is None else _sequence_first(array)
 
     documents = pairs = None

@@ -211,7 +211,8 @@ def _unknown(before: Before) -> str:
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
     """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`. A
-    checkpoint of an older version records only its seed and its batch size about its data."""
+    checkpoint of an older version records only two properties of its data: the seed and the batch
+    size."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 

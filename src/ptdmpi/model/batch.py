@@ -47,7 +47,8 @@ class Microbatch:
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. `tokens` and `orders` are computed on the host when a
-    batch is made, because the host would have to wait for the device to read them from the device.
+    batch is made. If the host read these numbers from the device, it would have to wait for the
+    device.
     """
 
     inputs: Tensor

@@ -205,9 +205,9 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # place parameters with weight decay before parameters without, so that, if all
-            # parameters have the same learning rate, the optimizer updates at most two slices of
-            # each shard unit
+            # place parameters with weight decay before parameters without. If all parameters have
+            # the same learning rate, the optimizer then updates at most two slices of each shard
+            # unit
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}

@@ -475,9 +475,9 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. Sharding the optimizer's state also divides them. Among
-    the cases are layouts with one shard group, layouts with several shard groups that have copies
-    of the state, and layouts that sum gradients over ranks in each microbatch.
+    The tensor axis divides the matrices. Sharding the optimizer's state also divides the matrices.
+    Among the cases are layouts with one shard group, layouts with several shard groups that have
+    copies of the state, and layouts that sum gradients over ranks in each microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

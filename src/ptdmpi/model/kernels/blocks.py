@@ -121,8 +121,8 @@ def blocks(
 def _causal_blocks(
     piece: QueryRun, band: Tensor, window: int, block: int
 ) -> Iterator[tuple[Region, Region, Tensor]]:
-    """Yield the blocks of queries `piece` under a causal mask, in the form in which `blocks` yields
-    them. Each mask is a slice of the mask `band`."""
+    """Divide the run of queries `piece`, which have a causal mask, into blocks, and yield these
+    blocks in the form in which `blocks` yields them. Each mask is a slice of the mask `band`."""
     rows, every = piece.rows, slice(None)
     for first in range(piece.first, piece.last, block):
         last = min(first + block, piece.last)

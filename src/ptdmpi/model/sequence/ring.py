@@ -277,8 +277,9 @@ class _Queries:
 
 
 def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield the blocks of queries that the function `blocks` yields, but with at most QUERY_BLOCK
-    queries in each block, even if queries see all keys."""
+    """Yield blocks of queries in the form in which the function `blocks` yields them, but with at
+    most QUERY_BLOCK queries per block. Without a causal mask, `blocks` yields larger blocks, which
+    are divided here."""
     for queries, keys, mask in blocks(q, seen):
         rows, heads, places = queries
         for first in range(places.start, places.stop, QUERY_BLOCK):

@@ -47,10 +47,10 @@ class TieredTimes(StepTimes):
     the cluster file; messages between pods have 1/`taper` of these rates.
 
     All ranks wait for the slowest message. So all messages of a pipeline have the tapered rate if
-    the pipeline spans several pods. The same holds for all messages of the data axis if its ranks
-    are not all in one pod. Consecutive ranks fill one node after the other, and the ranks of a data
-    axis are in a block of tensor x data consecutive ranks. The ranks of a data axis are therefore
-    in one pod if tensor x data divides the number of ranks in a pod.
+    the pipeline spans several pods. All messages of the data axis also have the tapered rate if its
+    ranks are not all in one pod. Consecutive ranks fill one node after the other, and the ranks of
+    a data axis are in a block of tensor x data consecutive ranks. The ranks of a data axis are
+    therefore in one pod if tensor x data divides the number of ranks in a pod.
     """
 
     def __init__(

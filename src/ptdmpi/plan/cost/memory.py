@@ -42,9 +42,10 @@ Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at the moment of its highest memory, by kind of content. `host` is the
-    number of bytes in the host's memory, if the device has its own memory: offloaded state, buffers
-    for tensors that are updated on the host, and copies of the state."""
+    """The memory of one rank, in bytes by kind of content, at the moment at which the rank needs
+    the most memory. `host` is the number of bytes in the host's memory, if the device has its own
+    memory: offloaded state, buffers for tensors that are updated on the host, and copies of the
+    state."""
 
     weights: float
     gradients: float
@@ -453,9 +454,9 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
-    """Return a lower bound of the activations that a rank keeps at its peak. The bound counts all
-    forwards before the first backward, each with the bytes of the smallest stage. The bound can be
-    computed fast, because it does not visit the ops one by one."""
+    """Return a lower bound of the bytes of activations that a rank keeps at its peak. The bound
+    counts all forwards before the first backward, each with the bytes of the smallest stage. The
+    bound can be computed fast, because it does not visit the ops one by one."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)

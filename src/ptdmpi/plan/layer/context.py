@@ -354,9 +354,9 @@ class RingCore:
 
     def _tile_bytes(self, backward: bool) -> int:
         """Return the number of bytes for the scores that are computed at once: the weights, their
-        gradients and the gradients of scores, and if scores are capped their values of tanh. The
-        bytes include copies of the queries that these scores belong to, and of the gradients of the
-        outputs of these queries.
+        gradients and the gradients of scores; with a soft cap also the values tanh(score / cap).
+        The bytes include copies of the queries that these scores belong to, and of the gradients of
+        the outputs of these queries.
 
         With dropout, there are also the weights or gradients before and after dropout, the mask,
         and a hash of each query. While the mask is drawn, only the weights are in memory and, in a

@@ -222,7 +222,7 @@ def _feed_forward(
 
 def _mixture(build: LayerBuild) -> Sublayer:
     """Return the sublayer of a mixture of experts: the router and the experts. If there are shared
-    experts, the result also has their MLP, which computes every token (Dai et al. 2024, arXiv
+    experts, the result also has their MLP, which is applied to every token (Dai et al. 2024, arXiv
     2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()

@@ -152,7 +152,7 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# The properties of this trainer as training software. `ptdmpi probe` measures whether messages
+# This trainer, described by the fields of `Software`. `ptdmpi probe` measures whether messages
 # overlap with computation.
 TRAINER = Software(
     attention="flash",
@@ -323,8 +323,8 @@ def model_section(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return `text` as an integer, True or False if possible, or else unchanged. The section
-    [model] validates the value."""
+    """Return `text` as an integer, True or False if possible, or else unchanged. `ModelConfig`
+    validates the value later."""
     try:
         return int(text)
     except ValueError:

@@ -46,8 +46,8 @@ def fit_rings(
     The model of the time on n ranks is T = start + 2 (n - 1) step + moved / rate, fitted by least
     squares of the relative errors. `ranks` has the number n of each all-reduce, and `moved_bytes`
     has 2 (n - 1) / n times the bytes of its tensor. If all measurements have the same n, start and
-    step cannot be determined separately; the solution of smallest norm divides the time that does
-    not depend on the bytes between them.
+    step cannot be determined separately; the solution of smallest norm then divides between start
+    and step the time that does not depend on the bytes.
     """
     times = np.asarray(times_s, dtype=float)
     steps = 2.0 * (np.asarray(ranks, dtype=float) - 1)

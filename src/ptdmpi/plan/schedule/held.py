@@ -53,5 +53,5 @@ def held(
 
 def most_held(order: Sequence[Op], size: Callable[[str, int], float]) -> float:
     """Return the largest memory that a rank holds during its `order`, without working memory; 0 if
-    there are no ops. `size` has the meaning of the argument of `held`."""
+    there are no ops. `size(inventory, stage)` is the size of an inventory, as in `held`."""
     return max((moment.during for moment in held(order, size)), default=0)

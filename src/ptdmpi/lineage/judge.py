@@ -136,8 +136,8 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # of the methods that balance experts, only "bias" changes the model's output, and no
-        # balance loss is computed for frozen routers
+        # only the method "bias" of balancing experts changes the model's output, and no balance
+        # loss is computed for frozen routers
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 

@@ -274,7 +274,7 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Residual:
-    """The function x + dropout(y). `place` is that of `drop_hidden`."""
+    """The function x + dropout(y). `place` has the meaning of the argument of `drop_hidden`."""
 
     rate: float
     place: tuple[int, ...]

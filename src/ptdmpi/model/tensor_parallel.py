@@ -328,7 +328,8 @@ class LayerLinear(Computing):
     """The base class of the linears of a layer, whose weights the tensor axis divides.
 
     `scaling` says what shares a scale if the products are in 8-bit floating point; "none" if the
-    products have the type of their operands. `keeps_codes` is the field of `Multiply`.
+    products have the type of their operands. If `keeps_codes` is True, the backward keeps the 8-bit
+    codes of the input instead of the input.
     """
 
     scaling: Scaling = "none"

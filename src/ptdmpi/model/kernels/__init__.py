@@ -37,9 +37,9 @@ class Kernels:
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
     None, the default kernels of this machine for the type of the operands are used. The types of
     matrix products are determined by `precision`. If `precision` is None, operands are multiplied
-    in their own type. A precision with scales is the concern of the layers' linears (`float8`); all
-    other products are then in the type of their operands. `triton` are the kinds of kernels
-    (`fused.KINDS`) that are computed in Triton, on a device.
+    in their own type. If the precision has scales, only the layers' linears multiply in it
+    (`float8`); all other products are in the type of their operands. `triton` are the kinds of
+    kernels (`fused.KINDS`) that are computed in Triton, on a device.
     """
 
     def __init__(

@@ -309,7 +309,7 @@ class CrossEntropy(Operator):
             yield Item("loss.statistics", 3 * sizes.predicted, sizes.wide_bytes)
         else:
             yield Item("loss.probabilities", logits, sizes.wide_bytes)
-        if self.split and not self._by_triton(sizes):  # in Triton the batch's own labels serve
+        if self.split and not self._by_triton(sizes):  # Triton reads the labels of the batch
             yield Item("loss.labels", sizes.predicted, 8)
             yield Item("loss.here", sizes.predicted, 1)
 

@@ -14,8 +14,8 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
     tensor, counted in row-major order. For a matrix, the yielded slices are the end of a row,
-    complete rows, and the beginning of a row. In a tensor with more dims, an incomplete row is
-    itself divided into such slices."""
+    complete rows, and the beginning of a row. In a tensor with more than two dims, an incomplete
+    row is divided in the same way."""
     if start >= stop:
         return
     if len(shape) == 1:

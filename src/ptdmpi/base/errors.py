@@ -8,5 +8,5 @@ class InputError(Exception):
 
 
 class SharedInputError(InputError):
-    """An error in the user's input that every rank of a job raises, so that only one rank needs to
-    print the message."""
+    """An error in the user's input that all ranks of a job have found and raise together. Only one
+    rank needs to print the message."""

@@ -2,11 +2,11 @@
 step frees and requests the same large tensors.
 
 By default glibc returns freed blocks of memory to the kernel if they are larger than a limit, which
-glibc adapts between 128 KiB and 32 MiB. The next training step requests such a large block again.
-Every page of the new block then causes a page fault, and the kernel fills the page with zeros. If
-glibc keeps freed memory in the process, the page faults happen only once, in the first step. The
-process then always occupies as much memory as at its peak, but every training step reaches this
-peak anyway.
+glibc adapts between 128 KiB and 32 MiB. The next training step requests blocks of the same size
+again. Every page of the new block then causes a page fault, and the kernel fills the page with
+zeros. If glibc keeps freed memory in the process, the page faults happen only once, in the first
+step. The process then always occupies as much memory as at its peak, but every training step
+reaches this peak anyway.
 """
 
 import contextlib

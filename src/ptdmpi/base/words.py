@@ -4,7 +4,8 @@ files, in which control characters are escaped."""
 
 def printable(text: str) -> str:
     """Return the text with escapes (such as \\x1b) in place of control characters other than line
-    ends. A terminal that shows the result executes no control sequence from the text."""
+    ends. If the result is shown on a terminal, the terminal executes no control sequence from the
+    text."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 

@@ -55,7 +55,7 @@ def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[P
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():
-        # if the file is damaged, it names no checkpoint to keep
+        # a damaged file `best` names no checkpoint, so no further checkpoint is kept
         with contextlib.suppress(InputError):
             kept.append(files.named(pointer))
     return kept

@@ -129,8 +129,8 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     # the rename is atomic (POSIX): the checkpoint does not exist before the rename, and is complete
     # after it
     temporary.rename(final)
-    # a rename changes the directory's content, and survives a power failure only if the directory
-    # is synced to the disk
+    # a rename survives a power failure only if the directory that contains the name is synced to
+    # the disk
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):

@@ -109,7 +109,8 @@ def _uncovered(tensor: StoredTensor) -> Iterator[str]:
                 break
             if box.overlap(other):
                 yield f"pieces {box} and {other} overlap"
-    # pieces that do not overlap, and together have as many elements as the tensor, leave no gap
+    # if the pieces do not overlap, and together have as many elements as the tensor, they leave no
+    # gap
     held = sum(box.elements for box in boxes)
     if held != whole.elements:
         yield f"pieces hold {held} elements of {whole.elements}"

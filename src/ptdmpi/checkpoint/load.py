@@ -115,10 +115,10 @@ def load_tensors(
     than the checkpoint; then only the first positions are loaded.
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
-    whole piece compares the piece with its checksum. If a run with another layout wrote the
-    checkpoint, some pieces may not be read completely by any rank. The ranks divide the pieces that
-    no rank reads completely among them, and read these pieces once more to compare the checksums.
-    Raise the same errors as `load`.
+    whole piece compares the piece with its checksum. If the checkpoint was written by a run with
+    another layout, there may be pieces of which every rank reads only a part. The ranks divide the
+    pieces that no rank reads completely among them, and read these pieces once more to compare the
+    checksums. Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))

@@ -2,9 +2,9 @@
 from such an in-memory copy.
 
 A copy is a checkpoint whose files are in a folder of the file system tmpfs, which is in memory. The
-files remain when the ranks die. Each node has the files of its own ranks and the files of the
-previous node's ranks (Wang et al. 2023, "Gemini", section 4), so that no file is lost with a single
-node. `ptdmpi run` chooses the folder and removes it at the end.
+files in this folder remain if the ranks die. Each node has the files of its own ranks and the files
+of the previous node's ranks (Wang et al. 2023, "Gemini", section 4), so that no file is lost with a
+single node. `ptdmpi run` chooses the folder and removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 

@@ -1,5 +1,5 @@
-"""The part of the state that a rank writes to a checkpoint: views of the state, or a copy on the
-host."""
+"""The part of the training state that a rank writes to a checkpoint: either views of the state's
+tensors, or a copy of them on the host."""
 
 import contextlib
 import itertools
@@ -43,7 +43,7 @@ class OutgoingState:
         views of the state itself. If the state is on a device, the device copies while it computes;
         the next update of the state waits until the copy is complete (`State.read`).
         """
-        self.state.settle()  # wait until no operation changes the state any more
+        self.state.settle()  # wait until all operations that change the state are complete
         views = [part.values for part in self.parts]
         if self.copied or self.mean:
             views = self._copy()

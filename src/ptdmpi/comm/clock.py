@@ -30,7 +30,7 @@ class Mark(Protocol):
 
 
 class Clock(Protocol):
-    """A maker of marks on one device."""
+    """An object that makes marks in the work of one device."""
 
     def mark(self) -> Mark:
         """Return a new mark, which is done when all work issued so far is done."""
@@ -77,8 +77,8 @@ HOST = HostClock()
 
 @dataclass(frozen=True)
 class _Anchor:
-    """One moment on the clocks of device and host: an event that the device has passed, and the
-    host's time of this event."""
+    """A moment for which the times of both clocks are known: an event that the device has passed,
+    and the time of this event on the host's clock."""
 
     event: Any
     at_s: float

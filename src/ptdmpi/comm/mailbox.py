@@ -33,7 +33,7 @@ class Mailbox:
         if rank == self.rank:
             self._own.append((rank, value))
             return
-        # the bytes of a message must not change until its request is done (MPI 4.1, section 3.7.2)
+        # keep the bytes of a message unchanged until its request is done (MPI 4.1, section 3.7.2)
         self._leaving = [request for request in self._leaving if not request.Test()]
         self._leaving.append(self.control.isend(value, rank))
 

@@ -54,8 +54,7 @@ class Carrier(Protocol):
         """Return the error of the connection, or ""; see `Communicator.failure`."""
 
     def abort(self) -> None:
-        """End all operations of this rank that have begun; no other operation can begin
-        afterwards."""
+        """End all operations of this rank that are in progress; no further operation can begin."""
 
 
 class RoutedCommunicator(Communicator):

@@ -67,7 +67,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
     """Watch the `size` ranks of `job` on this node until a byte arrives on standard input; end the
     job if a rank is missing. `place` and `rank_pid` are the local number and the process id of the
     rank that started this watcher."""
-    # ignore Ctrl-C, which the ranks and their launcher handle
+    # ignore Ctrl-C in this process, because the ranks and their launcher handle it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     launcher = launcher_of(rank_pid)
     begin = time.monotonic()

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-ASK = 1  # the tag of all requests; each request contains the tag for its answer.
+ASK = 1  # the MPI tag of all requests; each request contains the MPI tag for its answer.
 # MPI guarantees tags up to 32767 (MPI 4.1, section 9.1.2)
 FIRST_ANSWER = 2
 ANSWERS = 30_000

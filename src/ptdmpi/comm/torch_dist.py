@@ -45,7 +45,7 @@ class Session:
         self.device = device
         self.store = MpiStore(everyone)
         self.attendants: list[Attendant] = []
-        self.made = 0  # number of groups that this rank has made
+        self.made = 0  # number of groups in torch.distributed that this rank has made so far
         dist.init_process_group(
             BACKENDS[device.type],
             store=self.store,

@@ -101,7 +101,7 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 def leave(world: World, code: int) -> None:
     """End this process without MPI_Finalize, which can hang after the loss of a rank. All other
     living ranks call `leave`, too."""
-    # if another rank is lost, the barrier fails, which does not matter here
+    # if another rank is lost meanwhile, the barrier fails; this rank ends anyway
     with contextlib.suppress(MPI.Exception):
         world.control.Barrier()
     sys.stdout.flush()

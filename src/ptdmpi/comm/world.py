@@ -260,7 +260,7 @@ class World:
 
 def _abort(communicators: Iterable[Communicator]) -> None:
     for communicator in communicators:
-        # if a transport cannot be ended, end the other transports all the same
+        # if ending one transport fails, still end the others
         with contextlib.suppress(Exception):
             communicator.abort()
 

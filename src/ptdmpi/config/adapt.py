@@ -16,17 +16,18 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a target for adapters in attention -> the linear that computes the target, and the number
-# of the target among the parts of the linear's output.
+# Maps each adapter target in attention to two values: the linear that computes the target, and the
+# position of the target in the linear's output (queries, keys and values are parts 0, 1 and 2 of
+# the output of one linear).
 ATTENTION_TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
     "attention.v": ("attention.qkv", 2),
     "attention.out": ("attention.out", 0),
 }
-# Last part of the name of a target for adapters in an MLP -> (last part of the name of the linear
-# that computes the target, number of the target among the parts of the linear's output). The first
-# part of both names is the name of the MLP, for example "mlp".
+# Maps each adapter target in an MLP to two values: the linear that computes the target, and the
+# position of the target among the parts of the linear's output. Targets and linears are given by
+# the last parts of their names; the first part is the name of the MLP, for example "mlp".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
 EXPERTS = "mlp.experts"  # the target that stands for all experts of a layer.
@@ -85,9 +86,9 @@ class AdaptConfig(Section):
 def targets_of(
     adapt: AdaptConfig, gates: int, mlps: Sequence[str] = (MLP,)
 ) -> dict[str, tuple[str, int]]:
-    """Return the targets that get adapters: name of the target -> (name of the linear that computes
-    the target, number of the target among the parts of the linear's output). The result is empty if
-    the model has no adapters.
+    """Return the targets that get adapters, as a table. It maps the name of each target to two
+    values: the name of the linear that computes the target, and the position of the target among
+    the parts of the linear's output. The result is empty if the model has no adapters.
 
     `gates` is the number of parts in the output of an MLP's first linear (`ModelConfig.gates`), and
     `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A target in `EXPERTS` means a

@@ -14,7 +14,8 @@ OFFLOADS: tuple[str, ...] = get_args(OffloadName)
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 # Schedule -> the number of model chunks per rank that the schedule requires.
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Schedules that split the backward: a separate, later op computes the gradients of weights.
+# Schedules that split the backward into two ops: the second, later op computes the gradients of
+# weights.
 SPLITTING = ("zb-h1", "zb-v")
 
 

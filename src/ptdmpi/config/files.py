@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         tree = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
-    # the parser also raises ValueError for a number with too many digits
+    # if a number has too many digits, the parser raises a plain ValueError
     except (ValueError, RecursionError) as error:
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:

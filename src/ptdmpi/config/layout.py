@@ -164,8 +164,8 @@ class Layout:
         """Return how the experts of a layer are distributed over ranks."""
         if self.expert_tensor == 1 and self.tensor > 1:
             return Dealing(self.expert, True, self.tensor)
-        # a search calls this method millions of times, so the most frequent result is made only
-        # once
+        # a search calls this method millions of times, so the object for the most frequent result
+        # is created only once
         return ON_ONE_RANK if self.expert == 1 else Dealing(self.expert)
 
     @property

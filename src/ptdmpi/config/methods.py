@@ -66,7 +66,7 @@ COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
 # Kinds of state whose initial values are the weights; all other kinds are initially zero.
 BEGIN_AS_WEIGHTS = ("anchor", "public")
 # Topologies with a symmetric graph that does not change between steps. Neighbours can send
-# compressed messages only on such graphs.
+# compressed messages only if the graph is symmetric and does not change.
 STEADY = ("ring", "grid", "torus", "hypercube", "complete")
 NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 

@@ -263,8 +263,8 @@ class ModelConfig(Section):
         return LayerKind(self.mixes(layer), layer < self.adapt.first_layer)
 
     def runs(self, layers: range | None = None) -> Runs:
-        """Return the runs of equal layers in the range `layers`, in order. If `layers` is None, the
-        result is for all layers of the model.
+        """Return the layers in the range `layers` as runs, in order; a run consists of neighbouring
+        layers of the same kind. If `layers` is None, the result is for all layers of the model.
         """
         if layers is None:
             layers = range(self.layers)
@@ -383,8 +383,8 @@ class ModelConfig(Section):
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # a window that is as long as a sample has no effect, so report no window: attention kernels
-        # without a window are faster
+        # a window that is as long as a sample has no effect, so return 0 (no window), because
+        # attention kernels without a window are faster
         if slides and self.sliding_window < self.seq_length:
             return self.sliding_window
         return 0

@@ -117,7 +117,7 @@ def _fitted(
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:
         keys.pop("min_learning_rate", None)
-    if own.get("kind", "adamw") != "adamw":  # the sources state these settings only for Adam
+    if own.get("kind", "adamw") != "adamw":  # the papers give these settings only for Adam
         keys = {key: value for key, value in keys.items() if key not in ADAM}
     if "warmup_steps" in keys and type(steps) is int:
         keys["warmup_steps"] = min(keys["warmup_steps"], max(0, steps) // WARMUP_SHARE)

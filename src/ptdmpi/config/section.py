@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST = 10**12  # the maximum of any count; a larger number is certainly a typing mistake.
+MOST = 10**12  # the maximum of all keys that are counts; a larger number is surely a typo.
 # The maximum number of sequences in a step, and the maximum number of ranks. The largest published
 # batches have about 10^5 sequences. 10^9 sequences of 2,048 tokens are as many tokens as the whole
 # training of Llama 2 used (arXiv 2307.09288, Table 1).

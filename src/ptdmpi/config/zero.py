@@ -31,7 +31,7 @@ def covers_weights(zero: int) -> bool:
 class Sharing(NamedTuple):
     """A stage of ZeRO, and the number of ranks in the group that shards its state.
 
-    In a group of one rank nothing is sharded, whatever the stage is.
+    If the group has one rank, nothing is sharded, whichever stage is set.
     """
 
     zero: int = 0

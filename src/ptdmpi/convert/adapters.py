@@ -250,7 +250,8 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
         a, b = place.low_rank(adapter.tensors)
         return rows + adapt.scale * (b.double()[there] @ a.double())
     factors = place.factors(adapter.tensors).double()
-    # the factors multiply the input of the linear layer, so they do not change the bias
+    # the factors of (IA)^3 multiply the input of the linear layer here, so they do not change the
+    # bias
     if place.by_rows:
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])

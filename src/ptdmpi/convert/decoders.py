@@ -214,7 +214,8 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
         **window_keys(config, [layer % 2 == 0 for layer in range(layer_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
-        # null means no cap; if the key is missing in config.json, `defaults` has its value
+        # the value null in config.json means no cap; if the key is missing, `defaults` has the
+        # value
         "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
         "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
     }

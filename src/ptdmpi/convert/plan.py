@@ -25,8 +25,8 @@ class Plan:
     buffers: list[str]
 
     def unused(self, name: str) -> "Plan":
-        """Return the plan in which the tensor `name` is a buffer. The tensor that repeats `name`
-        becomes the parameter instead."""
+        """Return a changed plan: the tensor `name` becomes a buffer, and the tensor that repeats
+        `name` becomes the parameter in its place."""
         return replace(
             self,
             by_name={key: tensor for key, tensor in self.by_name.items() if key != name},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Get = Callable[[str], Tensor]  # function: name of a tensor, without prefix -> the tensor
+Get = Callable[[str], Tensor]  # a function that returns the tensor with a name (without prefix)
 Json = Mapping[str, Any]
 
 

@@ -192,9 +192,9 @@ def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declara
 
 
 def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredModel) -> Contents:
-    """Return the contents with a changed config.json. The changed keys correspond to changes of
-    [model], such as `rope_theta`, or belong to a head for a task. `family` is the family of the
-    unchanged config.json."""
+    """Return the contents of the target directory, with changed keys in config.json. The changed
+    keys correspond to changes of [model], such as `rope_theta`, or belong to a head for a task.
+    `family` is the family of the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
@@ -218,7 +218,8 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
 def _without_heads(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
-    """Return the contents without the tensors of a head that the trained model no longer has."""
+    """Return the contents of the target directory, without the tensors of a head that the trained
+    model no longer has."""
     family = contents.family
     config = stored.config()
     there = {family.base(name): name for name in contents.tensors}
@@ -290,7 +291,8 @@ def _buffers(kept: Path | None) -> set[str]:
 
 
 def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents for a model that was not converted from Hugging Face."""
+    """Return the contents of the target directory for a model that was not converted from Hugging
+    Face."""
     # import h5py only here: imported models have no shards
     from ptdmpi.convert.tokenizer import tokenizer_of
 
@@ -342,7 +344,8 @@ def _with_template(contents: Contents, stored: StoredModel) -> Contents:
 
 
 def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
-    """Return the contents with all parameters in the type `dtype`. Buffers keep their types."""
+    """Return the contents of the target directory, with all parameters in the data type `dtype`.
+    Buffers keep their data types."""
     stored = DTYPES[dtype]
     width = TYPES[stored].itemsize
     headers = {}
@@ -357,7 +360,8 @@ def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
 
 
 def _with_packed(contents: Contents, packed: PackedModel) -> Contents:
-    """Return the contents after packed tensors have replaced the quantized matrices."""
+    """Return the contents of the target directory, with packed tensors in place of the quantized
+    matrices."""
     config = {**contents.config, "quantization_config": packed.config(contents.family)}
     return replace(contents, config=config, headers=packed.headers(contents.headers))
 

@@ -40,8 +40,8 @@ class Bigram:
         self.pairs = pairs.reshape(size, size)
         once = int((pairs == 1).sum())
         twice = int((pairs == 2).sum())
-        # if no pair was seen exactly once, use this discount: a discount of 0 would give unseen
-        # pairs the probability 0
+        # if no pair was seen exactly once, use this constant as the discount, because a discount of
+        # 0 would give unseen pairs the probability 0
         self.discount = 0.5
         if once:
             self.discount = once / (once + 2 * twice)

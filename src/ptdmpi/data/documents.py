@@ -13,8 +13,8 @@ from ptdmpi.data.shards import Dataset
 _OPEN_DOCUMENTS = 512  # maximum number of shards whose document offsets are mapped at a time.
 _OPEN_WEIGHTS = 512  # maximum number of shards whose weights are mapped at a time
 
-# Function: numbers of global samples [n] -> for each sample, the number of its dataset, and the
-# number of the sample in this dataset (int64 [n] each).
+# A function that converts global sample numbers [n] to two arrays (int64 [n] each): the number of
+# each sample's dataset, and the number of the sample in this dataset.
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 

@@ -103,7 +103,8 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
         stored = attributes.get_id(name)
-        # check the type before reading the value: HDF5 2.0 crashes on a text whose type is damaged
+        # check the type of the attribute before its value is read: HDF5 2.0 crashes on a text whose
+        # type is damaged
         if stored.shape != () or not isinstance(stored.get_type(), kind.stored):
             raise ValueError(f"attribute {name!r} is no {kind.name}")
         value = attributes[name]

@@ -89,8 +89,8 @@ class LabelledForm:
                 positions[number] = len(row.ids) - 1
         labels = np.array([[file.labels[sample]] for file, sample in samples], dtype=np.int64)
         return MicrobatchRows(
-            # each sequence gets a different number, so that no two sequences have the same dropout
-            # mask
+            # each sequence gets a different sample number, so that no two sequences have the same
+            # dropout mask
             samples=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
             inputs=inputs,
             labels=labels,

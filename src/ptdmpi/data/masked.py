@@ -59,7 +59,7 @@ class MaskedSamples:
         self.seed = seed
         self.seq_length = model.seq_length
         self.sentence_order = model.sentence_order
-        # in a model with a single token type both segments have type 0
+        # if the model has only one token type, both segments have type 0
         self.last_type = 0 if model.token_types == 1 else 1
         self.fraction = data.mask_fraction
         self.most = model.predictions(data.mask_fraction)
@@ -87,7 +87,8 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        # a row with weight 0 is no sample: it only fills up a validation batch
+        # a row with weight 0 only fills up a validation batch: its labels get the weight 0, and it
+        # gets no order of segments
         if microbatch.weights is not None:
             weights *= microbatch.weights[:, :1]
             orders[microbatch.weights[:, 0] == 0.0] = -1

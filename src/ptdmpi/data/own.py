@@ -51,8 +51,8 @@ class OwnDataset:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))
         self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
-        # The hash covers the number of samples, the sequence length, and the first and the last
-        # sample, because reading all samples would take too long. A change of any other sample does
+        # Reading all samples would take too long, so the hash covers only the number of samples,
+        # the sequence length, and the first and the last sample. A change of any other sample does
         # not change the hash.
         ends = [self.row(number)[0].tolist() for number in (0, len(self._own) - 1)]
         self.sha256 = _hash(path, len(self._own), seq_length, ends)

@@ -93,7 +93,7 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
     header = confirmed(header)
     try:
         mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
-    # the file was replaced or truncated since its header was read
+    # this error means that the file was replaced or truncated after its header was read
     except (OSError, ValueError) as error:
         raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
     # return a plain array: slicing an object of the class memmap takes three times as long
@@ -139,7 +139,7 @@ class _MappedTokens:
         mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base
-        self._size = mapped.size  # a method that returns the present size of the file
+        self._size = mapped.size  # a function that returns the present size of the file
         self._end = header.byte_offset + self._tokens.nbytes
 
     def __getitem__(self, part: slice) -> np.ndarray:

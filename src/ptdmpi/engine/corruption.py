@@ -81,8 +81,8 @@ class Verification:
     is compared.
 
     Every rank calls every method. If replicas may differ under the data-parallel method, ranks of
-    different replicas are not compared. Ranks of one replica that have copies of the same tensor
-    are compared in any case.
+    different replicas are not compared. If ranks of one replica have copies of the same tensor,
+    these copies are always compared.
     """
 
     def __init__(self, every: int, state: State, axes: Axes) -> None:

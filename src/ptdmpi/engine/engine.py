@@ -118,7 +118,7 @@ class Engine:
         self.balance = Balance(config, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
-        # number of steps for which the state is trained; None while the state is being changed
+        # training steps that the state includes; None while an update changes it
         self.steps_done: int | None = 0
         self.compute_by(None)
 
@@ -316,7 +316,8 @@ class Engine:
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
         """Return the total loss and the losses by name, each summed in the order of the global
-        batch's microbatches. `values` are numbers in the order of `_values`."""
+        batch's microbatches. `values` are the numbers of the tensor that `_values` has copied to
+        the host."""
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
@@ -372,8 +373,9 @@ def _sums_early(config: Config, axes: Axes) -> bool:
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in norms. This concerns a
-    tied table that is on two ranks: it is one parameter, and the first stage counts it."""
+    """Return the names of this rank's parameters that another rank counts in norms. Only a tied
+    table that is on two ranks is such a parameter: the first stage counts it, and the last stage
+    does not."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:

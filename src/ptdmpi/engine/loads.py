@@ -122,7 +122,7 @@ class Balance:
         for layer in self.mixtures:
             name = f"layers.{layer}.mlp.router.balance"
             held = self.state.kinds[WEIGHTS].held.get(name)
-            # the model has no balance numbers, or they are on other ranks of the shard group
+            # either the model has no balance numbers, or this rank's shard does not contain them
             if held is None:
                 continue
             master = held.view(buffer.masters)

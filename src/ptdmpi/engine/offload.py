@@ -118,8 +118,8 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the gradient of the next step overwrites this memory only after these two
-                    # copies
+                    # the next step's gradient is copied into this memory only after these two
+                    # copies are complete
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:
@@ -170,8 +170,8 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Extend the file, and return tensors of zeros with the given `lengths` in it. Raise
-        OSError if the disk has no space."""
+        """Extend the file, and return tensors of the given `lengths`, filled with zeros, which are
+        mappings of the new part of the file. Raise OSError if the disk has no space."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
@@ -185,8 +185,8 @@ class FileStorage(Storage):
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
-        """Free the memory of the mappings. No change is lost, because the mappings are shared with
-        the file."""
+        """Free the memory that the mapped parts of the file occupy. No change is lost, because the
+        mappings are shared with the file."""
         for mapping in self._mappings:
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 

@@ -92,9 +92,10 @@ class LossScale:
 
 
 class Optimizer:
-    """The optimizer that the configuration names. The optimizer works on flat tensors, which
-    contain this rank's part of each shard unit. Parameters with the same weight decay and the same
-    factor of the learning rate form a group, and the elements of a group are updated together.
+    """The optimizer that the configuration names. The optimizer works on flat tensors, one for each
+    shard unit, which contain this rank's part of the shard unit. Parameters with the same weight
+    decay and the same factor of the learning rate form a group, and the elements of a group are
+    updated together.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.

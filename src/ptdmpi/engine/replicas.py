@@ -12,9 +12,8 @@ from ptdmpi.model.state import WEIGHTS, State
 
 
 class Replicas:
-    """The replicas of a model on the data axis, from the view of this rank's replica. If the
-    data-parallel method keeps replicas equal, the methods of this class send nothing and change
-    nothing."""
+    """The replicas of a model on the data axis, from the view of this rank's replica. If all
+    replicas are always equal, the methods of this class send nothing and change nothing."""
 
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction

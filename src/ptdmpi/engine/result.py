@@ -25,10 +25,10 @@ class StepResult:
 
     `consensus` and `noise` are None in steps in which the run does not measure these values.
     `consensus` is the distance between replicas, measured before replicas were averaged
-    (`Replicas.consensus`). `noise` is the noise of the data ranks' gradients. If values are
-    compressed, `bits_per_element` is the size of this rank's compressed values, in bits per value;
-    otherwise it is None. `loads` has the loads of the experts; it is None if the model has no
-    experts.
+    (`Replicas.consensus`). `noise` is the noise of gradients, estimated from the gradients of the
+    data ranks. If values are compressed, `bits_per_element` is the size of this rank's compressed
+    values, in bits per value; otherwise it is None. `loads` has the loads of the experts; it is
+    None if the model has no experts.
     """
 
     loss: float

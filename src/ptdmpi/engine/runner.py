@@ -103,7 +103,7 @@ class Runner:
         for stage in self.stages.values():
             stage.begin_step()
         self._inside = {group: Total() for group in self.inside}
-        # measure no group of one rank, because such a group sends nothing
+        # do not measure groups of one rank, because they send nothing
         self._counted = [(c, self._inside[group]) for group, c in self.inside.items() if c.size > 1]
         self.most_in_flight = 0
         for place, action in enumerate(program):
@@ -173,8 +173,8 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with watch.span("receive", str(source), peer):
             handle.wait()
-        # a message that is not scattered over the tensor ranks needs no gather, so no span is
-        # recorded for a gather
+        # if a message is not scattered over the tensor ranks, it needs no gather after it arrives,
+        # so no span for a gather is recorded
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with watch.span("gather", str(source)):

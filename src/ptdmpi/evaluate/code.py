@@ -27,7 +27,7 @@ from ptdmpi.inference.text import Text
 if TYPE_CHECKING:  # this import starts MPI, but files are also read without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# a generated function ends before the first of these texts (Chen et al. 2021)
+# a generated function ends where the first of these texts begins (Chen et al. 2021)
 ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 

@@ -46,7 +46,8 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        # without this call /proc/self belongs to root, and the library could not be imported
+        # without this call /proc/self would belong to root, and the process could not import
+        # Python's library
         libc.prctl(DUMPABLE, 1, 0, 0, 0)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
@@ -68,8 +69,8 @@ def keep_library() -> None:
         opened[path] = f"/proc/self/fd/{directory}"
     sys.path[:] = opened.values()
     sys.path_importer_cache.clear()
-    # packages that are already loaded, such as encodings, must find their modules in the opened
-    # directories, too
+    # packages that are already imported, such as encodings, must also search for their modules in
+    # the opened directories
     for module in list(sys.modules.values()):
         for number, folder in enumerate(getattr(module, "__path__", ())):
             parent, name = os.path.split(folder)

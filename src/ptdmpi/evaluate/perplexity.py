@@ -57,7 +57,7 @@ def perplexity(
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
     per word allows comparing models with different tokenizers (Shoeybi et al. 2019,
     arXiv 1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores, 32 in that paper. If `stride` is None, it is `seq_length`, which takes the shortest
+    scores, 32 in that paper. If `stride` is None, `seq_length` is used. This takes the shortest
     time, because only the last window of a shard overlaps another window. Every rank calls this
     function. Raises InputError on every rank if `stride` is not legal, if the dataset does not fit
     the model, or if a probability is NaN.

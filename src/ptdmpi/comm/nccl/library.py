@@ -80,8 +80,9 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Described:
-    """The library and the device of one rank. All ranks must have the same version of the library.
-    No two ranks may have the same device, unless `shares_devices` is True."""
+    """A communication library, as one rank uses it for its device. All ranks must have the same
+    version of the library. No two ranks may have the same device, unless `shares_devices` is
+    True."""
 
     version: str
     path: str
@@ -90,7 +91,8 @@ class Described:
 
 
 class Library(Protocol):
-    """A library that connects ranks, loaded by this rank for its device."""
+    """A communication library that this rank has loaded for its device, and that can connect
+    ranks."""
 
     def describe(self) -> Described:
         """Return the library's version and path, and the device."""

@@ -48,8 +48,9 @@ class Queued:
 
 
 class _Placed(NamedTuple):
-    """An operation in a stream, between two marks. The device passes the mark `computed` when the
-    computations before the operation are done, and the mark `ended` when the operation is done."""
+    """An operation in a stream, with one mark before it and one mark after it. The device passes
+    the mark `computed` when the computations before the operation are done, and the mark `ended`
+    when the operation is done."""
 
     what: str
     computed: Event
@@ -73,8 +74,7 @@ class Line:
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            # if a tensor has gaps between its elements, the library would send the memory in the
-            # gaps
+            # the library would also send the memory in gaps between the elements of a tensor
             if not tensor.is_contiguous():
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)

@@ -49,7 +49,7 @@ def _task(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
 def _log(log: LogConfig) -> Iterator[tuple[str, str]]:
     if log.gradient_noise_every_steps:
-        # the measurement of gradient noise weights gradients by numbers of tokens, but this loss
-        # counts pairs
+        # gradient noise is measured with gradients weighted by numbers of tokens, but the loss of
+        # preference training counts pairs of answers
         every = log.gradient_noise_every_steps
         yield f"log.gradient_noise_every_steps = {every}", "gradient_noise_every_steps = 0"

@@ -39,8 +39,8 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each key that has an effect only with validations, if the run has none.
-    Also yield the mistakes in the keys `log.tasks` and `log.tasks_every_steps`.
+    """If the run has no validations, yield a mistake for each key that has an effect only with
+    validations. Also yield the mistakes in the keys `log.tasks` and `log.tasks_every_steps`.
     """
     wishes = {}
     if sections.run is not None:

@@ -120,7 +120,7 @@ def _with_head(
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
-    # `peft` writes the first two of these names without being asked
+    # `peft` also writes the first two of these names if the user has not set them
     known = {"classifier", "score", "pooler"}
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list):
@@ -194,7 +194,7 @@ def _own(
     own = _without_idle(own, tensors)
     targets = tuple(dict.fromkeys(module.place.target for module in own))
     first = min(module.place.layer for module in own)
-    # these keys of [adapt] are for a run that continues to train these adapters
+    # with these keys of [adapt], a run can continue to train the imported adapters
     common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
     if len(own) != len(list(places(model, AdaptConfig().model_copy(update=common)))):
         raise InputError(
@@ -232,7 +232,7 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of one adapter. An export concatenates the adapters of all targets of a
-    module. The rows of A that belong only to other targets are left out."""
+    module. Only the rows of A that belong to this adapter's target are returned."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)

@@ -16,7 +16,7 @@ from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.stage import Stage
 
-ROWS = 8  # a layer computes this number of sequences at a time
+ROWS = 8  # the number of sequences that a layer processes at a time
 
 
 @dataclass(frozen=True)

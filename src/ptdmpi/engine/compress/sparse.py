@@ -52,8 +52,9 @@ class Sparse(Compressor):
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # no block sends more elements.
-        # use only the values of topk, because its choice among equal elements is not specified
+        most = min(length, math.floor(self.ratio * length) + 1)  # the most that a block sends.
+        # use only the values that topk returns, not its indices: torch does not specify which of
+        # several equal elements topk chooses
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
         above = scores > least

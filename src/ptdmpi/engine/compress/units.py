@@ -82,7 +82,7 @@ class Slab:
     def numbers(self) -> Iterator[int]:
         """Yield the number of each tile. The number of a tile is the same in every layout. It
         determines, together with the number of data ranks, which rank is the server of the tile."""
-        # the hash is halved, so that adding the index of a tile cannot overflow
+        # halve the hash, so that adding the index of a tile cannot overflow 64 bits
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile

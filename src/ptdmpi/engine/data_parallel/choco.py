@@ -43,7 +43,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the compressed difference of this replica to its neighbours. After the exchange,
         move the weights of this replica towards the public weights of its neighbours."""
-        # if the public weights have no parts, this rank trains no parameter
+        # `public` has no parts on a rank that trains no parameter
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

@@ -108,9 +108,8 @@ class Decentralized(DataParallel):
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Test whether exchanges are complete. The result of the test is not used. The test lets
-        the exchanges make progress, because MPI makes progress only while one of its functions is
-        called."""
+        """Let the exchanges make progress. MPI makes progress only while one of its functions is
+        called, so this method tests whether the exchanges are complete, and ignores the result."""
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -159,7 +158,7 @@ class Decentralized(DataParallel):
 
     @property
     def settled(self) -> bool:
-        """Return True if no exchange is incomplete."""
+        """Return True if all exchanges are complete."""
         return not self._under_way
 
     def settle(self) -> None:

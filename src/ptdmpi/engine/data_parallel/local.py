@@ -72,7 +72,7 @@ class Local(DataParallel):
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # with this data-parallel method the whole flat buffer is one shard unit
+        # with local SGD nothing is sharded, so the whole flat buffer is one shard unit
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

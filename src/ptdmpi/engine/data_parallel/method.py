@@ -110,7 +110,7 @@ class DataParallel(OpHook):
 
     @property
     def settled(self) -> bool:
-        """Return True if no operation that changes the state is incomplete. The engine may call
+        """Return True if all operations that change the state are complete. The engine may call
         this method at any time, even within a step."""
         return True
 

@@ -74,8 +74,8 @@ class BegunSums:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Return a context in which no sums begin, so that at the end of an op the buffer has the
-        gradients of this rank only. `look` is not used."""
+        """Return a context in which no sums begin. At the end of an op, the buffer therefore
+        contains only this rank's own gradients, not sums over ranks. `look` is not used."""
         self._looking = True
         try:
             yield

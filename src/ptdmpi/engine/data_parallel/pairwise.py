@@ -50,7 +50,7 @@ class Ring(DataParallel):
         room = parts[0].new_empty(len(parts[0]))
         for part in parts:
             if data.rank > 0:
-                # the received part is the sum over all ranks before this rank, in ascending order
+                # the received part is the sum over all lower ranks, added in ascending order
                 part += data.recv(room[: len(part)], data.rank - 1)
             if data.rank < data.size - 1:
                 sent.append(data.isend(part, data.rank + 1))

@@ -156,7 +156,7 @@ class TreeSum(DataParallel):
         if stage not in self.views:  # if the stage trains no parameter, it has no gradient
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
-        # copy the leaf, because the next leaf overwrites the buffer
+        # copy the gradient, because the gradient of the next microbatch overwrites the buffer
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()  # the gradient of the next microbatch must not be added to this leaf

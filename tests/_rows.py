@@ -66,6 +66,14 @@ WIDENED = HostChoice(half="widened")
 HALF = ("bf16", "fp16", "fp8")
 
 
+def precisions_of(name: str) -> list[str]:
+    """Return the precisions in which a model of `SHAPES` or `ADAPTED` computes; fp8 refuses experts
+    and adapters."""
+    changes = {**SHAPES, **ADAPTED}[name]
+    refuses = changes.get("model.experts", 0) > 0 or name in ADAPTED
+    return [precision for precision in DTYPES if not (precision == "fp8" and refuses)]
+
+
 def require_legal(name: str, tensor: int) -> None:
     """Skip a test of a model of `SHAPES` that cannot be divided over `tensor` tensor ranks."""
     if tensor > 1 and SHAPES.get(name, {}).get("model.qk_norm") == "all":

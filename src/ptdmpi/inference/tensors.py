@@ -35,7 +35,7 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
         documents=documents,
         masked=perhaps(rows.masked),
         types=perhaps(rows.types),
-        order=perhaps(rows.order),
+        order=None if rows.order is None else torch.from_numpy(rows.order),
         pairs=pairs,
         teacher=teacher,
     )

@@ -52,6 +52,7 @@ from tests._rows import (
     foreseen_flops,
     foreseen_messages,
     foreseen_products,
+    precisions_of,
     program,
     require_legal,
 )
@@ -278,7 +279,7 @@ def test_every_row_does_so_in_every_precision(comm, name):
     axis = tensor_axis(comm, sequence_parallel=False)
     mistakes = {
         (precision, widens): wrong(name, axis, precision, widens=widens)
-        for precision in DTYPES
+        for precision in precisions_of(name)
         for widens in {False, precision in HALF}
     }
     assert not any(mistakes.values()), mistakes
@@ -354,7 +355,7 @@ def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     require_legal(name, comm.size)
     axis = tensor_axis(comm, sequence_parallel=False)
     mistakes = {}
-    for precision in DTYPES:
+    for precision in precisions_of(name):
         for widens in {False, precision in HALF}:
             real, said = kept_by_layer(name, axis, precision, recompute, widens=widens)
             if real != said:

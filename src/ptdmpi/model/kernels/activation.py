@@ -11,7 +11,6 @@ rows at a time, so that all intermediate values fit into the caches of the proce
 rounded once.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,9 +22,8 @@ from torch.autograd import Function
 
 from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.kernels.host import HALF_TYPES
+from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 
-CUBE = 0.044715  # the factor of x^3: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
-SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 # number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
 CHUNK_ELEMENTS = 1 << 17
 # Tensors with fewer elements are computed by PyTorch. For them, the time to start ten kernels

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ptdmpi.model.kernels.activation import CUBE, SLOPE
 from ptdmpi.model.kernels.fused.launch import block_of, on_device_of, warps_of, wide
+from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 
 BLOCK = 1024  # largest number of outputs of a program
 

@@ -58,7 +58,7 @@ class TokenBlock:
     tokens."""
 
     tokens: np.ndarray
-    # int64 [documents], 0 for an empty document; or [1], the length of the piece
+    # int64 [documents]: the length of each document; or [1]: the length of a part of a document
     lengths: np.ndarray
     first: bool  # True if the block's first document begins in this block.
     last: bool  # True if the block's last document ends in this block.

@@ -76,6 +76,7 @@ def test_no_price_is_below_its_bounds(layout, every):
         assert trained == pricer.memory.stages.trained(whole, 0)
 
 
+@pytest.mark.long
 def test_the_search_finds_a_layout_for_a_published_model():
     model = load_model("deepseek-moe-16b")
     assert model.config.runs() == ((LayerKind(), 1), (LayerKind(mixes=True), 27))

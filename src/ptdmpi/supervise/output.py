@@ -10,8 +10,8 @@ from typing import IO, TextIO
 
 from ptdmpi.base.say import put
 
-# A launcher prints a line of dashes before and after each of its notices. A line of dashes that a
-# rank prints belongs to a table.
+# A launcher prints a line of dashes before and after each of its notices. If a rank itself
+# prints a line of dashes, the line is a part of a table, and is not hidden.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"

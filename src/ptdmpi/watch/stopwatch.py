@@ -78,7 +78,7 @@ class Place:
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
-        """Begin `phase`. Until the next span begins, the host has no activity."""
+        """Begin `phase`. Until the next span begins, the recorded activity is empty."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 

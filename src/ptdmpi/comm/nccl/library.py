@@ -115,7 +115,7 @@ class Library(Protocol):
 
 
 class Nccl:
-    """NCCL on one GPU. Raises ImportError without `nccl4py`, and ValueError if the device is not a
+    """The calls of the NCCL library for this rank's GPU. Raises ImportError without `nccl4py`, and ValueError if the device is not a
     GPU of NVIDIA."""
 
     def __init__(self, device: torch.device) -> None:

@@ -34,9 +34,9 @@ class ScaleTile(NamedTuple):
     columns: int
 
 
-# The tiles of an operand [rows, columns] of a product with blocks: of an operand whose columns are
-# summed over, of one whose rows are summed over, and of a weight (DeepSeek-AI 2024, arXiv
-# 2412.19437, section 3.3.2).
+# The shapes of the tiles that have one scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+# An operand [rows, columns] has tiles along its rows if the product sums over columns, and along
+# its columns if the product sums over rows. Weights have square tiles.
 ALONG_ROWS = ScaleTile(1, SCALED_BLOCK)
 ALONG_COLUMNS = ScaleTile(SCALED_BLOCK, 1)
 OF_WEIGHTS = ScaleTile(SCALED_BLOCK, SCALED_BLOCK)

@@ -352,7 +352,7 @@ class Attend(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward. If scores are stored, the working bytes are the
         gradient of the softmax's output before and after dropout, the gradient of the softmax's
-        input, and the gradient of the values. A host also needs a copy of the mask in the type of
+        input, and the gradient of the values. A CPU also needs a copy of the mask in the type of
         the gradients. For kernels that store no scores, the working bytes are the gradients of the
         operands and of the output. If a kernel without stored scores reads the output, the output
         is added, because it is still in memory."""

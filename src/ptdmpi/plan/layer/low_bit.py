@@ -238,8 +238,9 @@ def scaled_backward_bytes(
 
 
 def scaled_adding_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
-    """Return the working bytes of the gradient of a weight with `shape` = (inputs, outputs): the
-    values of the kept input, both operands, which are rounded again, and the product."""
+    """Return the working bytes of the gradient of a weight with `shape` = (inputs, outputs). These
+    are the bytes of the decoded input, of both operands after they are rounded again, and of their
+    product."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c

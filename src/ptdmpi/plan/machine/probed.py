@@ -158,8 +158,8 @@ class GeluWay(KernelWay):
 
 
 class LinearWay(KernelWay):
-    """The sizes from which a single call of oneDNN computes the output x W^T + b of a linear
-    (`output`) and the gradient dy W of its input (`input_gradient`).
+    """The least sizes of linears that one call of oneDNN computes: of the output x W^T + b
+    (`output`), and of the gradient dy W of the input (`input_gradient`).
 
     A size is the number of multiplications of two numbers; None means that oneDNN is never called.
     """

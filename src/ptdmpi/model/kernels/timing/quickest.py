@@ -65,7 +65,7 @@ class TimedSizes:
     gelu: tuple[int, int] = (1024, 2048)
 
     def measurements(self, dtype: torch.dtype) -> int:
-        """Return the number of measurements for numbers of type `dtype`."""
+        """Return how many kernels must be timed for tensors of type `dtype`."""
         ways = len(_attention_ways(dtype))
         return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 

@@ -51,16 +51,9 @@ def test_layouts_have_the_same_bits(comm, name):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize(
-    "where",
-    [
-        layout(t=2),
-        layout(t=2) | {"parallel.sequence_parallel": True},
-        {"parallel.context": 2},
-    ],
-    ids=["tensor", "sequence parallel", "context"],
-)
-def test_tensor_and_context_ranks_train_as_one_rank(comm, where):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_train_as_one_rank(comm, sequence_parallel):
+    where = layout(t=2) | {"parallel.sequence_parallel": sequence_parallel}
     found = train(comm, FLOAT8 | where)
     for precision in ("fp8", "bf16"):
         alone = train(comm, FLOAT8 | {"precision.compute": precision})

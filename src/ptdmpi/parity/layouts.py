@@ -382,7 +382,8 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     for i, j in itertools.combinations(range(len(sizes)), 2):
         columns.append(offset + table[:, i] * sizes[j] + table[:, j])
         offset += sizes[i] * sizes[j]
-    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: the number of the pair of values that a row has in two columns
+    # [rows, pairs of columns]: the number of the pair of values that a row has in two columns
+    held = np.stack(columns, axis=1)
     wanted = np.zeros(offset, dtype=bool)
     wanted[held] = True
     weights = 1.0 / np.sqrt(np.array(costs))

@@ -26,7 +26,8 @@ pytestmark = NEEDS_TRITON
 # of torch's operations several times.
 CLOSE = {"fp64": 1e-13, "fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 BY_TRITON = Kernels(triton=("loss", "norm", "gated"))
-TYPES = pytest.mark.parametrize("precision", DTYPES)
+# fp8 computes all of these in bf16
+TYPES = pytest.mark.parametrize("precision", [name for name in DTYPES if name != "fp8"])
 
 
 def normal(seed: int, *shape: int, precision: str) -> Tensor:

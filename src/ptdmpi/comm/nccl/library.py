@@ -115,8 +115,8 @@ class Library(Protocol):
 
 
 class Nccl:
-    """The calls of the NCCL library for this rank's GPU. Raises ImportError without `nccl4py`, and ValueError if the device is not a
-    GPU of NVIDIA."""
+    """The calls of the NCCL library for this rank's GPU. Raises ImportError without `nccl4py`, and
+    ValueError if the device is not a GPU of NVIDIA."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":

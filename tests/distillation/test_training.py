@@ -142,3 +142,19 @@ def test_no_data_of_your_own():
     config = config.replace("data", train=(part,))
     with pytest.raises(InputError, match="needs shards with the outputs of a teacher"):
         source_of(config)
+
+
+REFUSED = {
+    "own loss": {"run.loss": "tests._own:loss"},
+    "masked": {"model.kind": "bert"},
+    "pairs": {"preference.method": "dpo", "data.document_boundaries": True},
+    "task": {"task.kind": "classification", "task.labels": ["no", "yes"]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_objectives_are_refused(name):
+    from tests._configs import small
+
+    with pytest.raises(InputError, match=r"\[distillation\] cannot be combined with"):
+        small({"distillation.weight": 1.0, **REFUSED[name]})

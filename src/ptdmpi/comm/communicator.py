@@ -1,10 +1,9 @@
 """The interface of communicators: the operations that a transport must offer to other layers.
 
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
-group of one rank the same code runs without communication. Tensors must be contiguous.
-
-A rank may begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the
-rank may compute without x until it waits. All ranks begin the same collectives in the same order.
+group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
+begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the rank may
+compute without x until it waits. All ranks begin the same collectives in the same order.
 """
 
 import math

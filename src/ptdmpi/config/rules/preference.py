@@ -18,13 +18,19 @@ def preference_rules(sections: Sections) -> Iterator[str]:
         return
     refusals = [
         *where_known(_data, sections.data),
-        *where_known(_run, sections.run),
-        *where_known(_model, sections.model),
-        *where_known(_task, sections.task),
+        *other_objectives(sections),
         *where_known(_log, sections.log),
     ]
     for key, legal in refusals:
         yield f"[preference] cannot be combined with {key}; legal: {legal}"
+
+
+def other_objectives(sections: Sections) -> Iterator[tuple[str, str]]:
+    """Yield each setting for another objective than the next token, and the legal value instead:
+    the user's own loss, a masked model, or a task."""
+    yield from where_known(_run, sections.run)
+    yield from where_known(_model, sections.model)
+    yield from where_known(_task, sections.task)
 
 
 def _data(data: DataConfig) -> Iterator[tuple[str, str]]:

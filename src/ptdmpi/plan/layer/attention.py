@@ -1,5 +1,4 @@
-"""The operators of attention between its two linears: from queries, keys and values to the outputs
-of the heads."""
+"""The operators of attention between its two linears: from queries to the outputs of the heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """The operators of a layer. In `plan.layer`, a row is the description of one operator. This module
 has a class of torch modules for each kind of row, and the functions that compute the operators.
-
 `install` makes the module of each row and registers it under the row's name. `run` computes the
 operators in order. The planner and the model both use the rows of `plan.layer.describe`.
 Activations are [s, b, h], for b sequences of s positions and the hidden size h. Under sequence

@@ -10,6 +10,7 @@ VERSION = re.findall(r'^__version__ = "(.*)"$', INIT.read_text(), re.MULTILINE)[
 DATA = ["huggingface_hub>=0.23", "tokenizers>=0.20", "zstandard>=0.22"]
 # More kinds of input for `ptdmpi-data`, which `make setup-all` installs.
 CORPUS = [
+    "datasets>=3.2",
     "gigatoken>=0.10,<0.11",
     "pyarrow>=15",
     "rensa>=0.5,<0.6",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptdmpi.base.progress import progress
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
@@ -23,23 +22,19 @@ if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions
 
 
+def _joined(*options: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that adds all `options` to a command, in order."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the options, and return the command."""
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
-_TEXT_FIELD = click.option(
-    "--text-field",
-    default="text",
-    show_default=True,
-    help="Text field of .jsonl lines, or text column of .parquet.",
-)
-_SUFFIX = click.option(
-    "--suffix", "suffixes", multiple=True, help="Also read files with this ending (.py) as .txt."
-)
-_ERRORS = click.option(
-    "--errors",
-    type=click.Choice(["strict", "replace"]),
-    default="strict",
-    show_default=True,
-    help="What to do with bytes that are not UTF-8.",
-)
 _SKIP = click.option(
     "--skip-bad-lines",
     is_flag=True,
@@ -48,55 +43,83 @@ _SKIP = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add to a command the options for making shards: the fields of OutputOptions, and --json."""
-    options = (
-        click.option("--output", required=True, type=PATH, help="Directory for the shards."),
-        click.option("--valid-output", type=PATH, help="Directory for held-out shards."),
-        click.option(
-            "--valid-fraction",
-            type=float,
-            default=0.0,
-            help="Fraction of documents to hold out, chosen by hash.",
-        ),
-        click.option(
-            "--shard-tokens",
-            type=click.IntRange(1, 1 << 48),
-            default=1 << 28,
-            show_default=True,
-            help="A shard ends at the first end of a document after this many tokens.",
-        ),
-        click.option(
-            "--force", is_flag=True, help="Remove earlier shards in the output, and start again."
-        ),
-        _JSON,
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# the options for making shards: the fields of OutputOptions, and --json
+_SHARDS = _joined(
+    click.option("--output", required=True, type=PATH, help="Directory for the shards."),
+    click.option("--valid-output", type=PATH, help="Directory for held-out shards."),
+    click.option(
+        "--valid-fraction",
+        type=float,
+        default=0.0,
+        help="Fraction of documents to hold out, chosen by hash.",
+    ),
+    click.option(
+        "--shard-tokens",
+        type=click.IntRange(1, 1 << 48),
+        default=1 << 28,
+        show_default=True,
+        help="A shard ends at the first end of a document after this many tokens.",
+    ),
+    click.option(
+        "--force", is_flag=True, help="Remove earlier shards in the output, and start again."
+    ),
+    _JSON,
+)
 
 
-def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add to a command the options for making rows of conversations, and return it."""
-    options = (
-        click.option(
-            "--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."
-        ),
-        click.option(
-            "--seq-length",
-            required=True,
-            type=int,
-            help="Tokens per row: model.seq_length of the run.",
-        ),
-        click.option(
-            "--template",
-            type=PATH,
-            help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# the options for reading texts, from files or as a stream
+_TEXTS = _joined(
+    click.option(
+        "--text-field",
+        default="text",
+        show_default=True,
+        help="Text field of .jsonl lines, or text column of .parquet.",
+    ),
+    click.option(
+        "--suffix",
+        "suffixes",
+        multiple=True,
+        help="Also read files with this ending (.py) as .txt.",
+    ),
+    click.option(
+        "--errors",
+        type=click.Choice(["strict", "replace"]),
+        default="strict",
+        show_default=True,
+        help="What to do with bytes that are not UTF-8.",
+    ),
+    _SKIP,
+    click.option(
+        "--stream",
+        is_flag=True,
+        help="Read INPUT, a data set of the Hugging Face hub, without storing its files.",
+    ),
+    click.option("--subset", help="With --stream: the subset [default: the default subset]."),
+    click.option("--split", help="With --stream: the split [default: train]."),
+    click.option(
+        "--documents",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="With --stream: read only the first N documents (on one rank).",
+    ),
+)
+
+
+# the options for making rows of conversations
+_ROWS = _joined(
+    click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."),
+    click.option(
+        "--seq-length",
+        required=True,
+        type=int,
+        help="Tokens per row: model.seq_length of the run.",
+    ),
+    click.option(
+        "--template",
+        type=PATH,
+        help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
+    ),
+)
 
 
 def _output_options(given: dict[str, Any]) -> OutputOptions:
@@ -161,11 +184,8 @@ def commands() -> None:
     type=click.Choice(["exact", "near"]),
     help="Keep only the first of equal, or nearly equal (MinHash), documents.",
 )
-@_TEXT_FIELD
-@_SUFFIX
-@_ERRORS
-@_SKIP
-@_shard_options
+@_TEXTS
+@_SHARDS
 def tokenize(
     inputs: tuple[str, ...],
     *,
@@ -176,8 +196,15 @@ def tokenize(
     text_field: str,
     **given: Any,
 ) -> None:
-    """Make token shards from text files. If the command was stopped, running it again continues."""
+    """Make token shards from text files. If the command was stopped, running it again continues.
+
+    With --stream, INPUT is a data set of the Hugging Face hub (org/name, or org/name@REVISION), or
+    a folder with its files:
+
+    ptdmpi-data tokenize org/name --stream --documents 100000 --tokenizer tok.json --output data
+    """
     from data_prep.encode import EncodeOptions
+    from data_prep.stream import StreamOptions
     from data_prep.text_corpus import TextCorpus, TextOptions
 
     encode = EncodeOptions(
@@ -188,14 +215,19 @@ def tokenize(
         skip_bad_lines=given.pop("skip_bad_lines"),
     )
     options = TextOptions(
-        inputs=inputs, encode=encode, suffixes=suffixes, workers=workers, deduplicate=deduplicate
+        inputs=inputs,
+        encode=encode,
+        suffixes=suffixes,
+        workers=workers,
+        deduplicate=deduplicate,
+        stream=StreamOptions.taken_from(given),
     )
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
 
 @commands.command()
 @_INPUTS
-@_row_options
+@_ROWS
 @click.option(
     "--messages-field",
     default="messages",
@@ -216,7 +248,7 @@ def tokenize(
     help="What to do with conversations longer than a row.",
 )
 @_SKIP
-@_shard_options
+@_SHARDS
 def chat(
     inputs: tuple[str, ...],
     *,
@@ -244,9 +276,9 @@ def chat(
 
 @commands.command()
 @_INPUTS
-@_row_options
+@_ROWS
 @_SKIP
-@_shard_options
+@_SHARDS
 def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     """Make shards of preference pairs, for training with [preference].
 
@@ -317,7 +349,7 @@ def score(
 @click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")
 @click.option("--vocab-size", type=int, help="Vocabulary size, if there is no tokenizer file.")
 @click.option("--eod-id", type=int, help="Token id that ends a document.")
-@_shard_options
+@_SHARDS
 def import_megatron(
     prefixes: tuple[str, ...],
     tokenizer: str | None,
@@ -381,20 +413,25 @@ def _cell(value: Any) -> str:
     type=click.IntRange(1),
     help="Learn from about this many bytes of the text, chosen by hash [default: all].",
 )
-@_TEXT_FIELD
-@_SUFFIX
-@_ERRORS
-@_SKIP
+@_TEXTS
 @_JSON
 def train_tokenizer(
     inputs: tuple[str, ...], output: Path, vocab_size: int, as_json: bool, **given: Any
 ) -> None:
     """Train a byte-level BPE tokenizer with the special token <|endoftext|>."""
+    from data_prep.encode import EncodeOptions
     from data_prep.state import require_writable, write_file
+    from data_prep.stream import StreamOptions
+    from data_prep.text_corpus import TextOptions, training_texts
     from data_prep.vocabulary import train_bpe
 
+    sample_bytes = given.pop("sample_bytes")
+    stream = StreamOptions.taken_from(given)
+    suffixes = given.pop("suffixes")
+    encode = EncodeOptions(tokenizer="", valid_fraction=0.0, **given)
+    options = TextOptions(inputs, encode, suffixes, stream=stream)
     require_writable(output)  # check the output before the long training begins
-    content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
+    content, size = train_bpe(training_texts(options, sample_bytes), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -409,48 +446,6 @@ def train_tokenizer(
         click.echo(json.dumps({"output": str(output), "vocab_size": size}))
     else:
         click.echo(f"{output}: {counted(size, 'entry')}")
-
-
-def _training_texts(
-    inputs: tuple[str, ...],
-    *,
-    suffixes: tuple[str, ...],
-    sample_bytes: int | None,
-    text_field: str,
-    errors: str,
-    skip_bad_lines: bool,
-) -> Iterator[str]:
-    """Yield the texts on which the tokenizer is trained. Raise InputError if there is no text.
-    Raise also the errors that `read_pieces` raises."""
-    from data_prep.encode import EncodeOptions, read_pieces
-    from data_prep.sources import document_share, find_sources, read_tasks
-
-    sources = find_sources(inputs, suffixes)
-    total = sum(source.size_bytes for source in sources)
-    share = 1.0  # fraction of the texts that the training uses
-    if sample_bytes is not None:
-        share = sample_bytes / max(1, total)
-    options = EncodeOptions(
-        tokenizer="",
-        text_field=text_field,
-        errors=errors,
-        valid_fraction=0.0,
-        skip_bad_lines=skip_bad_lines,
-    )
-    empty = True
-    bad: list[int] = []
-    with progress("reading", total, "B") as advance:
-        for task in read_tasks(0, sources, advance, text_field):
-            for piece in read_pieces(task, options, bad):
-                if piece.text and document_share(piece.text.encode()) < share:
-                    empty = False
-                    yield piece.text
-    if bad:
-        note(f"note: {counted(len(bad), 'line')} left out that cannot be read")
-    if empty:
-        raise InputError(
-            "no text to learn from: all documents are empty, or --sample-bytes is too small"
-        )
 
 
 @commands.command()

@@ -57,8 +57,8 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive decompressed bytes of a source: complete lines (JSONL), texts of rows (PARQUET)
-    or a piece of a document (TEXT)."""
+    """Consecutive decompressed bytes of a source: complete lines (JSONL), texts of rows (PARQUET,
+    or a data set that is streamed) or a piece of a document (TEXT)."""
 
     path: str
     kind: str
@@ -105,7 +105,7 @@ def _usable(suffixes: Sequence[str]) -> list[str]:
     return [*plain, *compressed, f"*{PARQUET}"]
 
 
-def _walk(directory: Path) -> Iterator[Path]:
+def walk(directory: Path) -> Iterator[Path]:
     """Yield all files in a directory tree, sorted. Raise InputError for a folder that cannot be
     read."""
 
@@ -138,7 +138,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
         if is_hub_name(str(given)):
             given = downloaded(str(given), "dataset", _usable(suffixes))
         if given.is_dir():
-            paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]
+            paths = [path for path in walk(given) if _kind(path, suffixes) and path.is_file()]
             if not paths:
                 raise InputError(f"{given}: no usable file in this directory; usable are {legal}")
             names = [str(path.relative_to(given)) for path in paths]
@@ -404,11 +404,10 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
         yield chunk(bytes(buffer))
 
 
-def _row_chunks(
-    source: CorpusFile, text_field: str, advance: Callable[[int], object]
-) -> Iterator[Chunk]:
-    """Yield chunks of a Parquet file, each of which consists of complete texts. A chunk ends with
-    the text that brings its size to TASK_BYTES bytes or more."""
+def row_chunks(path: str, rows: Iterable[tuple[int, bytes]]) -> Iterator[Chunk]:
+    """Yield chunks of `rows`, which are (number of the row, text in UTF-8) pairs in order. A chunk
+    ends with the text that brings its size to TASK_BYTES bytes or more. `path` names the source of
+    the rows in error messages."""
     texts: list[bytes] = []
     size_bytes = first = 0
 
@@ -416,7 +415,7 @@ def _row_chunks(
         """Return a chunk that consists of the collected `texts`."""
         lengths = tuple(map(len, texts))
         return Chunk(
-            path=str(source.path),
+            path=path,
             kind=PARQUET,
             data=b"".join(texts),
             start=0,
@@ -427,7 +426,7 @@ def _row_chunks(
             lengths=lengths,
         )
 
-    for row, text in read_rows(source.path, text_field, source.start, source.stop):
+    for row, text in rows:
         if not texts:
             first = row
         texts.append(text)
@@ -438,6 +437,14 @@ def _row_chunks(
             size_bytes = 0
     if texts:
         yield chunk()
+
+
+def _parquet_chunks(
+    source: CorpusFile, text_field: str, advance: Callable[[int], object]
+) -> Iterator[Chunk]:
+    """Yield chunks of a Parquet file, each of which consists of complete texts."""
+    rows = read_rows(source.path, text_field, source.start, source.stop)
+    yield from row_chunks(str(source.path), rows)
     advance(size_on_disk(source))
 
 
@@ -445,11 +452,27 @@ def _chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
     if source.kind == PARQUET:
-        return _row_chunks(source, text_field, advance)
+        return _parquet_chunks(source, text_field, advance)
     blocks = read_blocks(source, advance)
     if source.kind == JSONL:
         return _line_chunks(source, blocks)
     return _text_chunks(source, blocks)
+
+
+def tasks_of(group: int, chunks: Iterable[Chunk]) -> Iterator[Task]:
+    """Yield the tasks of one group, which consists of `chunks`, in order."""
+    held: list[Chunk] = []
+    index = size_bytes = 0
+    for chunk in chunks:
+        held.append(chunk)
+        size_bytes += len(chunk.data)
+        if size_bytes >= TASK_BYTES:
+            yield Task(group, index, tuple(held))
+            held = []
+            index += 1
+            size_bytes = 0
+    if held:
+        yield Task(group, index, tuple(held))
 
 
 def read_tasks(
@@ -460,19 +483,8 @@ def read_tasks(
 ) -> Iterator[Task]:
     """Yield the tasks of one group, in order. After each read, `advance` is called with the number
     of bytes that were read. Raise InputError for a file that cannot be read."""
-    chunks: list[Chunk] = []
-    index = size_bytes = 0
-    for source in sources:
-        for chunk in _chunks(source, text_field, advance):
-            chunks.append(chunk)
-            size_bytes += len(chunk.data)
-            if size_bytes >= TASK_BYTES:
-                yield Task(group, index, tuple(chunks))
-                chunks = []
-                index += 1
-                size_bytes = 0
-    if chunks:
-        yield Task(group, index, tuple(chunks))
+    chunks = (chunk for source in sources for chunk in _chunks(source, text_field, advance))
+    return tasks_of(group, chunks)
 
 
 def document_share(first_piece: bytes) -> float:

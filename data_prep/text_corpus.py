@@ -1,16 +1,17 @@
-"""A corpus of text files. The files are found, grouped and read by this process, and encoded by
-several processes."""
+"""A corpus of texts, from files or from a stream. The texts are grouped and read by this process,
+and encoded by several processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_prep.corpus import OutputOptions, Work
 from data_prep.duplicates import Duplicates, check
-from data_prep.encode import Encoded, EncodeOptions, Encoder, map_in_order
+from data_prep.encode import Encoded, EncodeOptions, Encoder, map_in_order, read_pieces
 from data_prep.sources import (
     Task,
+    document_share,
     find_sources,
     group_sources,
     read_tasks,
@@ -18,7 +19,12 @@ from data_prep.sources import (
     split_sources,
 )
 from data_prep.state import files_identity
+from data_prep.stream import StreamedTexts, StreamOptions
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
+from ptdmpi.base.progress import progress
+from ptdmpi.base.say import note
+from ptdmpi.base.words import counted
+from ptdmpi.config import InputError
 
 # The usual number of bytes of text per token, for tokenizers with large vocabularies. If a text has
 # this number of bytes per token, a group of files gives about one shard.
@@ -29,7 +35,8 @@ _BYTES_PER_WORKER = 1 << 21
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The inputs and options of `ptdmpi-data tokenize`, except those for the output."""
+    """The inputs and options of `ptdmpi-data tokenize`, except those for the output. If `stream`
+    is not None, the only input is a data set that is read as a stream."""
 
     inputs: tuple[str, ...]
     encode: EncodeOptions
@@ -37,14 +44,88 @@ class TextOptions:
     # None: one process per core that this process may use; under MPI one process
     workers: int | None = None
     deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
+    stream: StreamOptions | None = None
+
+
+class Texts(Protocol):
+    """The texts of a corpus, in groups."""
+
+    # Size in bytes of each group on the disk; 0 if it is unknown before the group is read.
+    group_bytes: Sequence[int]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties of the inputs that determine the texts."""
+
+    def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
+        """Yield the tasks of a group, in order. `advance` is called with the number of bytes that
+        were read. Raise InputError if the texts cannot be read."""
+
+
+class FileTexts:
+    """The texts of files. Each group of files has at least `group_bytes` bytes."""
+
+    def __init__(self, options: TextOptions, group_bytes: int):
+        """Find the files, and divide them into groups. Raise InputError for bad inputs."""
+        sources = find_sources(options.inputs, options.suffixes)
+        self._field = options.encode.text_field
+        self._files = files_identity(
+            (source.name, source.size_bytes, source.modified_ns) for source in sources
+        )
+        self._groups = group_sources(split_sources(sources, group_bytes), group_bytes)
+        self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of files, and a hash of their names, sizes and times."""
+        return self._files
+
+    def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
+        """Yield the tasks of a group (see `read_tasks`)."""
+        return read_tasks(group, self._groups[group], advance, self._field)
+
+
+def _open(options: TextOptions, group_bytes: int) -> Texts:
+    """Return the texts that `options` name. Raise InputError for bad inputs."""
+    if options.stream is None:
+        return FileTexts(options, group_bytes)
+    if options.suffixes or len(options.inputs) != 1:
+        raise InputError("--stream reads one data set, and no --suffix; make one output for each")
+    return StreamedTexts(options.inputs[0], options.encode.text_field, options.stream)
+
+
+def training_texts(options: TextOptions, sample_bytes: int | None) -> Iterator[str]:
+    """Yield the texts on which a tokenizer is trained. If `sample_bytes` is not None, yield only
+    texts of about so many bytes, chosen by hash. Raise InputError if there is no text. Raise also
+    the errors that `read_pieces` raises."""
+    if options.stream is not None and sample_bytes is not None:
+        raise InputError("--sample-bytes needs the sizes of files; with --stream: --documents")
+    texts = _open(options, 1 << 62)  # one group of all files
+    total = sum(texts.group_bytes)
+    share = 1.0  # fraction of the texts that the training uses
+    if sample_bytes is not None:
+        share = sample_bytes / max(1, total)
+    empty = True
+    bad: list[int] = []
+    with progress("reading", total, "B") as advance:
+        for group in range(len(texts.group_bytes)):
+            for task in texts.tasks(group, advance):
+                for piece in read_pieces(task, options.encode, bad):
+                    if piece.text and document_share(piece.text.encode()) < share:
+                        empty = False
+                        yield piece.text
+    if bad:
+        note(f"note: {counted(len(bad), 'line')} left out that cannot be read")
+    if empty:
+        raise InputError(
+            "no text to learn from: all documents are empty, or --sample-bytes is too small"
+        )
 
 
 class TextCorpus:
-    """A corpus of text files, which is encoded by a tokenizer."""
+    """A corpus of texts, which is encoded by a tokenizer."""
 
     def __init__(self, options: TextOptions, output: OutputOptions):
-        """Find the files, and divide them into groups. Raise InputError for bad options or
-        files."""
+        """Open the texts, and divide them into groups. Raise InputError for bad options or
+        inputs."""
         self._options = options
         if options.deduplicate is not None:
             check(options.deduplicate)
@@ -62,16 +143,11 @@ class TextCorpus:
         name = options.encode.tokenizer
         self.vocabulary = load_tokenizer(name)
         self.tokenizer_file = tokenizer_file(name)
-        sources = find_sources(options.inputs, options.suffixes)
-        self._files = files_identity(
-            (source.name, source.size_bytes, source.modified_ns) for source in sources
-        )
-        group_bytes = output.shard_tokens * _TEXT_BYTES_PER_TOKEN
-        self._groups = group_sources(split_sources(sources, group_bytes), group_bytes)
-        self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
+        self._texts = _open(options, output.shard_tokens * _TEXT_BYTES_PER_TOKEN)
+        self.group_bytes = self._texts.group_bytes
 
     def identity(self) -> dict[str, Any]:
-        """Return the tokenizer, the properties of files and the options that determine the
+        """Return the tokenizer, the properties of the inputs and the options that determine the
         tokens."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
@@ -85,17 +161,18 @@ class TextCorpus:
             "errors": self._options.encode.errors,
             "deduplicate": self._options.deduplicate,
             **skipping,
-            **self._files,
+            **self._texts.identity(),
         }
 
     def _workers(self, work: Work) -> int:
         """Return the number of processes that encode the groups of `work`."""
+        if self._options.stream is not None:  # the sizes are unknown
+            return self._options.workers or work.cores
         size_bytes = sum(self.group_bytes[group] for group in work.groups)
         return self._options.workers or max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
 
     def _read(self, work: Work, group: int) -> Iterator[Task]:
-        field = self._options.encode.text_field
-        return read_tasks(group, self._groups[group], work.advance, field)
+        return self._texts.tasks(group, work.advance)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
         """Return the steps that find duplicates. In these steps every rank reads its groups, and
@@ -115,7 +192,7 @@ class TextCorpus:
         def find() -> None:
             """On rank 0, find the duplicates and write them to files."""
             if work.rank == 0:
-                duplicates.find(len(self._groups))
+                duplicates.find(len(self.group_bytes))
 
         return (read_keys, find)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ptdmpi.base.errors import InputError
 
+Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Endings of file names. If a file with one of these endings is missing, an error is reported, and
 # no repository of this name is searched for on the hub.
@@ -23,7 +24,7 @@ def is_hub_name(name: str) -> bool:
     return not Path(folder).exists()
 
 
-def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str]) -> Path:
+def downloaded(name: str, kind: Kind, patterns: Sequence[str]) -> Path:
     """Return the local folder of a repository, with the files that match one of the `patterns`. For
     a model, files in subfolders are not included.
 
@@ -32,10 +33,8 @@ def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[
     """
     from huggingface_hub import snapshot_download
 
-    option = f" --repo-type {kind}"
     left_out: list[str] = []
     if kind == "model":
-        option = ""
         # do not download subfolders, because they contain the same weights in other formats
         left_out = ["*/*"]
     try:
@@ -46,9 +45,32 @@ def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[
         )
     # catch every exception, because the libraries that download raise exceptions of many classes
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
-        raise InputError(
-            f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "
-            f"{reason}; where there is network, run hf download {name}{option} --local-dir DIR, "
-            "and give DIR instead"
-        ) from None
+        raise _unreachable(name, kind, error) from None
+
+
+def newest_revision(name: str) -> str:
+    """Return the commit of the newest version of the data set `name`. Raise InputError if the hub
+    cannot be reached, or has no data set of this name."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(name).sha)
+    # catch every exception, because the libraries that download raise exceptions of many classes
+    except Exception as error:
+        raise _unreachable(name, "dataset", error) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text without a full stop at its end; the name of the
+    exception's class if it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
+def _unreachable(name: str, kind: Kind, error: Exception) -> InputError:
+    """Return the error for a repository that cannot be read from the hub."""
+    option = " --repo-type dataset" if kind == "dataset" else ""
+    return InputError(
+        f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "
+        f"{first_line(error)}; where there is network, run hf download {name}{option} "
+        "--local-dir DIR, and give DIR instead"
+    )

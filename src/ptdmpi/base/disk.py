@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 
+def user_cache() -> Path:
+    """Return the folder of this user's cache for ptdmpi, by the XDG base directory specification.
+    The folder need not exist."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(folder) / "ptdmpi"
+
+
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
     while the program computes, and a later `sync` has little left to write. The function calls

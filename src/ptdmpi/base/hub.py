@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ptdmpi.base.disk import user_cache
 from ptdmpi.base.errors import InputError
 
 Kind = Literal["model", "dataset"]
@@ -46,6 +47,20 @@ def downloaded(name: str, kind: Kind, patterns: Sequence[str]) -> Path:
     # catch every exception, because the libraries that download raise exceptions of many classes
     except Exception as error:
         raise _unreachable(name, kind, error) from None
+
+
+def converted_at(name: str) -> Path:
+    """Return the folder in the user's cache for the model `name` of the hub, after its conversion
+    to a checkpoint. The folder need not exist."""
+    return user_cache() / "models" / name.replace("/", "--")
+
+
+def local_model(path: Path) -> Path:
+    """Return the folder of a converted model in the user's cache, if `path` is the name of this
+    model on the hub. Return any other path unchanged."""
+    if is_hub_name(str(path)) and converted_at(str(path)).is_dir():
+        return converted_at(str(path))
+    return path
 
 
 def newest_revision(name: str) -> str:

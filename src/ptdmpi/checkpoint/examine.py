@@ -12,6 +12,7 @@ import numpy as np
 
 from ptdmpi.base.box import Box, rows_of
 from ptdmpi.base.disk import open_file
+from ptdmpi.base.hub import is_hub_name, local_model
 from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Damaged, Reader, header
@@ -31,8 +32,9 @@ SLAB_BYTES = 1 << 25
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints that `path` names, in ascending order of steps. `path` is a
-    checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`. Raise
-    InputError if there is no checkpoint, or if `path` cannot be read."""
+    checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`; or the
+    name of a model on the hub, which is converted into the user's cache. Raise InputError if there
+    is no checkpoint, or if `path` cannot be read."""
     try:
         return _checkpoints(path)
     except OSError as error:
@@ -40,7 +42,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    path = files.named(path)
+    path = files.named(local_model(path))
     if (path / MANIFEST).exists() or files.is_name(path.name):
         if not path.is_dir():
             raise InputError(f"{path}: no such checkpoint")
@@ -52,6 +54,8 @@ def _checkpoints(path: Path) -> list[Path]:
     hint = ""
     if (path / "config.json").is_file():
         hint = "; ptdmpi convert from-hf takes a model of Hugging Face"
+    elif is_hub_name(str(path)):
+        hint = f"; for a model on the Hugging Face hub, first run ptdmpi convert from-hf {path}"
     raise InputError(f"{path} is no checkpoint, and no run directory with checkpoints{hint}")
 
 

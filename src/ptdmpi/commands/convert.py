@@ -5,14 +5,16 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptdmpi.base.hub import downloaded, is_hub_name
+from ptdmpi.base.hub import converted_at, downloaded, is_hub_name
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
+from ptdmpi.config import InputError
 from ptdmpi.terminal.options import AS_JSON, EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
 
@@ -35,12 +37,13 @@ def command() -> None:
 
 @command.command("from-hf")
 @click.argument("source")
-@click.argument("target", type=PATH)
+@click.argument("target", type=PATH, required=False)
 @AS_JSON
-def from_hugging_face(source: str, target: Path, as_json: bool) -> None:
+def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
     """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET.
 
-    SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded.
+    SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded. Without
+    TARGET, the user's cache keeps the converted model, and all commands know it by its name.
 
     `ptdmpi train`, `evaluate` and `generate` read TARGET.
     """
@@ -51,8 +54,14 @@ def from_hugging_face(source: str, target: Path, as_json: bool) -> None:
     name = ""
     if is_hub_name(source):
         name = source
+        target = target or converted_at(name)
         folder = downloaded(source, "model", MODEL_FILES)
-    _print(lambda: from_hf(folder, target, name), as_json)
+    if target is None:
+        raise InputError(
+            f"TARGET is missing: {source} is a path, and only models of the Hugging Face hub are "
+            "kept in the user's cache"
+        )
+    _print(partial(from_hf, folder, target, name), as_json)
 
 
 @command.command("to-hf")

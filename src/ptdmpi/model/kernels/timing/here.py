@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 import torch
 
-from ptdmpi.base.disk import read_file, write_whole
+from ptdmpi.base.disk import read_file, user_cache, write_whole
 from ptdmpi.base.toml import tables_of
 from ptdmpi.config import Config
 from ptdmpi.model.kernels.choice import Entries
@@ -74,10 +74,9 @@ class Cached:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file. The folder follows the XDG base directory specification."""
-        folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        """Return the path of the file, in the user's cache."""
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-        return Path(folder) / "ptdmpi" / "kernels" / f"{digest[:16]}.toml"
+        return user_cache() / "kernels" / f"{digest[:16]}.toml"
 
     def read(self) -> dict[str, list[dict[str, Any]]] | None:
         """Return the measurements; None if there are no measurements for this key, or the file is

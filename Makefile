@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup setup-all docs docs-serve test test-long test-slurm demo bench parity gpu torture calibrate validate-plan validate-plan-here curves-here figures communicate-less fuzz clean
+.PHONY: help setup setup-all docs docs-serve test test-long test-slurm demo bench parity gpu gpu-dry torture calibrate validate-plan validate-plan-here curves-here figures communicate-less fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 26
@@ -97,6 +97,9 @@ parity: setup ## compare the same training in every layout
 
 gpu: setup ## measure one GPU in at most nine minutes: docs/reference/gpu.md
 	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.gpu.run
+
+gpu-dry: setup ## count launches and bytes of training on a GPU that computes nothing (gcc; downloads 550 MB)
+	$(BIN)/python -m benchmarks.dry.run
 
 torture: setup ## kill, damage and starve runs of every kind, and count losses (hours on two cores)
 	$(BIN)/python -m benchmarks.faults.torture

@@ -1,0 +1,34 @@
+"""The counters of the null GPU in this process."""
+
+import ctypes
+from typing import NamedTuple
+
+from benchmarks.dry.build import STATE
+
+
+class Events(NamedTuple):
+    """The number of events on the null GPU so far: kernels, copies and fills, waits of the host for
+    the device, and reservations of memory, in the order of `enum null_event`."""
+
+    launches: int
+    copies: int
+    syncs: int
+    allocations: int
+
+
+class NullGpu:
+    """The null GPU that this process has loaded."""
+
+    def __init__(self) -> None:
+        """Open the library of the counters. Raises OSError outside of the null GPU's
+        environment."""
+        self._library = ctypes.CDLL(STATE)
+        self._library.null_count.restype = ctypes.c_ulong
+
+    def events(self) -> Events:
+        """Return the events so far."""
+        return Events(*(self._library.null_count(number) for number in range(len(Events._fields))))
+
+    def launched(self) -> int:
+        """Return how many kernels, copies and fills the device was given so far."""
+        return self._library.null_count(0) + self._library.null_count(1)

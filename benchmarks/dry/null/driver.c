@@ -1,0 +1,133 @@
+/* libcuda.so.1: the driver, as far as PyTorch, Triton and the Python bindings call it. */
+#include "null.h"
+
+#include <string.h>
+
+typedef int result; /* CUresult; 0 is success */
+
+/* Handles that no caller looks into. */
+#define CONTEXT ((void *)0x10)
+#define MODULE ((void *)0x20)
+#define FUNCTION ((void *)0x30)
+
+enum { POINTER_TYPE = 2, TYPE_HOST = 1, TYPE_DEVICE = 2 };
+
+result cuDriverGetVersion(int *version) {
+    *version = CUDA_RELEASE;
+    return 0;
+}
+
+result cuDeviceGetCount(int *count) {
+    *count = 1;
+    return 0;
+}
+
+result cuDeviceGet(int *device, int number) {
+    *device = 0;
+    return 0;
+}
+
+result cuDeviceGetName(char *name, int length, int device) {
+    strncpy(name, DEVICE_NAME, length);
+    return 0;
+}
+
+result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = null_attribute(attribute);
+    return 0;
+}
+
+result cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *is_active) {
+    *flags = 0;
+    *is_active = 1;
+    return 0;
+}
+
+result cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = CONTEXT;
+    return 0;
+}
+
+result cuCtxGetCurrent(void **context) {
+    *context = CONTEXT;
+    return 0;
+}
+
+result cuCtxGetDevice(int *device) {
+    *device = 0;
+    return 0;
+}
+
+result cuModuleLoad(void **module, const char *path) {
+    *module = MODULE;
+    return 0;
+}
+
+result cuModuleLoadData(void **module, const void *image) {
+    *module = MODULE;
+    return 0;
+}
+
+result cuModuleLoadDataEx(void **module, const void *image, unsigned int count, int *options,
+                          void **values) {
+    *module = MODULE;
+    return 0;
+}
+
+result cuModuleGetFunction(void **function, void *module, const char *name) {
+    *function = FUNCTION;
+    return 0;
+}
+
+/* Of a function: 0 is the number of threads in a block, 4 of registers, others are sizes. */
+result cuFuncGetAttribute(int *value, int attribute, void *function) {
+    *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;
+    return 0;
+}
+
+result cuLaunchKernel(void *function, unsigned int grid_x) {
+    null_add(NULL_LAUNCH);
+    return 0;
+}
+
+result cuLaunchKernelEx(const void *how, void *function) {
+    null_add(NULL_LAUNCH);
+    return 0;
+}
+
+result cuLaunchCooperativeKernel(void *function, unsigned int grid_x) {
+    null_add(NULL_LAUNCH);
+    return 0;
+}
+
+result cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads,
+                                                   size_t shared_bytes) {
+    *blocks = 2;
+    return 0;
+}
+
+result cuPointerGetAttribute(void *value, int attribute, unsigned long address) {
+    enum null_place place = null_place_of((void *)address);
+    if (place == NULL_NOWHERE)
+        return 1; /* CUDA_ERROR_INVALID_VALUE */
+    if (attribute == POINTER_TYPE)
+        *(unsigned int *)value = place == NULL_DEVICE ? TYPE_DEVICE : TYPE_HOST;
+    else
+        *(unsigned long *)value = address;
+    return 0;
+}
+
+result cuMemGetInfo_v2(size_t *free, size_t *total) {
+    *free = null_free_bytes();
+    *total = TOTAL_BYTES;
+    return 0;
+}
+
+result cuGetErrorString(int error, const char **text) {
+    *text = "an error of the null GPU";
+    return 0;
+}
+
+result cuGetErrorName(int error, const char **text) {
+    return cuGetErrorString(error, text);
+}

@@ -1,0 +1,68 @@
+"""`make gpu-dry`: build the null GPU, count training steps on it, and write the
+tables of docs/reference/gpu-dry.md.
+
+Each part runs in a separate process, in the environment of the null GPU.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from benchmarks.dry.build import build, environment
+from benchmarks.gpu.process import answer
+from benchmarks.gpu.reasons import done, reasons
+from benchmarks.launch import ROOT
+from benchmarks.marks import put, table
+from ptdmpi.comm import launch
+
+PAGE = ROOT / "docs/reference/gpu-dry.md"
+LIMIT_S = 600.0  # for one part
+PARTS = ("layers",)
+
+
+def of_part(name: str) -> dict[str, Any]:
+    """Return the rows of a part. This process must use the null GPU."""
+    from benchmarks.dry import layers
+
+    return {"layers": layers.table}[name]()
+
+
+def main() -> None:
+    """Run the command line: either all parts, or one part, whose rows are printed for the parent
+    process. The exit code is 1 if anything could not be counted."""
+    launch.prepare()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, help="count one part and print its rows")
+    chosen = parser.parse_args()
+    if chosen.part:
+        print(json.dumps(of_part(chosen.part)))
+        return
+    build()
+    failed = {}
+    for name in PARTS:
+        command = [sys.executable, "-m", "benchmarks.dry.run", "--part", name]
+        rows = answer(command, LIMIT_S, environment())
+        failed |= {f"{name}: {where or 'as a whole'}": why for where, why in reasons(rows).items()}
+        put(PAGE, name, lines(rows))
+    for where, why in failed.items():
+        print(f"{where}: {why}", file=sys.stderr)
+    sys.exit(bool(failed))
+
+
+def lines(rows: dict[str, Any]) -> list[str]:
+    """Return the lines of the table of a part. Rows that failed are left out."""
+    whole = {name: row for name, row in rows.items() if isinstance(row, dict) and done(row)}
+    columns = list(dict.fromkeys(column for row in whole.values() for column in row))
+    cells = ([name, *(_shown(row.get(key)) for key in columns)] for name, row in whole.items())
+    return list(table(["", *columns], cells))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Training steps on the null GPU, by ptdmpi and by other trainers, and their counts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.dry.counting import Counting
+from benchmarks.dry.device import NullGpu
+from benchmarks.gpu.timing import fresh
+from benchmarks.gpu.training import batches, drawn_there, engine_on
+from ptdmpi.config import Config, resolve
+from ptdmpi.model.batch import Placing
+from ptdmpi.plan.cost.memory import MemoryModel
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Counts(NamedTuple):
+    """The counts of one training step.
+
+    `launches`, `moved_bytes`, `other_bytes`, `flops` and `roofline_s` are those of `DeviceWork`.
+    `outside` is the number of launches that no operator of PyTorch's dispatcher made. `syncs` is
+    the number of calls that let the host wait for the device. `peak_bytes` is the largest amount of
+    memory that tensors had during the step.
+    """
+
+    launches: float
+    outside: float
+    syncs: float
+    moved_bytes: float
+    other_bytes: float
+    flops: float
+    roofline_s: float
+    peak_bytes: float
+
+    def minus(self, other: "Counts") -> "Counts":
+        """Return the difference of two counts."""
+        return Counts(*(mine - less for mine, less in zip(self, other, strict=True)))
+
+
+def counted(step: Callable[[], object]) -> Counts:
+    """Run a training step twice, and return the counts of the second time. The first time, PyTorch
+    and the optimizer make their working memory and states."""
+    gpu = NullGpu()
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    counting = Counting(DEVICE.type, gpu.launched)
+    launched, before = gpu.launched(), gpu.events()
+    with counting:
+        step()
+    work = counting.work()
+    return Counts(
+        launches=gpu.launched() - launched,
+        outside=gpu.launched() - launched - work.launches,
+        syncs=gpu.events().syncs - before.syncs,
+        moved_bytes=work.moved_bytes,
+        other_bytes=work.other_bytes,
+        flops=work.flops,
+        roofline_s=work.roofline_s,
+        peak_bytes=torch.cuda.max_memory_allocated(),
+    )
+
+
+def configuration(model: dict[str, Any], micro_size: int, microbatches: int) -> Config:
+    """Return the configuration of a training in bfloat16 on one rank."""
+    tree = {
+        "run": {"steps": 100},
+        "model": model,
+        "batch": {"global_size": micro_size * microbatches, "micro_size": micro_size},
+        "precision": {"compute": "bf16"},
+        "data": {"train": [{"path": "unused"}]},
+    }
+    return resolve(tree, 1)
+
+
+def ours(config: Config, vocab_size: int) -> Counts:
+    """Return the counts of a step of ptdmpi."""
+    torch.cuda.init()
+    fresh(DEVICE)
+    with drawn_there():
+        engine = engine_on(config, vocab_size, DEVICE)
+    placing = Placing(DEVICE)
+    microbatches = batches(config, vocab_size, 0)
+
+    return counted(lambda: engine.step(0, placing.place(microbatches)))
+
+
+def planned_bytes(config: Config, vocab_size: int) -> int:
+    """Return the peak of memory that the planner predicts for ptdmpi's tensors."""
+    memory = MemoryModel.of(config, vocab_size, on_host=False)
+    return memory.peak(config.layout, 0, config.microbatches).total

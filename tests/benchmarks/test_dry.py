@@ -1,0 +1,103 @@
+"""`make gpu-dry` without its null GPU: what counts as moved, the counts of one layer, and the
+functions that are made."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.dry import build, run
+from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
+from benchmarks.dry.layers import of_layer
+from benchmarks.dry.steps import Counts
+
+M, K, N = 3, 5, 7
+X, Y = torch.randn(M, K), torch.randn(K, N)
+
+
+def counting() -> Counting:
+    """Return a counter for this host, on which each operator launches one kernel."""
+    calls = itertools.count()
+    return Counting("cpu", lambda: next(calls))
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "elements"),
+    [
+        ("mm", lambda: torch.mm(X, Y), M * K + K * N + M * N),
+        ("mm", lambda: torch.mm(X, Y, out=torch.empty(M, N)), M * K + K * N + M * N),
+        ("add", lambda: torch.add(X, 1.0), 2 * M * K),
+        ("mul", lambda: torch.mul(X, X), 2 * M * K),  # a tensor counts once
+        ("mul", lambda: torch.mul(X, X[:1].expand(M, K)), 2 * M * K + K),
+        ("mul", lambda: torch.mul(X, X[0]), 2 * M * K + K),
+        ("add_", lambda: X.clone().add_(X), 3 * M * K),  # it reads what it changes
+        ("zero_", lambda: X.clone().zero_(), M * K),
+        ("copy_", lambda: X.clone().copy_(X), 2 * M * K),
+        (
+            "_foreach_add_",
+            lambda: torch._foreach_add_([X.clone(), Y.clone()], 1.0),
+            2 * (M * K + K * N),
+        ),
+        ("max", lambda: torch.max(X, dim=1), M * K + M + 2 * M),  # indices have eight bytes
+    ],
+)
+def test_an_operator_moves_its_inputs_and_outputs(name, compute, elements):
+    with counting() as counted:
+        compute()
+    assert counted.by_operator[name].moved_bytes == 4 * elements
+
+
+def test_products_are_counted_apart():
+    """Those of the backward, which autograd computes, are counted too."""
+    x = X.clone().requires_grad_()
+    with counting() as counted:
+        (x @ Y).relu().sum().backward()
+    work = counted.work()
+    products = counted.by_operator["mm"]
+    assert products.launches == 2 and products.flops == work.flops == 2 * 2 * M * N * K
+    assert products.other_bytes == 0 < work.other_bytes == work.moved_bytes - products.moved_bytes
+    flops_s, bytes_s = products.flops / PRODUCT_RATE, products.moved_bytes / MEMORY_RATE
+    assert products.roofline_s == pytest.approx(max(flops_s, bytes_s))
+
+
+def test_what_launches_nothing_or_is_elsewhere_does_not_count():
+    with Counting("cpu", lambda: 1) as counted:
+        torch.add(X, 1.0)
+    assert counted.by_operator == {} and counted.work() == DeviceWork()
+    with Counting("cuda", itertools.count().__next__) as counted:
+        torch.add(X, 1.0)
+    assert counted.work().moved_bytes == 0
+
+
+def test_a_layer_is_the_difference_of_two_models():
+    """Parts that a model has once, such as the head, are not in it."""
+
+    def count(layers: int, microbatches: int) -> Counts:
+        number = 100 * layers * microbatches + 10 * layers + 7 * microbatches + 5
+        return Counts(*(number * (field + 1) for field in range(len(Counts._fields))))
+
+    layer = of_layer(count)
+    assert layer.microbatch == tuple(100 * (field + 1) for field in range(len(Counts._fields)))
+    assert layer.update.launches == 10 and layer.peak_bytes == 110 * len(Counts._fields)
+
+
+def test_functions_that_compute_count_as_launches():
+    lines = build.answers(
+        {"cublasGemmEx", "cublasLtMatmulDescCreate", "ncclAllReduce", "cufftExec"}
+    )
+    counted = {line.split()[1] for line in lines.splitlines() if "NULL_LAUNCH" in line}
+    assert counted == {"cublasGemmEx(void)", "ncclAllReduce(void)"}
+
+
+def test_functions_of_the_driver_are_those_of_its_header():
+    header = """
+    #define cuMemAlloc    cuMemAlloc_v2
+    CUresult CUDAAPI cuMemAlloc(CUdeviceptr *dptr, size_t bytesize);
+    CUresult CUDAAPI cuInit(unsigned int Flags);
+    """
+    assert build.declared(header) == {"cuMemAlloc", "cuMemAlloc_v2", "cuInit"}
+
+
+def test_rows_that_failed_are_not_in_the_table():
+    rows = {"gpt": {"launches": 43, "GB": 1.23456}, "bert": {"failed": "no"}, "left": "no time"}
+    assert run.lines(rows) == ["|  | launches | GB |", "|---|---|---|", "| gpt | 43 | 1.23 |"]

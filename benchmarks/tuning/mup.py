@@ -20,6 +20,8 @@ from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.probe.coordinates import MUP, STANDARD, Coordinates, plot, sizes_after
+from ptdmpi.probe.coordinates import STEPS as CHECKED_STEPS
 
 PICTURE = ROOT / "docs/pictures/mup.png"
 VOCAB_SIZE = 256  # bytes
@@ -29,13 +31,11 @@ WIDER = (*WIDTHS, 512)  # widths for the coordinate check, whose trainings are s
 HEAD_SIZE = 16
 LENGTH = 64
 BATCH = 16
-CHECKED_STEPS = 4
 CHECKED_RATE = 2.0**-6
 STEPS = 60
 LAST = 10  # the loss of a training is the mean loss of its last LAST steps
 RATES = tuple(2.0**power for power in (-10, -9, -8, -7, -6, -5))
-NAMES = {False: "standard", True: "muP"}
-MEASURED = {"layers.1": "after the last layer", "head": "logits"}
+NAMES = {False: STANDARD, True: MUP}
 
 
 def text() -> torch.Tensor:
@@ -63,52 +63,35 @@ def configuration(width: int, rate: float, steps: int, *, mup: bool) -> Config:
     return synthetic_config(Layout(1, 1, 1, micro_size=BATCH), model, **sections)
 
 
-def trained(
-    config: Config, world: World, ids: torch.Tensor, watch: Callable[[Engine], None]
-) -> list[float]:
-    """Train a model from random weights, and return the loss of each step. `watch` is called with
-    the engine before the first step."""
-    engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
-    watch(engine)
-    losses = []
-    for step in range(config.run.steps):
+def rows_of(ids: torch.Tensor) -> Callable[[int], Microbatch]:
+    """Return a function that makes the microbatch of a step from random places of a text."""
+
+    def batch(step: int) -> Microbatch:
+        """Return the microbatch of a step."""
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(len(ids) - LENGTH - 1, (BATCH,), generator=generator)
         rows = torch.stack([ids[start : start + LENGTH + 1] for start in starts], dim=1)
-        samples = torch.arange(BATCH) + step * BATCH
-        losses.append(engine.step(step, [Microbatch.of_ids(rows, samples)]).loss)
-    return losses
+        return Microbatch.of_ids(rows, torch.arange(BATCH) + step * BATCH)
+
+    return batch
 
 
 def coordinates(world: World, ids: torch.Tensor, width: int, *, mup: bool) -> dict[str, float]:
-    """Return the root mean square of each module's output in the last of a few steps, by the name
-    of the module."""
-    sizes: dict[str, float] = {}
-
-    def watch(engine: Engine) -> None:
-        (stage,) = engine.stages.values()
-        for name in MEASURED:
-
-            def seen(module: Any, given: Any, output: torch.Tensor, name: str = name) -> None:
-                sizes[name] = output.detach().square().mean().sqrt().item()
-
-            stage.get_submodule(name).register_forward_hook(seen)
-
-    trained(configuration(width, CHECKED_RATE, CHECKED_STEPS, mup=mup), world, ids, watch)
-    return sizes
+    """Return the root mean squares of activations in the last of a few steps."""
+    config = configuration(width, CHECKED_RATE, CHECKED_STEPS, mup=mup)
+    return sizes_after(config, world, VOCAB_SIZE, rows_of(ids))
 
 
 def final_loss(world: World, ids: torch.Tensor, width: int, rate: float, *, mup: bool) -> float:
     """Return the loss at the end of a training with a learning rate."""
     config = configuration(width, rate, STEPS, mup=mup)
-    losses = trained(config, world, ids, lambda engine: None)[-LAST:]
+    engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
+    batch = rows_of(ids)
+    losses = [engine.step(step, [batch(step)]).loss for step in range(STEPS)][-LAST:]
     return sum(losses) / len(losses)
 
 
-def draw(
-    sizes: Mapping[tuple[bool, int], Mapping[str, float]],
-    losses: Mapping[tuple[bool, int], Mapping[float, float]],
-) -> None:
+def draw(measured: Coordinates, losses: Mapping[tuple[bool, int], Mapping[float, float]]) -> None:
     """Draw the coordinate check, and the losses by learning rate, for both parametrizations."""
     import matplotlib
 
@@ -116,15 +99,7 @@ def draw(
     import matplotlib.pyplot as plt
 
     figure, (left, *others) = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    for mup, style in ((False, "--"), (True, "-")):
-        for color, (name, label) in enumerate(MEASURED.items()):
-            values = [sizes[mup, width][name] for width in WIDER]
-            left.plot(WIDER, values, f"C{color}o{style}", label=f"{label}, {NAMES[mup]}")
-    left.set(xscale="log", yscale="log", xlabel="hidden size", ylabel="root mean square")
-    left.set_xticks(WIDER, [str(width) for width in WIDER], minor=False)
-    left.minorticks_off()
-    left.set_title(f"activations after {CHECKED_STEPS} steps", fontsize=10)
-    left.legend(fontsize=7)
+    plot(left, measured)
     highest = max(losses[True, BASE].values())
     for axes, mup in zip(others, NAMES, strict=True):
         for width in WIDTHS:
@@ -144,14 +119,12 @@ def main() -> None:
     """Train the models, print the table and draw the picture."""
     torch.set_num_threads(1)
     world, ids = World(), text()
-    sizes = {}
+    measured = Coordinates(WIDER)
     losses: dict[tuple[bool, int], dict[float, float]] = {}
-    print("| parametrization | hidden | " + " | ".join(MEASURED.values()) + " |")
     for mup in NAMES:
         for width in WIDER:
-            sizes[mup, width] = coordinates(world, ids, width, mup=mup)
-            values = " | ".join(f"{value:.3g}" for value in sizes[mup, width].values())
-            print(f"| {NAMES[mup]} | {width} | {values} |", flush=True)
+            measured.add(NAMES[mup], coordinates(world, ids, width, mup=mup))
+    print(measured.text(), flush=True)
     if "--coordinates" in sys.argv[1:]:
         return
     for mup in NAMES:
@@ -161,7 +134,7 @@ def main() -> None:
             values = " | ".join(f"{value:.3f}" for value in curve.values())
             best = math.log2(min(curve, key=lambda rate: curve[rate]))
             print(f"| {NAMES[mup]} | {width} | {values} | 2^{best:.0f} |", flush=True)
-    draw(sizes, losses)
+    draw(measured, losses)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import AS_JSON
+from ptdmpi.terminal.options import AS_JSON, PATH
 from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
@@ -34,24 +35,27 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write findings and versions into a file to attach to an issue.",
 )
+@click.option(
+    "--coordinates",
+    metavar="CONFIG",
+    type=PATH,
+    help="Train models of several widths, and check that activations do not grow with muP.",
+)
+@click.option("--picture", type=PATH, help="With --coordinates: draw the activations by width.")
 @AS_JSON
 def command(
-    *, parity: bool, wire: str, short: bool, rows: str | None, report: Path | None, as_json: bool
+    *, parity: bool, coordinates: Path | None, report: Path | None, as_json: bool, **others: Any
 ) -> None:
     """Check the machine on all ranks of the job. With --parity, check that training is exact on it.
+    With --coordinates, check that activations do not grow with the width of the model (muP).
 
     mpirun -n 8 ptdmpi doctor --parity
 
-    The exit code is 1 if a finding is bad or a row of the table is red.
+    ptdmpi doctor --coordinates config.toml --picture widths.png
+
+    The exit code is 1 if a finding is bad, a row of the table is red, or activations grow.
     """
-    if short and not parity:
-        raise click.UsageError("--short belongs to --parity")
-    if rows is not None and not parity:
-        raise click.UsageError("--rows belongs to --parity")
-    if wire != "auto" and not parity:
-        raise click.UsageError("--wire belongs to --parity")
-    if report is not None and parity:
-        raise click.UsageError("--report belongs to the check of the machine, without --parity")
+    _require_together(parity, coordinates, report, others)
     launch.begin("doctor")
     # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
@@ -60,11 +64,57 @@ def command(
     world = World()
     with fail_together(world):
         if parity:
-            good = check_parity(world, short=short, wire=wire, only=rows or "", as_json=as_json)
+            only = others["rows"] or ""
+            asked = {"short": others["short"], "wire": others["wire"], "only": only}
+            good = check_parity(world, as_json=as_json, **asked)
+        elif coordinates is not None:
+            good = check_coordinates(world, coordinates, others["picture"], as_json=as_json)
         else:
             good = check_machine(world, report=report, as_json=as_json)
         if not good:
             raise SystemExit(1)
+
+
+def _require_together(
+    parity: bool, coordinates: Path | None, report: Path | None, others: Mapping[str, Any]
+) -> None:
+    """Raise UsageError for options that do not belong together."""
+    if parity and coordinates is not None:
+        raise click.UsageError("--parity and --coordinates are two checks; give one of them")
+    if report is not None and (parity or coordinates is not None):
+        raise click.UsageError("--report belongs to the check of the machine")
+    for name, usual in (("short", False), ("rows", None), ("wire", "auto")):
+        if others[name] != usual and not parity:
+            raise click.UsageError(f"--{name} belongs to --parity")
+    if others["picture"] is not None and coordinates is None:
+        raise click.UsageError("--picture belongs to --coordinates")
+
+
+def check_coordinates(world: "World", config: Path, picture: Path | None, *, as_json: bool) -> bool:
+    """Print how the activations of models like that of the file `config` grow with the width.
+
+    One rank calls this. If `picture` is given, also draw them. Return True if they do not grow with
+    muP. Raise InputError for bad input.
+    """
+    from ptdmpi.config import load
+    from ptdmpi.plan.show.draw import check_picture
+    from ptdmpi.probe import coordinates
+
+    if world.size > 1:
+        raise InputError("--coordinates runs on one rank; start it without mpirun")
+    if picture is not None:
+        check_picture(picture)
+    measured = coordinates.check(load(config), world)
+    if as_json:
+        click.echo(json.dumps(measured.as_json()))
+    else:
+        click.echo(measured.text())
+        verdict = "do not grow" if measured.are_right else "grow"
+        click.echo(f"with muP, activations {verdict} with the width")
+    if picture is not None:
+        coordinates.draw(measured, picture)
+        note(f"wrote {picture}")
+    return measured.are_right
 
 
 def check_parity(

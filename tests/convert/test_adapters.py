@@ -103,7 +103,7 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
     with pytest.raises(InputError, match="belong to the weights of"):
         merge(tmp_path / "merged", adapter, tmp_path / "twice")
 
-    written = export(adapter, tmp_path / "peft")
+    written, _ = export(adapter, tmp_path / "peft")
     imported = import_peft(tmp_path / "peft", base, tmp_path / "again")
     again = load_adapter(tmp_path / "again")
     own = load_adapter(adapter)

@@ -13,6 +13,8 @@ from data_prep.vocabulary import ByteTokenizer, load_tokenizer, train_bpe
 from ptdmpi.checkpoint.manifest import checksum
 from ptdmpi.comm.world import World
 from ptdmpi.convert.adapters import merge, split
+from ptdmpi.convert.peft.export import export
+from ptdmpi.convert.peft.read import import_peft
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.chat import Chat
@@ -103,6 +105,13 @@ def test_adapters_bring_the_template_that_they_were_trained_by(tmp_path, own):
     assert chat_of(base, adapter=adapter).dialogue.template.source == CHATML
     assert merge(base, adapter, tmp_path / "merged")[1] == ""
     assert chat_of(tmp_path / "merged").dialogue.template.source == CHATML
+    # in the format of `peft`, there and back
+    assert export(adapter, tmp_path / "peft")[1] == ""
+    assert (tmp_path / "peft" / TEMPLATE).read_text() == CHATML
+    import_peft(tmp_path / "peft", base, tmp_path / "back")
+    assert chat_of(base, adapter=tmp_path / "back").dialogue.template.source == CHATML
+    assert merge(base, tmp_path / "back", tmp_path / "again")[1] == ""
+    assert (tmp_path / "again" / TEMPLATE).read_text() == CHATML
     # a base that was merged itself, beneath adapters of plain text
     shards(tmp_path / "text")
     (tmp_path / "more").mkdir()
@@ -110,8 +119,13 @@ def test_adapters_bring_the_template_that_they_were_trained_by(tmp_path, own):
     merge(tmp_path / "merged", adapter, tmp_path / "twice")
     assert chat_of(tmp_path / "twice").dialogue.template.source == CHATML
     (tmp_path / "text").rename(tmp_path / "gone")
-    note = merge(tmp_path / "merged", adapter, tmp_path / "third")[1]
-    assert note.startswith(f"no {TEMPLATE} of the adapter") and "no such directory" in note
+    notes = [
+        merge(tmp_path / "merged", adapter, tmp_path / "third")[1],
+        export(adapter, tmp_path / "bare")[1],
+    ]
+    for note in notes:
+        assert note.startswith(f"no {TEMPLATE} of the adapter") and "no such directory" in note
+    assert not (tmp_path / "bare" / TEMPLATE).exists()
 
 
 OLD = PLAIN.replace("assistant:{% endif", "assistant: {% endif")  # as shards of before have it

@@ -69,13 +69,16 @@ def to_peft(adapter: Path, target: Path, base_name: str, ema: bool) -> None:
     """Write ADAPTER into the directory TARGET, in the format of the package `peft`.
 
     The files name the base model: by default, its name on the Hugging Face hub, if BASE was
-    converted from a model of the hub.
+    converted from a model of the hub. A chat template goes with the adapter.
     """
     launch.prepare()
     from ptdmpi.convert.peft.export import export
     from ptdmpi.inference.stored import kind_of
 
-    print(f"{target}: {short(export(adapter, target, kind_of(ema), base_name))} parameters")
+    count, note = export(adapter, target, kind_of(ema), base_name)
+    print(f"{target}: {short(count)} parameters")
+    if note:
+        print(f"note: {note}")
 
 
 @command.command("import")

@@ -136,10 +136,13 @@ def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
     return LoadedAdapter(stored.adapted, stored.model, tensors)
 
 
-def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
-    """Write a checkpoint of adapters at `target`, and return its size in bytes. Raise InputError if
-    `target` exists or cannot be written."""
+def write_adapter(target: Path, adapter: LoadedAdapter, template: Path | None = None) -> int:
+    """Write a checkpoint of adapters at `target`, and return its size in bytes. The file `template`
+    is the chat template of the adapters, if they have one. Raise InputError if `target` exists or
+    cannot be written."""
     with new_directory(target) as folder:
+        if template is not None:
+            shutil.copyfile(template, folder / TEMPLATE)
         parts = [_float32_part(name, values) for name, values in adapter.tensors.items()]
         model = adapter.model.model_dump()
         return write_checkpoint(folder / "checkpoints", parts, model, adapter.adapted.in_manifest())
@@ -404,26 +407,27 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
     write_whole(path, tomlkit.dumps(tree))
 
 
+def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
+    """Return the file with the chat template of the adapter's conversations; None if it has no such
+    template. Also return a note if the template is not found."""
+    # import h5py only where shards may be read
+    from ptdmpi.inference.tokenizer import template_file
+
+    try:
+        return template_file(adapter), ""
+    except InputError as error:
+        return None, f"no {TEMPLATE} of the adapter is written: {error}"
+
+
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the chat template for the merged model: the template of the adapter's
     conversations, or else the base's template, or else None. Also return a note if the adapter's
     template is not found."""
-    # import h5py only here: adapters of imported models have no shards
-    from ptdmpi.inference.tokenizer import template_file
-
-    note = ""
-    if adapter.datasets:
-        try:
-            template = template_file(adapter)
-        except InputError as error:
-            note = f"no {TEMPLATE} of the adapter is written: {error}"
-        else:
-            if template:
-                return template, ""
+    template, note = own_template(adapter)
     own = stored.path / TEMPLATE
-    if own.is_file():
-        return own, note
-    return None, note
+    if template is None and own.is_file():
+        template = own
+    return template, note
 
 
 def _tokenizer_of(stored: StoredModel) -> str:

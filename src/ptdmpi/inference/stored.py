@@ -181,6 +181,11 @@ class StoredAdapter:
     adapted: Adapted
     manifest: Manifest
 
+    @property
+    def path(self) -> Path:
+        """Return the run directory, or the directory of imported adapters."""
+        return self.checkpoint.parent.parent
+
     def over(self, stored: StoredModel, config: Config) -> Config:
         """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 

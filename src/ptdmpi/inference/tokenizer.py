@@ -48,11 +48,12 @@ def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
     """Return the file of the chat template for the conversations on which the model or the adapters
     were trained.
 
-    The file is in the folder of a merged model's config.toml, or else in the folder of the shards.
+    The file is in the folder of a merged model or of imported adapters, or else in the folder of
+    the shards.
     Returns None if the shards are plain text, or if ptdmpi did not train the model. Raises the same
     errors as `shard_header`.
     """
-    if isinstance(stored, StoredModel) and (stored.path / TEMPLATE).is_file():
+    if (stored.path / TEMPLATE).is_file():
         return stored.path / TEMPLATE
     header = shard_header(stored)
     if header is None:

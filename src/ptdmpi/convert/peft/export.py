@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from ptdmpi.base.disk import write_whole
 from ptdmpi.config import AdaptConfig, InputError, ModelConfig
-from ptdmpi.convert.adapters import AdapterPlace, LoadedAdapter, load_adapter, places, size_of
+from ptdmpi.convert.adapters import (
+    AdapterPlace,
+    LoadedAdapter,
+    load_adapter,
+    own_template,
+    places,
+    size_of,
+)
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
 from ptdmpi.convert.folder import new_directory
@@ -25,14 +33,17 @@ from ptdmpi.convert.peft.form import (
     is_fused,
     module_of,
 )
+from ptdmpi.data.chat_template import TEMPLATE
+from ptdmpi.inference.stored import open_adapter
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 
-def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "") -> int:
-    """Write the adapters that `source` names into the directory `target`, and return the number of
-    their elements.
+def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "") -> tuple[int, str]:
+    """Write the adapters that `source` names into the directory `target`, with the chat template of
+    the conversations on which they were trained. Return the number of their elements, and a note if
+    the template is not found.
 
     `base_name` is the name or the path of the base model of `transformers`, which the files store.
     The default is the name on the hub of the model from which the base was converted, or, without
@@ -66,11 +77,14 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     config = _config(adapter, family, ranks)
     if base_name:
         config["base_model_name_or_path"] = base_name
+    template, note = own_template(open_adapter(source))
     with new_directory(target) as folder:
+        if template is not None:
+            shutil.copyfile(template, folder / TEMPLATE)
         contiguous = {name: values.contiguous() for name, values in converted.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    return size_of(converted)
+    return size_of(converted), note
 
 
 def _by_module(

@@ -35,6 +35,7 @@ from ptdmpi.convert.peft.form import (
     module_of,
 )
 from ptdmpi.convert.tensors import header_text, read_json
+from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.lineage.adapted import NO_TASK, Adapted
 from ptdmpi.model.state import WEIGHTS, key
@@ -42,7 +43,7 @@ from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 # The names of the files of an adapter on the hub that are downloaded.
-ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE)
 # Options of `peft` that change the forward pass or the base model. ptdmpi supports only these
 # values of the options.
 LEGAL: dict[str, Sequence[Any]] = {
@@ -68,7 +69,8 @@ MOST_NUMBER = 1e30  # a greater number in a configuration is a mistake
 
 def import_peft(source: Path, base: Path, target: Path) -> int:
     """Write the adapters in the `peft` directory `source`, which belong to the model at `base`, as
-    a checkpoint at `target`; return the number of their elements.
+    a checkpoint at `target`; return the number of their elements. A chat template in `source` is
+    copied.
 
     Raise InputError if a directory is missing or damaged, or if the adapters are not supported or
     do not fit the model; then `target` is not written.
@@ -93,7 +95,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     adapt, own = _own(config, tensors, model, where)
     adapt = adapt.model_copy(update={"base": str(directory)})
     adapter = LoadedAdapter(Adapted(adapt, origin, task), model, own | head)
-    write_adapter(target, adapter)
+    template = source / TEMPLATE
+    write_adapter(target, adapter, template if template.is_file() else None)
     return size_of(adapter.tensors)
 
 

@@ -29,6 +29,8 @@ CHANGES = {
     "model.seq_length": LENGTH,
 }
 LLAMA = {"model.kind": "llama", "model.ffn_hidden": 48}
+EXPERTS = LLAMA | {"model.experts": 4, "model.experts_per_token": 2, "model.balance": "none"}
+LORA = {"adapt.method": "lora", "adapt.rank": 3, "model.attention_dropout": 0.0}
 # Lengths of the documents of each kind of row: one, two or three pairs, with and without padding.
 KINDS = ((9, 12, 3), (5, 4, 8, 7), (3, 4, 4, 3, 5, 5), (12, 12))
 LAYOUTS = {
@@ -128,7 +130,7 @@ def trained(comm, changes, steps=2):
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("kind", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("kind", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_loss_and_gradient_are_those_of_the_formula(comm, kind):
     engine = build(World(comm), CHANGES | kind | {"optimizer.clip_norm": 0.0})
     weights = _reference.leaves(whole_weights(engine))
@@ -150,6 +152,47 @@ def test_pairs_are_compared_in_every_layout(comm):
     for where in LAYOUTS[comm.size]:
         steps = trained(comm, {"model.layers": 4} | where)
         assert steps == [pytest.approx(step, rel=1e-9) for step in alone], where
+
+
+OTHER_MODELS = {
+    1: {"experts": (EXPERTS, [{"batch.micro_size": 4}]), "lora": (LORA, [{"batch.micro_size": 4}])},
+    2: {
+        "experts": (EXPERTS, [layout(t=2), layout(d=2) | {"parallel.expert": 2}]),
+        "lora": (LORA, [layout(t=2), layout(p=2), {"parallel.context": 2}]),
+    },
+    4: {
+        "experts": (EXPERTS, [layout(p=2, d=2) | {"parallel.expert": 2}]),
+        "lora": (LORA, [layout(t=2, d=2) | {"parallel.zero": 2}]),
+    },
+}
+
+
+@parallel(
+    ranks=[pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("model", ["experts", "lora"])
+def test_experts_and_adapters_compare_pairs_in_every_layout(comm, model):
+    """Adapters begin at the frozen model, and move from it."""
+    changes, layouts = OTHER_MODELS[comm.size][model]
+    alone = trained(MPI.COMM_SELF, changes, steps=3)
+    assert len({loss for loss, *_ in alone}) == 3 and all(norm > 0 for _, norm, *_ in alone)
+    for where in layouts:
+        steps = trained(comm, changes | where, steps=3)
+        assert steps == [pytest.approx(step, rel=1e-9) for step in alone], where
+
+
+@pytest.mark.cases(2)
+@parallel(ranks=[2])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("where", [layout(t=2), {"parallel.context": 2}], ids=["t", "c"])
+def test_half_types_are_near_float64(comm, compute, where):
+    """Sums of log-probabilities of an answer are of float32 in half types, too."""
+    exact = trained(MPI.COMM_SELF, {}, steps=1)[0]
+    half = trained(comm, {"precision.compute": compute} | where, steps=1)[0]
+    loss, norm, margin, _ = half
+    assert loss == pytest.approx(exact[0], rel=2e-3)
+    assert norm == pytest.approx(exact[1], rel=3e-2)
+    assert margin == pytest.approx(exact[2], abs=5e-3)
 
 
 @parallel(ranks=[2])

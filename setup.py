@@ -79,6 +79,8 @@ setup(
         "test": TEST,
         # tests run kernels in Triton by its interpreter; PyTorch's CUDA wheels bring Triton
         "triton": ["triton>=3.3; platform_system == 'Linux'"],
+        # a test compares the loss of preferences with it
+        "trl": ["trl>=1.0"],
         "wandb": ["wandb>=0.18"],
     },
     entry_points={

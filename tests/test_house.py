@@ -70,6 +70,7 @@ UNLOCKED = (
     "quantize",
     "tensorboard",
     "triton",
+    "trl",
     "wandb",
 )
 DOCS = "docs"  # the extra of `make docs`, with a lock of its own

@@ -6,11 +6,13 @@ import sys
 
 import huggingface_hub
 import pytest
+from click.testing import CliRunner
 
 from data_prep.cli import main
 from data_prep.sources import find_sources
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.hub import downloaded, is_hub_name
+from ptdmpi.cli import group
 from ptdmpi.data.header import read_header
 
 
@@ -106,3 +108,45 @@ def test_offline_the_real_library_ends_in_one_line(monkeypatch, tmp_path):
     with pytest.raises(InputError) as caught:
         downloaded("org/name", "model", ["*.json"])
     assert "\n" not in str(caught.value) and "hf download org/name" in str(caught.value)
+
+
+@pytest.fixture
+def uploads(tmp_path, monkeypatch):
+    """Let a stand-in for the hub record the uploads. The repository org/shut refuses them."""
+    made = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            assert options == {"repo_type": "model", "private": True, "exist_ok": True}
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, repo_type, folder_path):
+            if repo_id == "org/shut":
+                raise OSError("403 Forbidden.\nmore lines")
+            made.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def test_a_model_is_uploaded_after_its_conversion(tmp_path, uploads):
+    from tests import _stored
+
+    def convert(*words):
+        command = ["convert", "to-hf", "run", *words]
+        return CliRunner().invoke(group, command, catch_exceptions=False)
+
+    _stored.stored(tmp_path / "run", 50, **_stored.LLAMA)
+    done = convert("theirs", "--push", "org/name")
+    assert done.exit_code == 0 and "uploaded theirs to https://hub/org/name" in done.output
+    ((name, files),) = uploads
+    assert name == "org/name" and {"config.json", "model.safetensors"} <= set(files)
+    message = "org/shut: cannot be uploaded .* 403 Forbidden; other is complete: .*org/shut other"
+    with pytest.raises(InputError, match=message):
+        convert("other", "--push", "org/shut")
+    assert (tmp_path / "other/config.json").exists()
+    for bad in ("name", "a/b/c", "../a", ""):
+        with pytest.raises(InputError, match="is no name of a repository on the hub"):
+            convert("none", "--push", bad)
+    assert not (tmp_path / "none").exists() and len(uploads) == 1

@@ -1,4 +1,5 @@
-"""Download of models and data sets from the Hugging Face hub, by their names."""
+"""Download of models and data sets from the Hugging Face hub by their names, and upload of
+models."""
 
 import re
 from collections.abc import Sequence
@@ -61,6 +62,31 @@ def local_model(path: Path) -> Path:
     if is_hub_name(str(path)) and converted_at(str(path)).is_dir():
         return converted_at(str(path))
     return path
+
+
+def require_repository(name: str) -> None:
+    """Raise InputError unless `name` is the complete name of a repository, such as "org/name"."""
+    if not _NAME.fullmatch(name):
+        raise InputError(f"--push {name}: is no name of a repository on the hub, such as org/name")
+
+
+def upload(folder: Path, name: str) -> str:
+    """Upload the files in `folder` into the repository `name` of models, and return its address. A
+    new repository is private. Raise InputError if the upload fails; the message has a command for a
+    machine with network."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = str(api.create_repo(name, repo_type="model", private=True, exist_ok=True))
+        api.upload_folder(repo_id=name, repo_type="model", folder_path=folder)
+    # catch every exception, because the libraries that upload raise exceptions of many classes
+    except Exception as error:
+        raise InputError(
+            f"{name}: cannot be uploaded to the Hugging Face hub: {first_line(error)}; {folder} is "
+            f"complete: where there is network, run hf upload {name} {folder}"
+        ) from None
+    return address
 
 
 def newest_revision(name: str) -> str:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import click
 
-from ptdmpi.base.hub import downloaded, is_hub_name
+from ptdmpi.base.hub import downloaded, is_hub_name, require_repository, upload
+from ptdmpi.base.say import note
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.terminal.options import EMA, PATH
+from ptdmpi.terminal.options import EMA, PATH, PUSH
 from ptdmpi.terminal.program import CommandGroup
 
 
@@ -35,10 +36,10 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
     from ptdmpi.convert import adapters
     from ptdmpi.inference.stored import kind_of
 
-    size, note = adapters.merge(base, adapter, target, kind_of(ema))
+    size, remark = adapters.merge(base, adapter, target, kind_of(ema))
     print(f"{target}: a whole model, {file_size(size)}")
-    if note:
-        print(f"note: {note}")
+    if remark:
+        print(f"note: {remark}")
 
 
 @command.command()
@@ -64,21 +65,26 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--base-name", default="", help="Name or path of the base model that `peft` loads.")
+@PUSH
 @EMA
-def to_peft(adapter: Path, target: Path, base_name: str, ema: bool) -> None:
+def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, ema: bool) -> None:
     """Write ADAPTER into the directory TARGET, in the format of the package `peft`.
 
     The files name the base model: by default, its name on the Hugging Face hub, if BASE was
     converted from a model of the hub. A chat template goes with the adapter.
     """
+    if push is not None:
+        require_repository(push)
     launch.prepare()
     from ptdmpi.convert.peft.export import export
     from ptdmpi.inference.stored import kind_of
 
-    count, note = export(adapter, target, kind_of(ema), base_name)
+    count, remark = export(adapter, target, kind_of(ema), base_name)
     print(f"{target}: {short(count)} parameters")
-    if note:
-        print(f"note: {note}")
+    if remark:
+        print(f"note: {remark}")
+    if push is not None:
+        note(f"uploaded {target} to {upload(target, push)}")
 
 
 @command.command("import")

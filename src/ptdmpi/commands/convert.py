@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ptdmpi.base.hub import converted_at, downloaded, is_hub_name
+from ptdmpi.base.hub import converted_at, downloaded, is_hub_name, require_repository, upload
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import AS_JSON, EMA, PATH
+from ptdmpi.terminal.options import AS_JSON, EMA, PATH, PUSH
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
@@ -72,31 +73,28 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
 @click.option(
     "--packed", is_flag=True, help="Keep quantized matrices quantized (compressed-tensors)."
 )
+@PUSH
 @EMA
 @AS_JSON
 def to_hugging_face(
-    source: Path,
-    target: Path,
-    *,
-    like: Path | None,
-    dtype: str | None,
-    packed: bool,
-    ema: bool,
-    as_json: bool,
+    source: Path, target: Path, *, like: Path | None, dtype: str | None, **options: Any
 ) -> None:
     """Convert SOURCE into the model directory TARGET.
 
     SOURCE is a run directory, a checkpoint or a directory of from-hf. A model that came from
     Hugging Face keeps its tensor names, files and data types.
     """
+    push: str | None = options["push"]
+    if push is not None:
+        require_repository(push)
     launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
     from ptdmpi.inference.stored import kind_of
 
-    _print(
-        lambda: to_hf(source, target, like, dtype=dtype, quantized=packed, kind=kind_of(ema)),
-        as_json,
-    )
+    convert = partial(to_hf, source, target, like, dtype=dtype, quantized=options["packed"])
+    _print(lambda: convert(kind=kind_of(options["ema"])), options["as_json"])
+    if push is not None:
+        note(f"uploaded {target} to {upload(target, push)}")
 
 
 @command.command("upcycle")

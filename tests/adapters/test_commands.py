@@ -47,6 +47,7 @@ def test_generate_takes_adapters(trained):
     assert adapted == merged and adapted != alone
 
 
+@pytest.mark.long
 def test_evaluate_takes_adapters(trained, tmp_path):
     base, run, whole = trained
     byte_shards(tmp_path / "held-out", [[text(300, 9)]])

@@ -62,6 +62,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @parallel(ranks=[pytest.param(1, marks=LONG), 2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize(
     ("method", "kind"),
@@ -150,6 +151,7 @@ def test_activations_are_those_of_the_account(comm, mode):
     assert six - four == pytest.approx(four - two, rel=0.01) and four < six
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), 2, 3])

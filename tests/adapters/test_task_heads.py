@@ -70,6 +70,7 @@ def test_gradients_are_those_of_the_whole_model(comm, task):
 UNUSED = dict.fromkeys(("adapt.rank", "adapt.alpha"))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("task", [CHOICE, LABELS], ids=["choice", "labels"])
 def test_losses_do_not_depend_on_the_layout(comm, task):
@@ -103,6 +104,7 @@ def begun(comm, folder, model: str) -> None:
     comm.Barrier()
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2], limit_s=120)
 @pytest.mark.parametrize("model", ["gpt", pytest.param("bert", marks=pytest.mark.long)])
 def test_a_run_over_a_model_of_text(comm, model, tmp_path):

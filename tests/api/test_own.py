@@ -58,6 +58,7 @@ def close(steps, rel=1e-12):
     return [pytest.approx(step, rel=rel) for step in steps]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "loss",
@@ -239,6 +240,7 @@ def test_an_object_without_a_name_is_refused():
     assert plugin("losses", name_of(plain)) is plain
 
 
+@pytest.mark.long
 def test_an_installed_plugin_is_found_by_its_name(tmp_path):
     """A package with entry points, as pip installs it; `ptdmpi train` names its objects."""
     site = tmp_path / "site"

@@ -37,6 +37,7 @@ print(had - resident())
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 @pytest.mark.parametrize("environ", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_blocks_are_not_faulted_in_again(environ):

@@ -64,6 +64,7 @@ def _tflops(row):
     return flops / float(row["step_time_s"]) / ranks / 1e12
 
 
+@pytest.mark.long
 def test_what_is_not_stated_is_the_fastest_that_fits():
     """One row of Megatron-LM on H100: what is stated stays, and no smaller b is faster."""
     source = next(source for source in elsewhere.SOURCES if source.open_sizes)

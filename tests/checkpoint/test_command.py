@@ -139,6 +139,7 @@ def _paths(value, path=()):
             yield from _paths(one, (*path, key))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("value", ["nothing", None, "x", -1, [], {}, [5], 1e300, True])
 def test_a_forged_manifest_is_told_in_one_line(tmp_path, value):
     """Keys that are missing or of another kind, under a checksum that holds."""

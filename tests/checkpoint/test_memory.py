@@ -57,6 +57,7 @@ def same(found, expected) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.long), 3])
 @parallel([2, 4])

@@ -52,7 +52,7 @@ def test_shares_are_even_and_whole(holders):
         assert abs(size - total / holders) < 4000 + 16384  # a row, or a box that stays whole
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(
     ("sizes", "then", "changes", "asynchronous"),

@@ -179,15 +179,8 @@ def run(tmp_path, ranks, program, *arguments):
     return mpirun(ranks, [str(file), *arguments])
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(1, marks=pytest.mark.long),
-        2,
-        pytest.param(3, marks=pytest.mark.long),
-        pytest.param(4, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_call_does_what_gloo_does(tmp_path, ranks):
     run(tmp_path, ranks, CALLS)
 

@@ -43,6 +43,7 @@ def _engine(comm, changes: dict, wire: Wire) -> Engine:
     return Engine(config, world.split(grid_of(config), wire), VOCAB_SIZE)
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("changes", [layout(p=2), layout(t=2)])
 def test_trained_on(comm, changes):

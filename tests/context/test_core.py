@@ -120,6 +120,7 @@ def test_dealt_heads_have_the_bits_of_one_rank(comm, name, precision):
 MERGED = {"fp64": 1e-14, "fp32": 2e-6, **{half: 2 * bar for half, bar in HALVES.items()}}
 
 
+@pytest.mark.cases(30)
 @parallel(ranks=[2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("precision", MERGED)
 @pytest.mark.parametrize("name", SHAPES)

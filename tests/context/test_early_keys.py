@@ -224,6 +224,7 @@ class EarlyCommunicator(FastCommunicator):
     overlaps = True
 
 
+@pytest.mark.cases(6)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", [*SHAPES, *ADAPTED])
 def test_a_layer_keeps_as_much_as_without_overlap(comm, name):
@@ -237,6 +238,7 @@ def test_a_layer_keeps_as_much_as_without_overlap(comm, name):
             assert found == expected, (precision, recompute)
 
 
+@pytest.mark.cases(6)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", [*SHAPES, *ADAPTED])
 def test_three_rows_in_one_step_do_what_they_say(comm, name):

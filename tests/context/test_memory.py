@@ -70,6 +70,7 @@ def test_activations_shrink_with_c_as_the_formula_says(comm, method, name):
     assert abs(found / foreseen - 1) < limit, (name, comm.size, found, foreseen)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_length_that_grows_with_c_needs_only_more_keys(comm, name):

@@ -275,6 +275,7 @@ FEW += ("c2 d2 zero 3", "ulysses c2 documents, window", "ulysses c2 d2 zero 3")
 FEW += ("ring c2 documents, window", "ring c2 d2 zero 3")
 
 
+@pytest.mark.cases(6)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "name",
@@ -295,6 +296,7 @@ BITS = {"c2 d2": layout(d=2), "c2 t2": layout(t=2), "c2 p2": layout(p=2)}
 NAMED = ["c2 d2", pytest.param("c2 t2", marks=pytest.mark.long), "c2 p2"]
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize("name", NAMED)
 def test_shards_of_the_state_do_not_change_the_bits(comm, name):
@@ -310,6 +312,7 @@ def test_shards_of_the_state_do_not_change_the_bits(comm, name):
 HALF_BARS = {"bf16": 2e-3, "fp16": 5e-4, "fp8": 5e-3}
 
 
+@pytest.mark.cases(3)
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("widens", [False, True])
 @pytest.mark.parametrize("compute", HALF_BARS)

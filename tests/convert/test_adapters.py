@@ -80,6 +80,7 @@ def asked(opened: InferenceModel, ids: Tensor) -> Tensor:
         return stage.heads(opened.hidden(ids))[0][..., :V]
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[1], limit_s=120)
 @pytest.mark.parametrize("kind", MERGED)
 def test_merged_split_and_back_from_peft(comm, tmp_path, kind):

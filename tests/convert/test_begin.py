@@ -78,6 +78,7 @@ def test_train_from_a_converted_model(comm, tmp_path):
             pass
 
 
+@pytest.mark.long
 @parallel(ranks=[1], limit_s=120)
 def test_a_bert_is_trained_further_with_its_own_tokenizer(comm, tmp_path):
     """WordPiece with [CLS], [SEP], [MASK]: shards of it have exactly the model's vocabulary."""

@@ -83,6 +83,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     family, changes = CASES[case]

@@ -59,6 +59,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     family, changes = CASES[case]

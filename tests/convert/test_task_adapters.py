@@ -86,6 +86,7 @@ class _Named:
         return type(name, (), {"__call__": lambda self, **given: model(**given)})()
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1], limit_s=120)
 @pytest.mark.parametrize("name", CASES)
 def test_merged_split_and_back_from_peft(comm, tmp_path, name):

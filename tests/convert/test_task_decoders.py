@@ -34,6 +34,7 @@ from tests.evaluate.test_task_heads import OPTIONS
 from tests.parallel import parallel
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @parallel(ranks=[2], limit_s=120)
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def trained_here(folder, name: str, shape=None):
     return run
 
 
+@pytest.mark.cases(3)
 @parallel(ranks=[1], limit_s=120)
 @pytest.mark.parametrize("name", NEW)
 def test_trained_here_it_is_theirs(comm, tmp_path, name):
@@ -269,6 +270,7 @@ def with_tokenizer(model, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2], limit_s=120)
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForMultipleChoice"])
 def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
@@ -309,6 +311,7 @@ def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
             assert (hf / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2], limit_s=120)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_a_fresh_head_on_a_model_of_text(comm, tmp_path, family):

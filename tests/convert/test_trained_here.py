@@ -20,6 +20,7 @@ def stored(folder, **model):
     return _stored.stored(folder, V, **model)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "model",
     [

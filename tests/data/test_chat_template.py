@@ -42,6 +42,7 @@ NESTED = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
 def test_work_without_end_is_refused(source, monkeypatch):
     monkeypatch.setattr("ptdmpi.data.jinja.MOST_SECONDS", 0.5)

@@ -62,6 +62,7 @@ def test_exact(tmp_path, monkeypatch, capsys, corpus):
     assert plain["documents"] == 10 and "duplicates" not in plain
 
 
+@pytest.mark.long
 def test_same_bytes_with_workers_groups_and_after_a_stop(tmp_path, monkeypatch, capsys, corpus):
     folder, kept = corpus
     common = (folder, "--tokenizer", "bytes", "--quiet", "--deduplicate", "exact",

@@ -137,6 +137,7 @@ def test_sequences_in_any_place_and_several_prefixes(tmp_path, monkeypatch):
     assert shard_documents(tmp_path / "o") == expected(documents) + expected(others)
 
 
+@pytest.mark.long
 def test_held_out_split_and_restart(tmp_path, monkeypatch):
     documents = random_documents(4)
     documents += documents[:150]  # copies go to the same side

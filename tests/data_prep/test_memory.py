@@ -49,6 +49,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
     assert peaks[1] < peaks[0] + 16 * 1024
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("end", ["", "\N{SLIGHTLY SMILING FACE}", '"\n\\'])
 def test_a_long_line_is_in_memory_once_and_its_ids_once(tmp_path, end):
     """One character outside of Latin-1 would make every other one take 4 bytes in a `str`."""

@@ -34,6 +34,7 @@ def texts_of(parts, options=OPTIONS):
     return [piece.text for task in tasks for piece in read_pieces(task, options)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"row_group_size": 50, "compression": "zstd"}])
 @pytest.mark.parametrize("slice_bytes", [100, 3000, 1 << 20])
 def test_rows_in_slices(tmp_path, monkeypatch, pyarrow, options, slice_bytes):

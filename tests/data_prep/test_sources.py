@@ -112,6 +112,7 @@ def json_lines(draw):
     return chosen[:at] + byte.replace(b"\n", b" ") + chosen[at + draw(st.integers(0, 1)) :]
 
 
+@pytest.mark.long
 @settings(max_examples=1000, deadline=None)
 @given(json_lines(), st.sampled_from(["strict", "replace"]), st.booleans())
 def test_a_long_line_is_read_like_any_other(line, errors, skip):

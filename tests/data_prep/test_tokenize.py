@@ -203,6 +203,7 @@ def test_same_bytes_for_any_number_of_workers(corpus, reference, bpe, tmp_path, 
     assert files(tmp_path / "v") == files(reference / "v")
 
 
+@pytest.mark.long
 def test_same_bytes_for_any_number_of_ranks(corpus, reference, bpe, tmp_path):
     places = "--output", str(tmp_path / "t"), "--valid-output", str(tmp_path / "v")
     words = "tokenize", str(corpus), *places, "--tokenizer", str(bpe), "--json", *OPTIONS

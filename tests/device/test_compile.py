@@ -37,6 +37,7 @@ def compiled(comm, changes: dict) -> Engine:
         return build(World(comm), changes | {"run.compile": True})
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     "kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS]

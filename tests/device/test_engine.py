@@ -102,7 +102,7 @@ def some(*short: str) -> list:
     return [pytest.param(one, marks=[] if one in short else pytest.mark.long) for one in KINDS]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize("kind", some("gpt fp16", "bert", "dropout", "reproducible"))
 def test_one_wait_a_step(comm, kind):

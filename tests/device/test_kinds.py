@@ -108,6 +108,7 @@ def own(waits: list[list[str]]) -> list[list[str]]:
     return [[where for where in step if "comm/" not in where] for step in waits]
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", NAMES)

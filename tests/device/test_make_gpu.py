@@ -23,6 +23,7 @@ PROCESS = "device"  # torch takes the pretended device on before its first backw
 pytestmark = pytest.mark.skipif(bool(_pretend.available()), reason=str(_pretend.available()))
 
 
+@pytest.mark.long
 @parallel(ranks=[1])
 def test_every_part(comm, tmp_path):
     with pretended() as device, pytest.MonkeyPatch.context() as patch:

@@ -115,6 +115,7 @@ MODERN = {
 }
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "gemma2" else long) for kind in MODERN]
@@ -143,6 +144,7 @@ def test_microbatch_size_does_not_matter(comm, micro_size):
     check_close(comm, changes, layout(d=2) | {"batch.micro_size": micro_size})
 
 
+@pytest.mark.cases(3)
 @parallel(ranks=[1])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["gpt", "llama", "qwen3", "gemma2"])
@@ -294,6 +296,7 @@ def test_padding_of_the_vocabulary_stays_zero(comm):
     assert local[:held].any(dim=1).all()
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 4], limit_s=120)
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_evaluation_is_the_mean_loss(comm, reproducible):

@@ -118,6 +118,7 @@ def llama_names(get) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.cases(4)
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)], limit_s=120)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("vocab_share", [1, 3])

@@ -190,6 +190,7 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 8))]
 )

@@ -42,7 +42,7 @@ def same(found: tuple, expected: tuple) -> None:
     assert all(torch.equal(values, expected[2][name]) for name, values in found[2].items())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @parallel(ranks=[1, 2, 4], limit_s=120)
 def test_a_v_trains_with_the_bits_of_1f1b(comm):
     """Embedding and head, a tied table, stand on one rank, and losses are not on the last one."""
@@ -82,7 +82,7 @@ def deferred_weight_gradients() -> Iterator[None]:
     assert not kept
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @parallel(ranks=[1, 2, 4], limit_s=120)
 def test_an_op_kind_of_one_row_trains_with_the_bits_of_1f1b(comm):
     """Along the tree of a reproducible run a leaf is complete after its W, not after its B."""

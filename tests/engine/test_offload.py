@@ -55,6 +55,7 @@ def check_bits(comm, path: Path, place: str, changes: Mapping[str, object]) -> N
     assert all(torch.equal(a, b) for a, b in zip(found[2], parts, strict=True))
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize(
     ("place", "shape"),

@@ -34,6 +34,7 @@ LAYOUTS = {
 SHORT = ("put off", "zero", "tensor")
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[] if one in SHORT else pytest.mark.long) for one in LAYOUTS]

@@ -77,6 +77,7 @@ def assert_close(plain, found, tolerance):
         assert torch.allclose(found[1][name], weight, rtol=0, atol=100 * tolerance), name
 
 
+@pytest.mark.cases(6)
 @parallel(ranks=[2])
 @each_zero
 @pytest.mark.parametrize("shape", SOME_OR_ALL)
@@ -88,6 +89,7 @@ def test_one_microbatch_has_the_bits_of_unsharded(comm, zero, shape):
 PACKED = torch.tensor([[0] * 16, [0] * 5 + [1] + [2] * 10, [4] * 8 + [3] * 8, [0] * 9 + [1] * 7])
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("shape", ["tied", "llama", "recomputed"])
 def test_documents_have_the_bits_of_unsharded(comm, shape):
@@ -210,13 +212,14 @@ def test_groups_that_hold_copies_of_each_other(comm, zero):
     assert_close(*both(World(comm), zero, {"d": comm.size}, changes), 1e-12)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, 4])
 def test_reproducible_with_sharded_optimizer(comm):
     changes = {"run.reproducible": True, "batch.micro_size": 1}
     assert_same_bits(*both(World(comm), 1, {"d": comm.size}, changes))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("zero", "sizes", "changes"),
@@ -234,6 +237,7 @@ def test_numbers_are_equal_to_rounding(comm, zero, sizes, changes):
     assert_close(*found, 1e-12)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
 def test_split_backwards_with_sharded_optimizer(comm, schedule, chunks):

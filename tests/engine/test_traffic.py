@@ -373,6 +373,7 @@ CODES = {
 }
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[3])
 @pytest.mark.parametrize("kind", CODES)
 def test_codes_are_nearly_as_long_as_the_closed_forms_say(comm, kind):

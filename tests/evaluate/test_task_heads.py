@@ -82,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @parallel(ranks=[1, 2], limit_s=120)
 def test_a_task_is_trained_and_evaluated(comm, tmp_path):

@@ -76,6 +76,7 @@ def test_no_optimizer_moves_it(comm, kind):
         torch.testing.assert_close(values, expected_balance(loads, layer), rtol=1e-12, atol=0)
 
 
+@pytest.mark.long
 @parallel(ranks=[1])
 def test_it_makes_loads_more_equal(comm):
     """Expert 0 begins as every token's favourite."""

@@ -109,6 +109,7 @@ def check(comm, row: Row, steps: int) -> None:
     from_root(comm, None)
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "name",
@@ -186,6 +187,7 @@ def go_on(comm, tmp_path, way: tuple[Changes, Changes]) -> None:
     assert found == pytest.approx(from_root(comm, straight), rel=1e-12)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", MOVES)
 def test_a_run_goes_on_with_other_experts_on_a_rank(comm, tmp_path, name):

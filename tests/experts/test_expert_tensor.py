@@ -68,6 +68,7 @@ ROWS: dict[str, Row] = {
 SHORT = ("t2 divided full", "t2 e2", "t4 e2", "t2 e2 c2 zero 3 divided")
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]

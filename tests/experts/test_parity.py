@@ -46,6 +46,7 @@ def test_two_ranks_train_as_one(comm):
         check_close(comm, MIXED, where)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "more",
@@ -57,6 +58,7 @@ def test_four_ranks_train_as_one(comm, more):
     check_close(comm, GROUPED | shape, {**layout(t=2, p=2), **more})
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
 def test_recomputation_does_not_change_a_bit(comm, mode):

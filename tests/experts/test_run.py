@@ -1,6 +1,8 @@
 """A whole run with experts: the loss falls, its records have the loads, and it goes on in another
 layout."""
 
+import pytest
+
 from tests._configs import layout
 from tests._engines import from_root
 from tests._runs import loop, records
@@ -22,6 +24,7 @@ EXPERTS = {
 STEPS = 12
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_the_loss_falls_and_records_have_the_loads(comm, tmp_path):
     if comm.rank == 0:

@@ -114,6 +114,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_equals_transformers(tmp_path, family):
     theirs = hugging_face(family, **CHANGES.get(family, {}))

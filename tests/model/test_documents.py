@@ -74,6 +74,7 @@ def loss_of_documents(weights, model, batch: Microbatch) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+@pytest.mark.cases(4)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def serial_losses(weights, model, batch: Microbatch) -> tuple[torch.Tensor, torc
     return torch.stack(tokens).sum(), torch.stack(orders).sum() if orders else zero
 
 
+@pytest.mark.cases(4)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", MASKED)

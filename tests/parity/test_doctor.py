@@ -53,6 +53,7 @@ def test_short_needs_parity():
     assert "--short belongs to --parity" in result.stderr
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_rows_by_name(comm):
     """All that have the words, and a line where none has."""

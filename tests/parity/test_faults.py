@@ -46,6 +46,7 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL, wire: str = 
     return comm.bcast(rows[0].red() if rows else None, root=0)
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     "layout",

@@ -49,6 +49,7 @@ def strategy(factors: dict[str, tuple]) -> st.SearchStrategy[tuple]:
     return st.tuples(*(st.sampled_from(values) for values in factors.values()))
 
 
+@pytest.mark.long
 def test_every_legal_pair_of_settings_is_covered():
     values = [(name, v) for name, of in (LAYOUT_FACTORS | MODEL_FACTORS).items() for v in of]
     every = {frozenset(pair) for pair in itertools.combinations(values, 2) if len(dict(pair)) == 2}

@@ -215,6 +215,7 @@ def test_how_many_ranks_a_configuration_speaks_of():
     assert needed_ranks({"parallel": "no section", "run": {"spare_ranks": "many"}}) == (1, False)
 
 
+@pytest.mark.long
 def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypatch):
     """Call the commands as a user does, with one training on two ranks."""
     monkeypatch.chdir(corpus)

@@ -169,7 +169,8 @@ def test_a_damaged_record_is_stepped_over(tmp_path, damage):
     Console(file=io.StringIO()).print(live.picture([status]))
 
 
-@pytest.mark.parametrize("bit", [4, *(pytest.param(bit, marks=pytest.mark.long) for bit in (0, 6))])
+@pytest.mark.long
+@pytest.mark.parametrize("bit", [0, 4, 6])
 def test_one_flipped_bit_of_a_record_raises_nothing(tmp_path, bit):
     line = json.dumps(record(1, 4.0, slow_ranks=[{"rank": 1, "host": "a", "factor": 2.0}])) + "\n"
     run = made(tmp_path / "r")

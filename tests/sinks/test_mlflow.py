@@ -32,6 +32,7 @@ def losses(folder: Path) -> list[dict[int, float]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_mlflow, reason="the extra mlflow is not installed")
 def test_mlflow_goes_on_with_the_same_run_and_branches_on_a_roll_back(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -218,6 +218,7 @@ def test_the_layout_of_an_earlier_job_is_not_taken(job, tmp_path):
     assert "train r/config.toml" in second and "--layout" not in second
 
 
+@pytest.mark.long
 def test_a_full_disk_takes_no_output_and_ends_nothing(job, tmp_path):
     """More lines than the pipes hold, so the launcher waits if nobody reads them."""
     lines = "print('line\\n' * 100_000, flush=True); print('x\\n' * 100_000, file=sys.stderr)"
@@ -276,6 +277,7 @@ def test_lost_host_spare_host_and_growth(job, tmp_path):
     assert "lost: b; starting 2 ranks again" in text and "room for 4 ranks again" in text
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("second", "count"),

@@ -18,6 +18,7 @@ cli.main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("end", "code"), [("hangs", -signal.SIGALRM), ("ends", 2)])
 def test_an_end_that_waits_is_ended(tmp_path, end, code):

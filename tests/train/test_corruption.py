@@ -17,6 +17,7 @@ def newest(run) -> str:
     return (run / "checkpoints" / "latest").read_text().strip()
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[2])
 @pytest.mark.parametrize(("wanted", "code"), [("stop", 3), ("restart", 4)])
 @pytest.mark.parametrize("asynchronous", [True, False])

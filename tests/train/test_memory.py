@@ -153,6 +153,7 @@ def let_go_of_units(engine: Engine) -> None:
             walk.gradients.pool._spare = []
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("kind", "compute", "dropout", "mode"),
@@ -203,6 +204,7 @@ def test_experts_in_some_layers(comm, compute, mode):
     check_experts(comm, changes)
 
 
+@pytest.mark.long
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize(
     ("compute", "targets"),
@@ -219,6 +221,7 @@ def test_adapters_of_experts(comm, compute, targets):
     check_experts(comm, EXPERTS | lora | dealt | {"precision.compute": compute})
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("compute", "mode"), [pytest.param("bf16", "full", marks=LONG), ("fp32", "none")]
@@ -292,6 +295,7 @@ def test_a_head_for_a_task(comm, kind, method):
     check(comm, task | DROPOUT | {"precision.compute": "bf16", "model.layers": 6})
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("kind", "dropout", "mode"),
@@ -391,6 +395,7 @@ def test_pipeline_axis(comm, kind, virtual, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("kind", "schedule", "mode"),

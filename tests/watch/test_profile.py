@@ -13,6 +13,7 @@ from tests._runs import log, loop, records
 from tests.parallel import parallel
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_a_run_leaves_a_trace_and_a_memory_timeline_of_the_chosen_rank(comm, tmp_path):
     changes = {"run.steps": 4, "run.profile_steps": "2:3", "run.profile_ranks": [1]}

@@ -161,8 +161,8 @@ def command(
 
 
 def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
-    """Print the preview of a configuration. Raise InputError if options that only the search for
-    layouts uses are given."""
+    """Print the preview of a configuration. Raise InputError if an option is given
+    that only the search for layouts uses."""
     options = _options_of_the_search()
     if options:
         raise InputError(

@@ -153,8 +153,8 @@ class GradientReduction:
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
-        # A data-parallel method that only sums may be the first step. A data-parallel method that
-        # does more than sum is the last step, because it needs the results of the other steps. If
+        # A data-parallel method that only sums the replicas' gradients may be the first of these
+        # steps. A method that does more is the last one, because it needs the other results. If
         # the norm of this replica's own gradient is measured, the method is also the last step,
         # because this norm is computed just before the last step.
         self.steps.insert(

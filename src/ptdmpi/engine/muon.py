@@ -147,8 +147,9 @@ class Muon:
             del update  # free this memory before the next matrix is orthogonalized
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
-        """Copy the other ranks' parts of the update of one matrix (the slice `box` of the
-        parameter) into `arrived`. The tensors in `arrived` are later sent back to these ranks."""
+        """Copy parts of the update of one matrix into `arrived`, for the ranks that need these
+        parts. The matrix is the slice `box` of its parameter. The tensors in `arrived` are sent to
+        these ranks later."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])

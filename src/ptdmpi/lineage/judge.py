@@ -33,8 +33,8 @@ FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
 # The categories of keys whose values a checkpoint records. Keys that determine the order of samples
-# are not recorded. Instead, the stretches of `TrainedOn` (steps whose samples have one order) are
-# compared. The stretches identify the data by its content.
+# are not recorded. Instead, `TrainedOn` lists stretches: consecutive steps whose samples come from
+# one order. A resume compares these lists; they identify the data by its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 

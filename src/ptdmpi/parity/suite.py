@@ -53,7 +53,7 @@ class Comparison:
         return TrainingTask(self.case, compute, steps, self.attempt)
 
     def expected(self, compute: str, steps: int) -> TrainingTask:
-        """Return the training run of the same model on one rank."""
+        """Return the reference of the case: the same model trained on one rank."""
         return TrainingTask(self.case, compute, steps).reference
 
     def same_bits(self, compute: str, steps: int) -> TrainingTask:

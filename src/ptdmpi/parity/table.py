@@ -238,7 +238,7 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 def as_json(
     rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()
 ) -> dict[str, Any]:
-    """Return the table as a tree for `json.dumps`, for programs."""
+    """Return the table as nested dicts and lists for `json.dumps`. Other programs can read it."""
     return {
         "ranks": ranks,
         "steps": steps,

@@ -84,6 +84,7 @@ def replica(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("method", short("local codes"))
 def test_same_bits_in_every_pipeline_and_to_rounding_over_tensor_ranks(comm, method):
@@ -109,6 +110,7 @@ def test_same_bits_in_every_pipeline_and_to_rounding_over_tensor_ranks(comm, met
     assert differ <= (asked(method)["data_parallel.method"] in DIFFERING)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2], limit_s=90)
 @pytest.mark.parametrize("method", short("choco", "local codes"))
 def test_a_resumed_run_has_the_same_bits(comm, tmp_path, method):
@@ -177,6 +179,7 @@ def test_what_is_kept_is_what_is_counted(comm, method, momentum):
     assert counted == pytest.approx(held * used, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @parallel(ranks=[3], limit_s=60)
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_estimates_are_unbiased_and_the_published_ones():
 NOISE = {"log.gradient_noise_every_steps": 2}
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2, 4])
 def test_noise_is_that_of_data_ranks_gradients(comm):
     """The norm of each data rank's gradient is that of one rank that has its samples alone; nothing

@@ -66,6 +66,7 @@ WHERE = {
 }
 
 
+@pytest.mark.cases(4)
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 @pytest.mark.parametrize("kind", [WEIGHTS, "exp_avg_sq"])

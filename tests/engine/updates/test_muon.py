@@ -89,6 +89,7 @@ class Torch:
             optimizer.step()
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     "variant",
@@ -230,6 +231,7 @@ def test_a_run_that_goes_on_has_the_same_bits(comm, tmp_path):
     assert differences == []
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize(
     ("compute", "half"),

@@ -62,6 +62,7 @@ def test_shards_have_the_bits_of_unsharded(comm, shape):
         assert_same_bits(train(comm, changes | {"parallel.zero": zero}, steps=3), plain)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[4])
 @pytest.mark.parametrize("group", ["all", 2])
 def test_ranks_of_a_shard_group_divide_the_work(comm, group):

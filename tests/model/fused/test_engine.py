@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.result import StepResult
 from ptdmpi.model.kernels import Kernels, compute_by
 from ptdmpi.model.kernels.agreement import DeviceChoice
 from ptdmpi.model.kernels.fused import KINDS
@@ -38,6 +39,8 @@ TINY = {
     "batch.global_size": 2,
     "batch.micro_size": 1,
     "precision.compute": "fp32",
+    "optimizer.learning_rate": 1.0,  # weights of which the update can be seen
+    "optimizer.kind": "sgd",  # its update is the gradient, scaled: AdamW's is mostly its sign
 }
 LLAMA = {"model.kind": "llama", "model.ffn_hidden": 24}
 KINDS_OF_MODELS = {
@@ -54,42 +57,43 @@ LAYOUTS = {
     "split backward": layout(p=2) | LLAMA | {"parallel.schedule": "zb-h1"},
     "zero": layout(d=2) | {"parallel.zero": 3, "model.norm": "layernorm"},
 }
-# Largest relative difference of losses and norms, and of the weights after a step
+# Largest relative difference of losses and norms, and of the update of the weights
 CLOSE = {"fp32": (2e-6, 1e-4), "bf16": (5e-3, 5e-2)}
 
 
-def trained(comm, changes: dict, choice: DeviceChoice | None) -> tuple[Engine, object]:
-    """Return an engine after a step, and the step's result."""
+def trained(comm, changes: dict, choice: DeviceChoice | None) -> tuple[StepResult, dict]:
+    """Return the result of a training's first step, and its update of each whole weight."""
     config = small(TINY | changes, comm.size)
     engine = Engine(config, World(comm).split(grid_of(config)), VOCAB_SIZE)
     engine.compute_by(choice)
     rank = engine.axes["data"].rank
     batches = microbatches(config, 0, rank, vocab_size=VOCAB_SIZE)
-    return engine, engine.step(0, batches)
+    before = {name: values.clone() for name, values in whole_weights(engine).items()}
+    result = engine.step(0, batches)
+    return result, {name: values - before[name] for name, values in whole_weights(engine).items()}
 
 
 def check_training(comm, changes: dict) -> None:
     with counted() as moves:
-        engine, found = trained(comm, changes, DeviceChoice(triton=KINDS))
+        fused, updates = trained(comm, changes, DeviceChoice(triton=KINDS))
     assert moves.launches
+    assert any(update.any() for update in updates.values())
     plain, expected = trained(comm, changes, None)
-    close, of_weights = CLOSE[engine.config.precision.compute]
-    assert found.loss == pytest.approx(expected.loss, rel=close)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=10 * close)
-    known = whole_weights(plain)
-    for name, values in whole_weights(engine).items():
-        if not name.endswith("qkv.bias"):  # its gradient is rounding, which Adam blows up
-            assert difference(values, known[name]) < of_weights, name
+    close, of_updates = CLOSE[changes.get("precision.compute", "fp32")]
+    assert fused.loss == pytest.approx(plain.loss, rel=close)
+    assert fused.grad_norm == pytest.approx(plain.grad_norm, rel=10 * close)
+    for name, update in updates.items():
+        assert difference(update, expected[name]) < of_updates, name
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @parallel(ranks=[1])
 @pytest.mark.parametrize("kind", KINDS_OF_MODELS)
 def test_models(comm, kind):
     check_training(comm, KINDS_OF_MODELS[kind])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(comm, name):
@@ -108,6 +112,7 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cases(2)
 @parallel(ranks=[1])
 @pytest.mark.parametrize("name", ["llama", "gpt", "bert", "gemma2"])
 def test_a_layer_moves_the_bytes_of_its_account(comm, name):

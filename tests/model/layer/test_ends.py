@@ -27,6 +27,7 @@ from tests._layers import tensor_axis
 from tests.parallel import parallel
 
 
+@pytest.mark.cases(24)
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ENDS)
 def test_every_row_does_what_it_says(comm, name):
@@ -37,6 +38,7 @@ def test_every_row_does_what_it_says(comm, name):
     assert not any(mistakes.values()), mistakes
 
 
+@pytest.mark.cases(12)
 @parallel(ranks=[1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ENDS)
 def test_every_row_does_so_in_every_precision(comm, name):
@@ -49,6 +51,7 @@ def test_every_row_does_so_in_every_precision(comm, name):
     assert not any(mistakes.values()), mistakes
 
 
+@pytest.mark.cases(12)
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", [name for name in ENDS if "task.kind" not in ENDS[name]])
 def test_every_row_does_so_at_some_positions(comm, name):

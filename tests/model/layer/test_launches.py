@@ -196,6 +196,7 @@ def layer_launches(name: str, axis, recipe: str, recompute: str) -> tuple[int, i
     return forward.count, backward.count
 
 
+@pytest.mark.cases(6)
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_launches_what_it_says(comm, name):

@@ -261,6 +261,7 @@ def test_experts_that_are_not_divided_do_what_they_say(comm, sequence_parallel):
                 assert real == said, (name, precision, recompute)
 
 
+@pytest.mark.cases(10)
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
@@ -363,6 +364,7 @@ def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     assert not mistakes
 
 
+@pytest.mark.cases(10)
 @parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SHAPES)

@@ -176,6 +176,7 @@ def test_a_trillion_parameters_are_priced_in_seconds():
     assert price.layout.ranks == 3072
 
 
+@pytest.mark.long
 def test_published_runs():
     """What docs/explanation/planning.md says; the bars are what is reached, with a little room."""
     reached = {row[0]: row[2] for row in error_table()[1:]}

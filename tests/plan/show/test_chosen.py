@@ -24,6 +24,7 @@ def axes(entry):
     return sum(sizes.get(axis, "1") != "1" for axis in "tcpd"), int(sizes["v"])
 
 
+@pytest.mark.long
 def test_the_simplest_of_almost_equal_layouts_is_first():
     """On this model p = 2 with several chunks is fastest, and one chunk is hardly slower."""
     asked = ("--model", "llama3-8b", "--cluster", "h100", "--ranks", "8", "--batch", "512")

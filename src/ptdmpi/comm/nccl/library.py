@@ -91,8 +91,8 @@ class Described:
 
 
 class Library(Protocol):
-    """A communication library that this rank has loaded for its device, and that can connect
-    ranks."""
+    """The communication library (NCCL or RCCL) that this rank has loaded for its device. It
+    creates communicators."""
 
     def describe(self) -> Described:
         """Return the library's version and path, and the device."""

@@ -46,7 +46,8 @@ class BegunSums:
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """After `op` was computed, begin the sums of the op's stage that have not begun."""
+        """Begin the gradient sums of the stage of `op` that have not begun. `op` was computed just
+        before this call."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)

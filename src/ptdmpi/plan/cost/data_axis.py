@@ -305,9 +305,9 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering a tensor into a cleared buffer, and of summing its
-        gradient and dividing the gradient by the data-parallel size d. The seconds include the
-        copies that torch's list collectives make."""
+        """Return two times in seconds: to clear a buffer and gather a tensor into it, and to sum
+        the tensor's gradient and divide it by the data-parallel size d. Both include the copies
+        that torch's list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)

@@ -305,7 +305,8 @@ class MethodAxis(DataAxis):
             # but the bytes of all messages
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # a rank decodes n codes, each of 1/n of the elements, and then the codes of the n means
+            # each of n ranks averages 1/n of the elements: it decodes this part of n ranks'
+            # gradients, and then the n averaged parts
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)

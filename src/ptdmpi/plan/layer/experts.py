@@ -136,7 +136,7 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
-        """Return the number of rows for which a rank has memory."""
+        """Return the largest number of rows for which a plan reserves memory on a rank."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs

@@ -412,7 +412,8 @@ class MemoryModel:
         self, layout: Layout, elements: float, layers: float, tensor: int
     ) -> float:
         """Return a lower bound of the bytes that frozen weights take on one tensor rank. All
-        `tensor` ranks together have `elements` frozen weights. The weights of `layers` layers among them may be quantized."""
+        `tensor` ranks together have `elements` frozen weights. The
+        weights of `layers` layers among them may be quantized."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
         return in_full / layout.sharing.weight_shards + layers * packed_bytes

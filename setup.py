@@ -44,7 +44,10 @@ setup(
     # templates of jobs
     package_dir={"": "src", "data_prep": "data_prep", "ptdmpi.jobs": "jobs"},
     packages=[*find_packages("src"), "ptdmpi.jobs", "data_prep", "data_prep.chat"],
-    package_data={"ptdmpi": ["presets/**/*.toml"], "ptdmpi.jobs": JOBS},
+    package_data={
+        "ptdmpi": ["presets/**/*.toml", "report/page/page.css", "report/page/page.js"],
+        "ptdmpi.jobs": JOBS,
+    },
     install_requires=[
         "click>=8.1,<9",
         "h5py>=3.10,<4",

@@ -30,11 +30,11 @@ def command(
 ) -> None:
     """Summarize the run directory RUNS (such as runs/demo), or compare several runs.
 
-    Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html
-    (all in one file) into the run directory, or into --output DIR. If the directory is read-only,
-    only the table is printed. With a cluster file (ptdmpi probe writes one), the command compares
-    the measured step with the predicted step. For several runs, the command prints one table and a
-    list of the settings that differ, and draws comparison.png in the current directory.
+    Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html (an
+    interactive page in one file) into the run directory, or into --output DIR. If the directory is
+    read-only, only the table is printed. With a cluster file (ptdmpi probe writes one), the command
+    compares the measured step with the predicted step. For several runs, the command prints one
+    table and a list of the settings that differ, and draws comparison.png in the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)
@@ -56,10 +56,9 @@ def _one(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> 
     if foreseen and loaded.measured:
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
     if paths:
-        pictures = [path for path in paths if path.suffix == ".png"]
         html = paths[0].with_name("report.html")
         try:
-            page.write(loaded, report.rows_of(numbers), pictures, html)
+            page.write(loaded, foreseen, html)
             paths.append(html)
         except OSError as error:
             unwritten.append(f"no page: {html}: {error.strerror}; --output DIR writes it elsewhere")

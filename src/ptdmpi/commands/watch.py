@@ -8,7 +8,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from ptdmpi.config import InputError
 from ptdmpi.report import live
+from ptdmpi.report.page.serve import Followed, PageServer
 from ptdmpi.report.status import Watched
 from ptdmpi.terminal.program import Command
 
@@ -18,13 +20,33 @@ from ptdmpi.terminal.program import Command
 @click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
 @click.option("--once", is_flag=True, help="Print plain text once, as without a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON once, for programs.")
-def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> None:
+@click.option("--web", is_flag=True, help="Show the page of one run in a browser on this host.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Port of --web [default: any free port]."
+)
+def command(
+    runs: tuple[Path, ...],
+    *,
+    every: float,
+    once: bool,
+    as_json: bool,
+    web: bool,
+    port: int | None,
+) -> None:
     """Watch the run directories RUNS (such as runs/demo) until they are done or stopped.
 
     Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. The command
     only reads the files of the runs. It needs no MPI, torch or GPU, so a login node that sees the
-    files can run it.
+    files can run it. With --web, a browser shows the page of `ptdmpi report`, which follows the run
+    until Ctrl-C.
     """
+    if web:
+        if len(runs) > 1 or once or as_json:
+            raise InputError("--web shows one run, and goes with neither --once nor --json")
+        _serve(runs[0], port or 0, every)
+        return
+    if port is not None:
+        raise InputError("--port needs --web")
     watched = [Watched(path) for path in runs]
 
     def statuses() -> list[dict[str, Any]]:
@@ -44,3 +66,13 @@ def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> 
         live.follow(statuses, console, every)
     except KeyboardInterrupt:  # Ctrl-C ends the display, and the run continues
         return
+
+
+def _serve(run: Path, port: int, every_s: float) -> None:
+    """Serve the page of a run on this host until Ctrl-C, which the run does not notice."""
+    with PageServer(Followed(run), port, every_s) as server:
+        print(f"{run} is shown at {server.address} on this host only; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return

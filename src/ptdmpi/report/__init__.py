@@ -1,4 +1,4 @@
-"""The report on a run: a table, pictures and a trace, all made from the run directory."""
+"""The report on a run: a table, pictures, a trace and a page, all made from the run directory."""
 
 from ptdmpi.report.pictures import centred_means, loss_curve, task_curves, write
 from ptdmpi.report.run import RecordedRun, read

@@ -102,20 +102,38 @@ def load_curves(run: RecordedRun, path: Path) -> None:
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = _axes(run, "tokens of the fullest expert of a layer")
-    records = [record for record in run.steps if "fullest_expert" in record]
-    tokens = [record["tokens"] for record in records]
-    layers = [*zip(*(record["fullest_expert"] for record in records), strict=True)]
-    model = run.config["model"]
-    numbers = mixing_layers(
-        model["layers"], model.get("dense_layers", 0), model.get("moe_every", 1)
-    )
-    for number, shares in zip(numbers, layers, strict=True):
-        axes.plot(tokens, shares, color=f"C{number % 10}", linewidth=0.8, label=f"layer {number}")
+    for number, (name, shares) in enumerate(loads_by_layer(run, "fullest_expert").items()):
+        axes.plot(
+            [record["tokens"] for record, _ in shares],
+            [share for _, share in shares],
+            color=f"C{number % 10}",
+            linewidth=0.8,
+            label=name,
+        )
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if len(axes.lines) <= MOST_LABELS:
         axes.legend(frameon=False)
     draw.save(figure, path)
+
+
+def loads_by_layer(run: RecordedRun, key: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """Return, for each layer with experts, a list of (record, value of this layer). Each record of
+    a step has at `key` a list with a number for each of these layers; a damaged record with a
+    shorter list is left out."""
+    records = [record for record in run.steps if record.get(key)]
+    count = max((len(record[key]) for record in records), default=0)
+    model = run.config["model"]
+    numbers = mixing_layers(
+        model["layers"], model.get("dense_layers", 0), model.get("moe_every", 1)
+    )
+    names = [f"layer {number}" for number in numbers]
+    if len(names) != count:
+        names = [f"layer with experts {place}" for place in range(count)]
+    whole = [record for record in records if len(record[key]) == count]
+    return {
+        name: [(record, record[key][place]) for record in whole] for place, name in enumerate(names)
+    }
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:

@@ -3,7 +3,7 @@ attempts."""
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
+from ptdmpi.report.sound import has_sound_values
 
 # the keys that every record of a training step must have
 STEP = {"loss", "layout", "rank_count", "tokens"}
@@ -54,12 +55,13 @@ def read(path: Path) -> RecordedRun:
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: config.toml is damaged: {error}") from None
-    # this leaves out damaged records of steps
-    records = [
-        record
-        for record in _records(text.splitlines())
-        if "loss" not in record or record.keys() >= STEP
-    ]
+    return recorded(path, config, list(records(text.splitlines())))
+
+
+def recorded(path: Path, config: dict[str, Any], records: list[dict[str, Any]]) -> RecordedRun:
+    """Return the run in the directory `path`, whose `config.toml` has the content `config`, and
+    whose `metrics.jsonl` has these `records`. Raise InputError if the newest timeline or the
+    history cannot be read."""
     steps = [record for record in records if record.keys() >= STEP]
     attempts = trained.trained_steps(path, steps)
     measured = None
@@ -89,7 +91,7 @@ def _timeline(path: Path) -> Timeline:
         raise InputError(f"{path}: {error}") from None
 
 
-def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
+def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the valid records in `lines`. Lines that a crash has truncated or an editor has damaged
     are skipped."""
     for line in lines:
@@ -100,11 +102,10 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the record has a step and its losses are numbers. The record of a validation
-    must also have a perplexity or an accuracy."""
-    if not isinstance(record.get("step"), int):
+    """Return True if the record has a step, the keys of its kind, and values that the report can
+    show. The record of a validation must have a perplexity or an accuracy."""
+    if type(record.get("step")) is not int or not has_sound_values(record):
         return False
-    losses = [record.get(key, 0.0) for key in ("loss", *VALIDATION)]
-    if not all(isinstance(loss, int | float) for loss in losses):
+    if "loss" in record and not record.keys() >= STEP:
         return False
     return VALIDATION[0] not in record or any(key in record for key in VALIDATION[1:])

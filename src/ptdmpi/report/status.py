@@ -14,12 +14,12 @@ from typing import Any
 from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
+from ptdmpi.report.sound import are_scores, is_number
 from ptdmpi.sinks.record import median
 
 RECENT = 50  # Number of newest steps; the shown rates are medians over these steps.
 # A record with a value above these limits is damaged.
 MOST_STEPS = 10**12
-MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
 # The status shows the record of a step only if the record has numbers for these keys.
 STEP_NUMBERS = (
@@ -30,7 +30,6 @@ STEP_NUMBERS = (
     "model_tflops_per_rank",
     "peak_memory_bytes",
 )
-SCORES = ("accuracy", "exact_match")
 REMARKS = 3  # Number of newest warnings of the log that are shown.
 # A run is reported as silent if it has written nothing for SILENT_S seconds, and for SILENT_STEPS
 # times the duration of its longest recent step.
@@ -232,9 +231,9 @@ def _is_sound(record: dict[str, Any]) -> bool:
     if type(step) is not int or not 0 <= step <= MOST_STEPS:
         return False
     if "validation_loss" in record:
-        return _is_number(record["validation_loss"])
+        return is_number(record["validation_loss"])
     if "tasks" in record:
-        return _are_scores(record["tasks"])
+        return are_scores(record["tasks"])
     return "loss" not in record or _is_sound_step(record)
 
 
@@ -244,38 +243,18 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
     step_s = record.get("step_time_s")
     slow = record.get("slow_ranks", [])
     return (
-        all(_is_number(record.get(key)) for key in STEP_NUMBERS)
+        all(is_number(record.get(key)) for key in STEP_NUMBERS)
         and isinstance(step_s, float | int)
         and 0 <= step_s <= LONGEST_STEP_S
         and record["loss"] != -math.inf
         and "mfu" in record
-        and (record["mfu"] is None or _is_number(record["mfu"]))
+        and (record["mfu"] is None or is_number(record["mfu"]))
         and isinstance(record.get("layout", ""), str)
         and ("layout" not in record or type(record.get("rank_count")) is int)
         and isinstance(slow, list)
-        and all(isinstance(rank, dict) and _is_number(rank.get("factor")) for rank in slow)
+        and all(isinstance(rank, dict) and is_number(rank.get("factor")) for rank in slow)
         and all(isinstance(rank.get("host"), str) and "rank" in rank for rank in slow)
     )
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a number that can be displayed, including NaN and infinities."""
-    if isinstance(value, float):
-        return not MOST_DRAWN < abs(value) < math.inf
-    return type(value) is int and abs(value) <= MOST_DRAWN
-
-
-def _are_scores(tasks: Any) -> bool:
-    """Return True if `tasks` has a score for each task file."""
-    if not isinstance(tasks, dict) or not all(
-        isinstance(scores, dict) for scores in tasks.values()
-    ):
-        return False
-    for scores in tasks.values():
-        numbers = [scores[key] for key in SCORES if key in scores]
-        if not numbers or not all(map(_is_number, numbers)):
-            return False
-    return True
 
 
 def binned(values: list[float], most: int) -> list[float]:

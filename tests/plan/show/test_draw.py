@@ -104,9 +104,7 @@ def test_numbers_stand_upright_in_narrow_boxes():
             written.append((number, look["rotation"]))
 
     timeline = simulated("1f1b", 4, 1, 44)
-    draw._draw_numbers(
-        Axes(), timeline, draw._Chunks(timeline), float, extent_s=timeline.makespan_s
-    )
+    draw._draw_numbers(Axes(), timeline, draw.Chunks(timeline), float, extent_s=timeline.makespan_s)
     assert {number for number, _ in written} == {str(number) for number in range(44)}
     assert {rotation for _, rotation in written} == {"horizontal", "vertical"}
 

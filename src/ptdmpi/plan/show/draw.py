@@ -50,7 +50,7 @@ _SIDES_INCHES = (0.75, 0.15)  # margins to the left and to the right of the bars
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-class _Chunks:
+class Chunks:
     """The index of each op's chunk on its rank (0 for the first chunk), derived from the stages
     whose ops the rank runs."""
 
@@ -84,7 +84,7 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     the last digit of the number, or no digit, is shown. In this case, an additional line says at
     which width all numbers would be shown.
     """
-    ranks, chunks = timeline.ranks, _Chunks(timeline)
+    ranks, chunks = timeline.ranks, Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
     margin = max(map(len, names.values()), default=0)
     columns_per_s = _columns_per_s(timeline, max(width - margin, 1))
@@ -260,7 +260,7 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
     handles: dict[str, Patch] = {}
     for kind in _drawn_kinds(timelines):
         for timeline in timelines:
-            chunks = _Chunks(timeline)
+            chunks = Chunks(timeline)
             alike: dict[int, list[int]] = {}
             for chunk in range(chunks.count):
                 alike.setdefault(chunks.shade(chunk), []).append(chunk)
@@ -309,7 +309,7 @@ def _draw_all(
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     """Draw one timeline with its bars, its microbatch numbers and its time axis."""
-    ranks, chunks = timeline.ranks, _Chunks(timeline)
+    ranks, chunks = timeline.ranks, Chunks(timeline)
     unit_s, unit = _readable_unit(timeline, extent_s)
     lane = {rank: place for place, rank in enumerate(ranks)}
     bars: dict[tuple[str, int], list[Span]] = {}
@@ -363,10 +363,10 @@ def _draw_bars(
     # A white rim separates neighbouring bars, if there are few bars. Thousands of narrow bars would
     # consist only of rims.
     rim = min(0.7, 60 / len(bars))
-    axes.add_collection(PolyCollection(corners, fc=_tint(kind, shade), ec="white", linewidths=rim))
+    axes.add_collection(PolyCollection(corners, fc=tint(kind, shade), ec="white", linewidths=rim))
 
 
-def _tint(kind: str, shade: int) -> str:
+def tint(kind: str, shade: int) -> str:
     """Return the colour of the spans of a kind in a picture."""
     row = kind_of_span(kind)
     if row is None:
@@ -377,7 +377,7 @@ def _tint(kind: str, shade: int) -> str:
 def _draw_numbers(
     axes: "Axes",
     timeline: Timeline,
-    chunks: _Chunks,
+    chunks: Chunks,
     x: Callable[[float], float],
     *,
     extent_s: float,

@@ -1,0 +1,79 @@
+"""The page as one HTML document."""
+
+import base64
+import hashlib
+import json
+import math
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.plan.schedule.simulate import Timeline
+from ptdmpi.report.page.content import content, head
+from ptdmpi.report.run import RecordedRun
+from ptdmpi.report.status import Watched
+
+# A browser ends the element that holds the data at "</script", and begins a comment at "<!--". In
+# JSON, an escape may replace each of these signs inside of a text, and they occur nowhere else.
+ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+def as_json(value: Any) -> str:
+    """Return the value as JSON that may be part of an HTML element. Numbers that are not finite,
+    which JSON does not have, become null."""
+    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).translate(ESCAPES)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def document(shown: dict[str, Any], every_s: float | None = None) -> str:
+    """Return the page as HTML. `shown` has a `head` and a `content`.
+
+    If `every_s` is given, the page asks its server for news every `every_s` seconds. The page
+    declares that a browser runs only its own script, which it names by its hash, and loads nothing
+    from elsewhere. So a text of the run cannot become a script.
+    """
+    script, style = (_part(name) for name in ("page.js", "page.css"))
+    connect = "'none'" if every_s is None else "'self'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    data = as_json({**shown, "every_s": every_s})
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{escape(str(shown['head']['name']))}</title>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<style>{style}</style></head><body><main></main>"
+        "<noscript>This page draws its curves with JavaScript.</noscript>"
+        f'<script type="application/json" id="data">{data}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _part(name: str) -> str:
+    return files("ptdmpi").joinpath("report", "page", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Return the hash of a script or a style, as a content security policy names it."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def write(run: RecordedRun, foreseen: Timeline | None, path: Path) -> None:
+    """Write the page of a run to `path`. `foreseen` is the timeline of the predicted step. Raise
+    OSError if the file cannot be written."""
+    shown = {"head": head(Watched(run.path).status()), "content": content(run, foreseen)}
+    path.write_text(document(shown), encoding="utf-8")

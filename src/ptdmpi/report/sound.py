@@ -1,0 +1,114 @@
+"""Checks of the values in a record of `metrics.jsonl`. A disk or an editor may damage a record, and
+the damaged record may still be valid JSON."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ptdmpi.train.records.keys import RECORD_KEYS
+
+# A number above this limit is damaged.
+MOST_DRAWN = 1e300
+SCORES = ("accuracy", "exact_match")
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number that can be displayed, including NaN and infinities."""
+    if isinstance(value, float):
+        return not MOST_DRAWN < abs(value) < math.inf
+    return type(value) is int and abs(value) <= MOST_DRAWN
+
+
+def is_drawable(value: Any) -> bool:
+    """Return True for a finite number that has a place in a picture."""
+    return is_number(value) and math.isfinite(value)
+
+
+def are_scores(tasks: Any) -> bool:
+    """Return True if `tasks` has a score for each task file."""
+    if not isinstance(tasks, dict) or not all(
+        isinstance(scores, dict) for scores in tasks.values()
+    ):
+        return False
+    for scores in tasks.values():
+        numbers = [scores[key] for key in SCORES if key in scores]
+        if not numbers or not all(map(is_number, numbers)):
+            return False
+    return True
+
+
+def _are_complete_scores(tasks: Any) -> bool:
+    """Return True if `tasks` has, for each task file, a score, its standard error and the number of
+    items."""
+    keys = ("standard_error", "items")
+    return are_scores(tasks) and all(
+        is_number(scores.get(key)) for scores in tasks.values() for key in keys
+    )
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_number, values))
+
+
+def _are_counts(values: Any) -> bool:
+    return _are_numbers(values) and all(value >= 0 for value in values) and sum(values) > 0
+
+
+def _is_table_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def _is_table_of_tables(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_table_of_numbers, value.values()))
+
+
+def _is_noise(value: Any) -> bool:
+    return _is_table_of_numbers(value) and value.keys() >= {"square", "variance", "tokens"}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_anything(value: Any) -> bool:
+    return True
+
+
+# Checks of the values that are neither a number nor None: key of the record -> check.
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "bigram_validation_loss": is_number,
+    "changed": _is_anything,
+    "dead_experts": _are_numbers,
+    "epochs": _are_numbers,
+    "fullest_expert": _are_numbers,
+    "grad_norm": is_number,
+    "gradient_noise": _is_noise,
+    "layout": _is_text,
+    "loss": is_number,
+    "rank_count": is_number,
+    "samples_drawn": _are_counts,
+    "skipped": _is_anything,
+    "slow_ranks": _is_anything,
+    "tasks": _are_complete_scores,
+    "tokens": is_number,
+    "validation_accuracy": is_number,
+    "validation_loss": is_number,
+    "validation_losses": _is_table_of_numbers,
+    "validation_perplexity": is_number,
+    "wire_bytes": _is_table_of_tables,
+    "wire_messages": _is_table_of_tables,
+}
+
+
+def has_sound_values(record: Mapping[str, Any]) -> bool:
+    """Return True if every value of the record that this version knows has the type and the size
+    with which the report can show the value. Values of unknown keys may be anything."""
+    for key, value in record.items():
+        if key in RECORD_KEYS and not _CHECKS.get(key, _is_number_or_none)(value):
+            return False
+    drawn = record.get("samples_drawn", [])
+    return len(drawn) == len(record.get("epochs", drawn))

@@ -44,6 +44,7 @@ from benchmarks.faults.training import (
     require_base,
 )
 from benchmarks.launch import start
+from ptdmpi.supervise import guard
 from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
@@ -105,11 +106,16 @@ class SupervisedRun:
         return ranks
 
     def _launchers(self) -> list[int]:
-        """Return the process id of the launcher, the only child of `ptdmpi run`."""
+        """Return the process id of the launcher, the child of `ptdmpi run` that is not its guard
+        (`ptdmpi.supervise.guard`)."""
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
+        launchers = []
         with contextlib.suppress(OSError):
-            return [int(child) for child in (task / "children").read_text().split()]
-        return []
+            for child in (task / "children").read_text().split():
+                words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                if guard.__file__.encode() not in words:
+                    launchers.append(int(child))
+        return launchers
 
     def wait(self) -> int:
         """Wait until the job has ended, and return its exit code. A job that takes too long is

@@ -2,20 +2,17 @@
 which it ended."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ptdmpi.base.launched import COPIES
+from ptdmpi.supervise.guard import Guard, kill_session
 from ptdmpi.supervise.output import LauncherOutput
 
-# POLL_S is the number of seconds between two checks whether processes have ended. GRACE_S is the
-# number of seconds that ranks get to end after their launcher has ended.
-POLL_S = 0.05
+# Number of seconds in which ranks must end after their launcher has ended.
 GRACE_S = 5.0
 
 
@@ -48,6 +45,7 @@ class LauncherStart:
             start_new_session=True,
         )
         assert self.process.stdout is not None and self.process.stderr is not None
+        self._guard = Guard(self.process.pid, environment.get(COPIES, ""))
         pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
         self.output = LauncherOutput(pipes, self.ask_to_stop)
 
@@ -73,7 +71,9 @@ class LauncherStart:
         an input error, or stopped on request.
         """
         code = self.process.wait()
-        self._end_session()
+        # ranks that outlive the launcher would keep the run directory locked
+        kill_session(self.process.pid, GRACE_S)
+        self._guard.dismiss()
         self.output.finish(GRACE_S)
         if code < 0:
             code = 128 - code
@@ -84,32 +84,3 @@ class LauncherStart:
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
-
-    def _end_session(self) -> None:
-        """Kill the ranks that outlive the launcher, because these ranks would keep the run
-        directory locked."""
-        end = time.monotonic() + GRACE_S
-        while left := _session(self.process.pid):
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > end:
-                return
-            time.sleep(POLL_S)
-
-
-def _session(leader: int) -> list[int]:
-    """Return the process ids of the running processes of an operating-system session on this
-    machine. `leader` is the process id of the session's first process."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            if os.getsid(int(entry.name)) == leader and not _is_zombie(entry):
-                members.append(int(entry.name))
-    return members
-
-
-def _is_zombie(process: Path) -> bool:
-    return "State:\tZ" in (process / "status").read_text()

@@ -23,10 +23,11 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.supervise.environment import folder_of_copies
+from ptdmpi.supervise.guard import POLL_S
 from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
-from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
+from ptdmpi.supervise.start import Ended, LauncherStart
 
 CONFIG = "config.toml"  # the file of the complete configuration, which the ranks write
 AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.

@@ -87,6 +87,9 @@ setup(
         "wandb": ["wandb>=0.18"],
     },
     entry_points={
-        "console_scripts": ["ptdmpi = ptdmpi.cli:main", "ptdmpi-data = data_prep.cli:main"]
+        "console_scripts": [
+            "ptdmpi = ptdmpi.__main__:main",
+            "ptdmpi-data = data_prep:main",
+        ]
     },
 )

@@ -1,9 +1,10 @@
 """Every kind of run that `every_kind` kills, made from ptdmpi's tables of legal names.
 
-A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of quantized
-weights, task, preference method or axis. If a name is added to one of these tables, a new kind is
-tested, too. If the new name needs further settings that the tables `METHODS`, `SCHEDULES` and
-`TASKS` do not have, an error about the configuration stops the benchmark.
+A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of trained or
+frozen quantized weights, precision, task, preference method or axis. If a name is added to one of
+these tables, a new kind is tested, too. If the new name needs further settings that the tables
+`METHODS`, `SCHEDULES` and `TASKS` do not have, an error about the configuration stops the
+benchmark.
 """
 
 import json
@@ -15,9 +16,9 @@ import numpy as np
 
 from benchmarks.faults.training import BASE, VOCAB_SIZE, Way, prepare
 from ptdmpi.config.adapt import AdaptMethod
-from ptdmpi.config.choices import ScheduleName
+from ptdmpi.config.choices import CodesName, ScheduleName
 from ptdmpi.config.methods import CompressorName, MethodName
-from ptdmpi.config.model import CodesName
+from ptdmpi.config.precision import PrecisionName
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import ParallelConfig, PreferenceConfig, TaskConfig
 from ptdmpi.data.scores.reference import REFERENCE
@@ -76,7 +77,11 @@ def every_kind() -> dict[str, Way]:
     for method in names_of(PreferenceConfig.model_fields["method"].annotation):
         add(method, 2, f"preference.method={method}", *PAIRED)
     for codes in names_of(CodesName):
-        add(f"quantized-{codes}", 2, f"quantize.weights={codes}", "quantize.block=8")
+        words = (f"quantize.weights={codes}", "quantize.block=8")
+        add(f"quantized-{codes}", 2, *words)
+        add(f"quantized-base-{codes}", 2, *words, "adapt.method=lora", *ADAPTED)
+    for precision in names_of(PrecisionName):
+        add(precision, 2, f"precision.compute={precision}")
     add("expert", 2, "parallel.expert=2", *EXPERTS)
     add("three", 3, "batch.global_size=6")
     return ways

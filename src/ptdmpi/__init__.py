@@ -5,10 +5,15 @@ layouts, `open_shards` reads token shards. A name is imported when it is first u
 needs neither torch nor MPI.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+import importlib
+
+# `typing` is not imported at run time: Ctrl-C during this import could not be handled
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from ptdmpi.base.errors import InputError
     from ptdmpi.generate.loaded import LoadedModel, load
     from ptdmpi.inference.windows import TokenWindows, open_shards

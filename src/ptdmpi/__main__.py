@@ -1,5 +1,18 @@
-"""Run the command `ptdmpi` by `python -m ptdmpi`."""
+"""Run the command `ptdmpi`, also by `python -m ptdmpi`."""
 
-from ptdmpi.cli import main
+from ptdmpi.terminal import early
 
-main()
+
+def main() -> None:
+    """Run the command line; first prepare the process for signals during its imports."""
+    early.begin("ptdmpi", holding=("run", "train"))
+    try:
+        from ptdmpi.cli import main as command_line
+
+        command_line()
+    finally:
+        early.end()
+
+
+if __name__ == "__main__":
+    main()

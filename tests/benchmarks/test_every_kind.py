@@ -9,19 +9,26 @@ from benchmarks.faults.every_kind import trial
 from benchmarks.faults.kinds import STEPS, every_kind, names_of, prepare_all
 from ptdmpi.config import load, resolve
 from ptdmpi.config.adapt import AdaptMethod
-from ptdmpi.config.choices import ScheduleName
+from ptdmpi.config.choices import CodesName, ScheduleName
 from ptdmpi.config.methods import CompressorName, MethodName
+from ptdmpi.config.precision import PrecisionName
 
 KINDS = every_kind()
 
 
-@pytest.mark.parametrize("literal", [MethodName, ScheduleName, AdaptMethod])
+@pytest.mark.parametrize("literal", [MethodName, ScheduleName, AdaptMethod, PrecisionName])
 def test_every_name_is_there(literal):
     assert set(names_of(literal)) <= KINDS.keys()
 
 
 def test_every_compressor_is_there():
     assert {f"compressed-{name}" for name in names_of(CompressorName)} <= KINDS.keys()
+
+
+def test_every_format_of_quantized_weights_is_there():
+    """Trained weights, and the frozen weights of a base with adapters."""
+    for codes in names_of(CodesName):
+        assert {f"quantized-{codes}", f"quantized-base-{codes}"} <= KINDS.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

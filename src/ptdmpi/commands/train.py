@@ -8,6 +8,7 @@ import click
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch, starting
 from ptdmpi.config import InputError, load
+from ptdmpi.terminal import early
 from ptdmpi.terminal.options import SET
 from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest
@@ -40,6 +41,7 @@ def command(
     With --layout auto, a dry run needs run.cluster, because a dry run does not measure the machine.
     """
     if dry_run:
+        early.release()  # a dry run has nothing to save
         note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.preview.dry_run import show

@@ -28,6 +28,7 @@ from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import Ended, LauncherStart
+from ptdmpi.terminal import early
 
 CONFIG = "config.toml"  # the file of the complete configuration, which the ranks write
 AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.
@@ -106,6 +107,9 @@ class Supervisor:
         run."""
         for number in REQUESTS:
             signal.signal(number, self._request)
+        early.release()
+        if self._requests:  # a request came before the handlers were installed
+            return STOPPED
         self._tell("begins", counted(self.ranks, "rank"))
         try:
             code = self._supervised()

@@ -21,6 +21,7 @@ from ptdmpi.base.launched import launched_rank, launched_size
 from ptdmpi.base.outside import escaped, explained
 from ptdmpi.base.say import QUIET, note
 from ptdmpi.base.words import printable
+from ptdmpi.terminal import early
 
 EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
@@ -116,6 +117,7 @@ def run(
     InputError may have several lines, one for each mistake. Raises SystemExit with code 2 for bad
     input, 130 after Ctrl-C, 1 for other failures, or with the command's own exit code.
     """
+    early.imported()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a file name may contain bytes that are not valid text

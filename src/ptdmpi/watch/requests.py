@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 
 from ptdmpi.base.say import put, send_nowhere
 from ptdmpi.config import SharedInputError
+from ptdmpi.terminal import early
 
 # the exit code (EX_TEMPFAIL) of a run that has saved and stopped on request; the same command
 # resumes the run
@@ -87,6 +88,7 @@ class StopRequest:
             # and SIGINT
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
+        early.release()
         return self
 
     def __exit__(

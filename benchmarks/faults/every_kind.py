@@ -35,13 +35,12 @@ from benchmarks.faults.deaths import (
     runs_in,
     table,
 )
-from benchmarks.faults.kinds import STEPS, every_kind, prepare_all
+from benchmarks.faults.kinds import STEPS, every_kind, prepare_all, require_bases
 from benchmarks.faults.training import (
     StartedRun,
     Way,
     deviation,
     records_deviate,
-    require_base,
 )
 from benchmarks.launch import start
 from ptdmpi.supervise import guard
@@ -168,8 +167,7 @@ def _kill(pid: int) -> bool:
 def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> KilledRun:
     """Kill processes of one run, and compare the finished run with an undisturbed run."""
     reference = folder / f"reference-{way.name}"
-    if any("adapt.base" in setting for setting in way.settings):
-        require_base(folder)
+    require_bases(folder, way)
     if not (reference / "done").exists():
         undisturbed = StartedRun(folder, way, reference, NOWHERE)
         if undisturbed.wait() != 0:

@@ -8,13 +8,16 @@ benchmark.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
-from benchmarks.faults.training import BASE, VOCAB_SIZE, Way, prepare
+from benchmarks.faults.training import BASE, LIMIT_S, VOCAB_SIZE, Way, prepare, require_base
+from benchmarks.launch import start
 from ptdmpi.config.adapt import AdaptMethod
 from ptdmpi.config.choices import CodesName, ScheduleName
 from ptdmpi.config.methods import CompressorName, MethodName
@@ -41,6 +44,14 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
     "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
 }
+# Format of quantized weights -> the options with which `ptdmpi quantize` writes a base in it.
+CODES: Mapping[str, tuple[str, ...]] = {
+    "int8": ("--bits", "8"),
+    "int4": ("--bits", "4"),
+    "uint4": ("--bits", "4", "--asymmetric"),
+    "nf4": ("--bits", "4", "--nf4"),
+}
+BLOCK = 8  # number of elements in a block of quantized weights
 PAIRED = ("data.document_boundaries=true", 'data.train=[{path="pairs"}]')
 EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
 SEQUENCE = 8  # number of tokens in a row of pairs, which is model.seq_length
@@ -77,9 +88,10 @@ def every_kind() -> dict[str, Way]:
     for method in names_of(PreferenceConfig.model_fields["method"].annotation):
         add(method, 2, f"preference.method={method}", *PAIRED)
     for codes in names_of(CodesName):
-        words = (f"quantize.weights={codes}", "quantize.block=8")
+        words = (f"quantize.weights={codes}", f"quantize.block={BLOCK}")
         add(f"quantized-{codes}", 2, *words)
-        add(f"quantized-base-{codes}", 2, *words, "adapt.method=lora", *ADAPTED)
+        frozen = ("adapt.method=lora", f"adapt.base={BASE}-{codes}")
+        add(f"quantized-base-{codes}", 2, *words, *frozen)
     for precision in names_of(PrecisionName):
         add(precision, 2, f"precision.compute={precision}")
     add("expert", 2, "parallel.expert=2", *EXPERTS)
@@ -104,6 +116,26 @@ def prepare_all(folder: Path) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
     prepare_pairs(folder / "pairs")
+
+
+def require_bases(folder: Path, way: Way) -> None:
+    """Make the frozen base of a run with adapters, unless it exists or the run has no adapters."""
+    names = [words[1] for words in map(_pair, way.settings) if words[0] == "adapt.base"]
+    for name in names:
+        require_base(folder)
+        codes = name.removeprefix(BASE).removeprefix("-")
+        if codes and not (folder / name).is_dir():
+            options = ("--block", str(BLOCK), *CODES[codes])
+            command = [sys.executable, "-m", "ptdmpi", "quantize", BASE, name, *options]
+            made = start(command, subprocess.PIPE, cwd=folder)
+            text, _ = made.communicate(timeout=LIMIT_S)
+            if made.returncode:
+                raise RuntimeError(f"the base {name} was not made:\n{text}")
+
+
+def _pair(setting: str) -> tuple[str, str]:
+    key, _, value = setting.partition("=")
+    return key, value
 
 
 def prepare_pairs(folder: Path) -> None:

@@ -1,12 +1,14 @@
 """The kinds of runs that are killed: every name of the program's tables, each a legal run."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.faults.deaths import IN_A_START, Death, KilledRun, append, count, runs_in, table
 from benchmarks.faults.every_kind import trial
-from benchmarks.faults.kinds import STEPS, every_kind, names_of, prepare_all
+from benchmarks.faults.kinds import STEPS, every_kind, names_of, prepare_all, require_bases
 from ptdmpi.config import load, resolve
 from ptdmpi.config.adapt import AdaptMethod
 from ptdmpi.config.choices import CodesName, ScheduleName
@@ -36,6 +38,20 @@ def test_a_kind_is_legal(kind, tmp_path):
     prepare_all(tmp_path / "runs")
     way = KINDS[kind]
     assert resolve(load(tmp_path / "runs/config.toml", way.settings), way.ranks).run.steps == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("quantized-base-")])
+def test_the_base_of_a_kind_fits_its_settings(kind, tmp_path):
+    prepare_all(tmp_path / "runs")
+    way = KINDS[kind]
+    require_bases(tmp_path / "runs", way)
+    options = [word for setting in way.settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "ptdmpi", "train", "config.toml", "--dry-run", "--ranks", "2"]
+    ended = subprocess.run(
+        [*command, *options], cwd=tmp_path / "runs", capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_results_are_kept_and_counted(tmp_path):

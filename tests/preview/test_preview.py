@@ -285,6 +285,8 @@ def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
     ):
         with pytest.raises(InputError, match=f"^{wrong[0].replace('no-', '')}: c.toml says what"):
             CliRunner().invoke(plan, ["c.toml", "--ranks", "1", *wrong], catch_exceptions=False)
+    with pytest.raises(InputError, match=r"gpt3-125m is a preset.*: ptdmpi plan --model gpt3-125m"):
+        CliRunner().invoke(plan, ["gpt3-125m", "--batch", "8"], catch_exceptions=False)
     fine = CliRunner().invoke(plan, ["c.toml", "--ranks", "1", "--json", "--quiet"])
     assert fine.exit_code == 0, fine.output
 

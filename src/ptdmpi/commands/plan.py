@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from ptdmpi.base.say import note
 from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import CONTEXT_METHODS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES
+from ptdmpi.config.presets import model_presets
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts, write_layout
 from ptdmpi.plan.layer.low_bit import CODES
@@ -163,6 +164,11 @@ def command(
 def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
     """Print the preview of a configuration. Raise InputError if an option is given
     that only the search for layouts uses."""
+    if str(config) in model_presets() and not config.exists():
+        raise InputError(
+            f"{config} is a preset, no configuration; for its layouts: ptdmpi plan --model "
+            f"{config} --cluster NAME --ranks N"
+        )
     options = _options_of_the_search()
     if options:
         raise InputError(

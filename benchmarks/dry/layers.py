@@ -1,43 +1,47 @@
-"""The counts of one layer: of a microbatch's forward and backward, and of the update."""
+"""The counts of one layer of ptdmpi and of other trainers, without compilation."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
-from benchmarks.dry.steps import Counts, configuration, ours, planned_bytes
+from benchmarks.dry.steps import (
+    DEVICE,
+    Counts,
+    begin,
+    configuration,
+    ours,
+    planned_bytes,
+    theirs,
+)
+from benchmarks.gpu import peers
 from benchmarks.gpu.parts import MODELS, Shape
+from benchmarks.gpu.timing import Numbers, Row
+from ptdmpi.config import Config
 
 MICRO_SIZES = {"gpt 1.3b": 4, "llama 2.7b": 2}
 LEAST = 2  # layers of the smaller of two models whose difference is one layer
+SETTINGS = ("autocast", "bf16 weights")  # of transformers
+Count = Callable[[int, int], Counts]  # of a step, for a number of layers and of microbatches
 
 
 class Layer(NamedTuple):
-    """The counts of one layer.
-
-    `microbatch` counts the forward and the backward of a microbatch, `update` the rest of a step.
-    `peak_bytes` is the memory that the layer adds to the peak of a step of one microbatch.
-    """
+    """The counts of one layer: of one microbatch, and of a step of two microbatches."""
 
     microbatch: Counts
-    update: Counts
-    peak_bytes: float
+    step: Counts
 
 
-def of_layer(count: Callable[[int, int], Counts]) -> Layer:
-    """Return the counts of one layer: the differences between models of 2 and 3 layers, in steps
-    of one and two microbatches. `count` returns the counts of a step for a number of layers and a
-    number of microbatches."""
-    small = count(LEAST, 1)
-    large = count(LEAST + 1, 1)
-    a_layer = large.minus(small)
-    in_small = count(LEAST, 2).minus(small)
-    in_large = count(LEAST + 1, 2).minus(large)
-    microbatch = in_large.minus(in_small)
-    return Layer(microbatch, a_layer.minus(microbatch), a_layer.peak_bytes)
+def of_layer(count: Count) -> Layer:
+    """Return the counts of one layer: the differences between models of two and three layers, in
+    steps of one and two microbatches."""
+    step = count(LEAST + 1, 2).minus(count(LEAST, 2))
+    less = count(LEAST + 1, 1).minus(count(LEAST, 1))
+    return Layer(microbatch=step.minus(less), step=step)
 
 
-def shown(layer: Layer) -> dict[str, Any]:
+def shown(layer: Layer) -> Numbers:
     """Return the row of a layer in the table."""
-    once, update = layer.microbatch, layer.update
+    once, step = layer
     return {
         "launches": round(once.launches),
         "syncs": round(once.syncs),
@@ -45,34 +49,71 @@ def shown(layer: Layer) -> dict[str, Any]:
         "GB outside of products": once.other_bytes / 1e9,
         "TFLOP": once.flops / 1e12,
         "roofline, ms": 1e3 * once.roofline_s,
-        "peak, GB": layer.peak_bytes / 1e9,
-        "update: launches": round(update.launches),
-        "update: GB moved": update.moved_bytes / 1e9,
+        "step: launches": round(step.launches),
+        "step: GB moved": step.moved_bytes / 1e9,
+        "peak, GB": step.peak_bytes / 1e9,
     }
 
 
-def ours_of(name: str, shape: Shape) -> dict[str, Any]:
-    """Return the row of ptdmpi for a layer of a model."""
-    micro_size = MICRO_SIZES[name]
+def _config(name: str, shape: Shape, layers: int, microbatches: int) -> Config:
+    return configuration({**shape.model, "layers": layers}, MICRO_SIZES[name], microbatches)
+
+
+def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.Workload:
+    config = _config(name, shape, layers, microbatches)
+    return peers.Workload(
+        device=DEVICE,
+        model=config.model,
+        vocab_size=shape.vocab_size,
+        sequences=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+    )
+
+
+def of_ours(name: str, shape: Shape) -> Numbers:
+    """Return the row of ptdmpi."""
 
     def count(layers: int, microbatches: int) -> Counts:
-        return ours(_config(shape, layers, micro_size, microbatches), shape.vocab_size)
+        return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
 
     layer = of_layer(count)
-    planned = [
-        planned_bytes(_config(shape, layers, micro_size, 1), shape.vocab_size)
+    less, more = (
+        planned_bytes(_config(name, shape, layers, 2), shape.vocab_size)
         for layers in (LEAST, LEAST + 1)
-    ]
-    return shown(layer) | {"planned peak, GB": (planned[1] - planned[0]) / 1e9}
+    )
+    return shown(layer) | {"planned peak, GB": (more - less) / 1e9}
 
 
-def _config(shape: Shape, layers: int, micro_size: int, microbatches: int) -> Any:
-    return configuration({**shape.model, "layers": layers}, micro_size, microbatches)
+def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
+    """Return the row of transformers in one setting."""
+
+    def count(layers: int, microbatches: int) -> Counts:
+        begin()
+        workload = _workload(name, shape, layers, microbatches)
+        size = (workload.micro_size, "none")
+        return peers.transformers_way(workload, peers.WAYS[way], size, theirs)
+
+    return shown(of_layer(count))
 
 
-def table() -> dict[str, dict[str, Any]]:
-    """Return the rows of the table of layers, by name."""
-    rows = {}
+def of_torchtitan(name: str, shape: Shape) -> Numbers:
+    """Return the row of torchtitan."""
+
+    def count(layers: int, microbatches: int) -> Counts:
+        begin()
+        workload = _workload(name, shape, layers, microbatches)
+        size = (workload.micro_size, "none")
+        return peers.torchtitan_way(workload, size, theirs, compiled=False)
+
+    with peers.alone_in_torchtitan(DEVICE):
+        return shown(of_layer(count))
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of the table of layers, with the functions that count them."""
     for name, shape in MODELS.items():
-        rows[f"{name}, ptdmpi"] = ours_of(name, shape)
-    return rows
+        yield f"{name}: ptdmpi", partial(of_ours, name, shape)
+        for way in SETTINGS:
+            yield f"{name}: transformers, {way}", partial(of_transformers, name, shape, way)
+        if shape.model.get("kind") == "llama":  # torchtitan has no GPT model
+            yield f"{name}: torchtitan", partial(of_torchtitan, name, shape)

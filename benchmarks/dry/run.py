@@ -7,6 +7,7 @@ Each part runs in a separate process, in the environment of the null GPU.
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.dry.build import build, environment
@@ -14,6 +15,7 @@ from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import done, reasons
 from benchmarks.launch import ROOT
 from benchmarks.marks import put, table
+from benchmarks.speed.peers import install
 from ptdmpi.comm import launch
 
 PAGE = ROOT / "docs/reference/gpu-dry.md"
@@ -21,11 +23,12 @@ LIMIT_S = 600.0  # for one part
 PARTS = ("layers",)
 
 
-def of_part(name: str) -> dict[str, Any]:
-    """Return the rows of a part. This process must use the null GPU."""
+def of_part(name: str) -> Iterator[dict[str, Any]]:
+    """Yield, after each row of a part, all rows so far. This process must use the null GPU."""
     from benchmarks.dry import layers
+    from benchmarks.gpu.timing import measured_rows
 
-    return {"layers": layers.table}[name]()
+    yield from measured_rows({"layers": layers.rows}[name]())
 
 
 def main() -> None:
@@ -36,9 +39,11 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="count one part and print its rows")
     chosen = parser.parse_args()
     if chosen.part:
-        print(json.dumps(of_part(chosen.part)))
+        for rows in of_part(chosen.part):
+            print(json.dumps(rows), flush=True)
         return
     build()
+    install("torchtitan")
     failed = {}
     for name in PARTS:
         command = [sys.executable, "-m", "benchmarks.dry.run", "--part", name]

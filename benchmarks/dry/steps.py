@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.dry.counting import Counting
 from benchmarks.dry.device import NullGpu
+from benchmarks.gpu import peers
 from benchmarks.gpu.timing import fresh
 from benchmarks.gpu.training import batches, drawn_there, engine_on
 from ptdmpi.config import Config, resolve
@@ -37,6 +39,12 @@ class Counts(NamedTuple):
     def minus(self, other: "Counts") -> "Counts":
         """Return the difference of two counts."""
         return Counts(*(mine - less for mine, less in zip(self, other, strict=True)))
+
+
+def begin() -> None:
+    """Free the memory of earlier models."""
+    torch.cuda.init()
+    fresh(DEVICE)
 
 
 def counted(step: Callable[[], object]) -> Counts:
@@ -76,14 +84,25 @@ def configuration(model: dict[str, Any], micro_size: int, microbatches: int) -> 
 
 def ours(config: Config, vocab_size: int) -> Counts:
     """Return the counts of a step of ptdmpi."""
-    torch.cuda.init()
-    fresh(DEVICE)
+    begin()
     with drawn_there():
         engine = engine_on(config, vocab_size, DEVICE)
     placing = Placing(DEVICE)
     microbatches = batches(config, vocab_size, 0)
 
     return counted(lambda: engine.step(0, placing.place(microbatches)))
+
+
+def theirs(
+    workload: peers.Workload,
+    size: peers.Size,
+    loss_of: Callable[[Tensor], Tensor],
+    model: torch.nn.Module,
+) -> Counts:
+    """Return the counts of a step of another trainer, as `peers.timed` returns its times."""
+    update = torch.optim.AdamW(model.parameters(), fused=True)
+    microbatches = peers.ids_of(workload, size[0], 0)
+    return counted(lambda: peers.one_step(microbatches, loss_of, update))
 
 
 def planned_bytes(config: Config, vocab_size: int) -> int:

@@ -2,16 +2,17 @@
 or without compilation. Each setting uses the largest microbatch that fits. All trainers use fused
 attention and torch's fused AdamW."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,9 @@ WAYS = {
     "bf16 weights, compiled": Setting(half=True, compiled=True),
 }
 Side = Callable[[Workload], Iterator[Row]]
+T = TypeVar("T")
+# what is measured of a model, whose loss of a microbatch of tokens is computed by the function
+Measure = Callable[[Workload, Size, Callable[[Tensor], Tensor], torch.nn.Module], T]
 
 
 def sizes(workload: Workload) -> list[Size]:
@@ -69,7 +73,7 @@ def sizes(workload: Workload) -> list[Size]:
     return [*tried, *((size, "full") for size in recomputed)]
 
 
-def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
+def ids_of(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
     """Return the microbatches of a step: random tokens [sequences, tokens] on the device. A step
     has the same tokens for all microbatch sizes."""
     generator = torch.Generator().manual_seed(step)
@@ -78,7 +82,21 @@ def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
     return list(whole.split(micro_size))
 
 
-def _timed(
+def one_step(
+    microbatches: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], update: torch.optim.AdamW
+) -> Tensor:
+    """Do one training step on microbatches of tokens, and return the mean loss."""
+    parts = []
+    for ids in microbatches:
+        loss = loss_of(ids) / len(microbatches)
+        loss.backward()
+        parts.append(loss.detach())
+    update.step()
+    update.zero_grad()
+    return torch.stack(parts).sum()
+
+
+def timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
     """Return the measured rates, memory and first loss for some steps of a model. The first steps,
@@ -88,19 +106,13 @@ def _timed(
     times = []
     losses = []
     for step in range(STEPS):
-        microbatches = _ids(workload, size[0], step)
+        microbatches = ids_of(workload, size[0], step)
         module.synchronize()
         begin = time.perf_counter()
-        parts = []
-        for ids in microbatches:
-            loss = loss_of(ids) / len(microbatches)
-            loss.backward()
-            parts.append(loss.detach())
-        update.step()
-        update.zero_grad()
+        loss = one_step(microbatches, loss_of, update)
         module.synchronize()
         times.append(time.perf_counter() - begin)
-        losses.append(float(sum(parts)))
+        losses.append(float(loss))
     numbers = rates(
         workload.device,
         workload.model,
@@ -117,9 +129,11 @@ def _next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[str, Any]:
+def transformers_way(
+    workload: Workload, setting: Setting, size: Size, measure: Measure[T] = timed
+) -> T:
     """Train the model of the workload with transformers in one setting, and return the result of
-    `_timed`."""
+    `measure`."""
     transformers: Any = importlib.import_module("transformers")
     dtype = torch.bfloat16 if setting.half else torch.float32
     with workload.device:
@@ -135,7 +149,7 @@ def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[s
         with torch.autocast(workload.device.type, torch.bfloat16, enabled=not setting.half):
             return forward(input_ids=ids, labels=ids, use_cache=False).loss
 
-    return _timed(workload, size, loss_of, model)
+    return measure(workload, size, loss_of, model)
 
 
 def _transformers_shape(workload: Workload) -> Any:
@@ -213,23 +227,37 @@ def torchtitan_side(workload: Workload) -> Iterator[Row]:
 
 
 def _torchtitan(workload: Workload) -> dict[str, Any]:
-    sys.path.insert(0, str(torchtitan_folder()))
-    import torch.distributed as dist
-
-    backend = "gloo" if workload.device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    compiled = workload.device.type != "cpu"
+    with alone_in_torchtitan(workload.device):
         tried = [size for size in sizes(workload) if size[1] == "none"]
-        numbers = first_that_fits(workload.device, tried, partial(_titan_size, workload))
-    finally:
-        dist.destroy_process_group()
+        numbers = first_that_fits(
+            workload.device, tried, lambda size: torchtitan_way(workload, size, compiled=compiled)
+        )
     if numbers is None:
         return {"skipped": OUT_OF_MEMORY}
     return numbers | {"version": importlib.metadata.version("torchtitan")}
 
 
-def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
-    """Return the result of `_timed` for torchtitan's LLaMA with one microbatch size."""
+@contextlib.contextmanager
+def alone_in_torchtitan(device: torch.device) -> Iterator[None]:
+    """Inside this context, torchtitan can be imported, and this process is the only rank of
+    torch.distributed's group, which torchtitan needs."""
+    sys.path.insert(0, str(torchtitan_folder()))
+    import torch.distributed as dist
+
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def torchtitan_way(
+    workload: Workload, size: Size, measure: Measure[T] = timed, *, compiled: bool
+) -> T:
+    """Train torchtitan's LLaMA with one microbatch size, and return the result of `measure`. This
+    process must be `alone_in_torchtitan`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     device = workload.device
@@ -238,7 +266,7 @@ def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
         made = _titan(workload.model, workload.vocab_size)
         made.init_states(buffer_device=device)
     loss = _next_token_loss
-    if device.type != "cpu":
+    if compiled:
         loss = torch.compile(loss)
         for block in made.layers.values():
             block.compile(backend="inductor", fullgraph=True)
@@ -249,7 +277,7 @@ def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
         reduce_dtype=torch.float32,
         pp_enabled=False,
     )
-    return _timed(workload, size, lambda ids: loss(made(ids), ids), made)
+    return measure(workload, size, lambda ids: loss(made(ids), ids), made)
 
 
 def _titan(model: ModelConfig, vocab_size: int) -> Any:

@@ -78,7 +78,7 @@ def test_a_layer_is_the_difference_of_two_models():
 
     layer = of_layer(count)
     assert layer.microbatch == tuple(100 * (field + 1) for field in range(len(Counts._fields)))
-    assert layer.update.launches == 10 and layer.peak_bytes == 110 * len(Counts._fields)
+    assert layer.step == tuple(210 * (field + 1) for field in range(len(Counts._fields)))
 
 
 def test_functions_that_compute_count_as_launches():

@@ -13,22 +13,29 @@ from typing import Any
 from benchmarks.dry.build import build, environment
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import done, reasons
-from benchmarks.launch import ROOT
+from benchmarks.launch import ROOT, mpirun
 from benchmarks.marks import put, table
 from benchmarks.speed.peers import install
+from ptdmpi.base import launched
 from ptdmpi.comm import launch
 
 PAGE = ROOT / "docs/reference/gpu-dry.md"
 LIMIT_S = 600.0  # for one part
-PARTS = ("layers",)
+PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # the numbers of ranks
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
     """Yield, after each row of a part, all rows so far. This process must use the null GPU."""
-    from benchmarks.dry import layers
+    from benchmarks.dry import kinds, layers, measurement
     from benchmarks.gpu.timing import measured_rows
 
-    yield from measured_rows({"layers": layers.rows}[name]())
+    rows = {
+        "layers": layers.rows,
+        "kinds": kinds.rows,
+        "two ranks": kinds.rows_of_two,
+        "make gpu": measurement.rows,
+    }
+    yield from measured_rows(rows[name]())
 
 
 def main() -> None:
@@ -40,13 +47,16 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.part:
         for rows in of_part(chosen.part):
-            print(json.dumps(rows), flush=True)
+            if launched.launched_rank() == 0:
+                print(json.dumps(rows), flush=True)
         return
     build()
     install("torchtitan")
     failed = {}
-    for name in PARTS:
+    for name, ranks in PARTS.items():
         command = [sys.executable, "-m", "benchmarks.dry.run", "--part", name]
+        if ranks > 1:
+            command = mpirun(ranks, command[1:])
         rows = answer(command, LIMIT_S, environment())
         failed |= {f"{name}: {where or 'as a whole'}": why for where, why in reasons(rows).items()}
         put(PAGE, name, lines(rows))

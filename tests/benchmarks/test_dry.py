@@ -10,6 +10,7 @@ from benchmarks.dry import build, run
 from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
+from benchmarks.marks import replaced
 
 M, K, N = 3, 5, 7
 X, Y = torch.randn(M, K), torch.randn(K, N)
@@ -101,3 +102,9 @@ def test_functions_of_the_driver_are_those_of_its_header():
 def test_rows_that_failed_are_not_in_the_table():
     rows = {"gpt": {"launches": 43, "GB": 1.23456}, "bert": {"failed": "no"}, "left": "no time"}
     assert run.lines(rows) == ["|  | launches | GB |", "|---|---|---|", "| gpt | 43 | 1.23 |"]
+
+
+def test_every_part_has_a_place_on_the_page():
+    text = run.PAGE.read_text(encoding="utf-8")
+    for name in run.PARTS:
+        assert replaced(text, name, []) != replaced(text, name, ["a row"])

@@ -1,0 +1,75 @@
+"""The counts of a step of every kind of training that the tests train on a pretended device."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.dry.steps import DEVICE, Counts, begin, counted, planned_bytes
+from benchmarks.gpu.timing import Numbers, Row
+from benchmarks.gpu.training import drawn_there, engine_on
+from ptdmpi.config import Config, resolve
+from ptdmpi.model.batch import Placing
+from tests._configs import small, tree
+from tests._engines import VOCAB_SIZE, microbatches
+from tests.device import test_engine, test_kinds
+
+# Large enough that the allocator's rounding does not matter.
+LARGE = {
+    "model.layers": 4,
+    "model.hidden": 1024,
+    "model.heads": 8,
+    "model.seq_length": 1024,
+    "batch.micro_size": 4,
+}
+LARGE_VOCAB = 32000
+
+
+def of_step(config: Config, vocab_size: int) -> Counts:
+    """Return the counts of a step on this rank."""
+    begin()
+    with drawn_there():
+        engine = engine_on(config, vocab_size, DEVICE, wire="mpi")
+    placing = Placing(DEVICE)
+    parts = microbatches(config, 0, engine.axes["data"].rank, vocab_size=vocab_size)
+    return counted(lambda: engine.step(0, placing.place(parts)))
+
+
+def alone(changes: Mapping[str, Any]) -> Numbers:
+    """Return the row of a kind of training on one rank."""
+    config = resolve(tree(LARGE | changes), 1)
+    counts = of_step(config, LARGE_VOCAB)
+    planned = planned_bytes(config, LARGE_VOCAB)
+    return {
+        "launches": round(counts.launches),
+        "syncs": round(counts.syncs),
+        "GB moved": counts.moved_bytes / 1e9,
+        "GB outside of products": counts.other_bytes / 1e9,
+        "TFLOP": counts.flops / 1e12,
+        "peak, GB": counts.peak_bytes / 1e9,
+        "planned peak, GB": planned / 1e9,
+        "peak / planned": counts.peak_bytes / planned,
+    }
+
+
+def of_two(changes: Mapping[str, Any]) -> Numbers:
+    """Return the row of a kind of training on two ranks. The model is that of the tests, because
+    messages between ranks are real, and so is the time that they take."""
+    counts = of_step(small(changes, 2), VOCAB_SIZE)
+    return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of the kinds that need one rank."""
+    for name, changes in (test_engine.KINDS | test_kinds.KINDS).items():
+        yield name, partial(alone, changes)
+
+
+def rows_of_two() -> Iterator[Row]:
+    """Yield the rows of the kinds that need two ranks. All ranks call this function.
+
+    Kinds that compress messages are left out: the host reads indices that the device has computed,
+    and the null GPU computes none.
+    """
+    for name, changes in test_kinds.LAYOUTS.items():
+        if "data_parallel.compressor" not in changes:
+            yield name, partial(of_two, changes)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.operators import Context, RowStep, run
+from ptdmpi.model.tensor_parallel import LayerLinear
 from ptdmpi.plan.layer.experts import MixExperts
 from tests._layers import Placed, positions, random_tensor
 from tests._rows import tensors
@@ -201,6 +202,9 @@ def split(
         weight.later = later
     with Live() as live:
         inner(step, given, context)
+        for module in placed.layer.modules():
+            if isinstance(module, LayerLinear):
+                module.delayed.seen.clear()  # the magnitudes of a step, which are no operands
         work.operands = live.now
     for module in placed.layer.modules():
         if isinstance(module, Mixture) and isinstance(step.row, MixExperts):

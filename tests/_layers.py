@@ -31,11 +31,16 @@ def whole_initial(seed: int, name: str, shape: tuple[int, ...], init: float | st
     return torch.cat([values for _, values in initial(seed, name, shape, init)])
 
 
+def _dtype_of(precision: str) -> torch.dtype:
+    """Return the type of activations; a precision may be followed by its scales, "fp8 delayed"."""
+    return DTYPES[precision.partition(" ")[0]]
+
+
 def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:
     """Return normal values, the same on every rank, and different for each name."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision])
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(_dtype_of(precision))
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:

@@ -64,8 +64,9 @@ def test_tensor_ranks_train_as_one_rank(comm, sequence_parallel):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("half", HALVES)
-def test_a_training_needs_the_memory_of_its_account(mode, half):
-    check_one(MPI.COMM_SELF, MODES[mode] | {"precision.compute": "fp8"}, half)
+@pytest.mark.parametrize("fp8", ["block", "delayed"])
+def test_a_training_needs_the_memory_of_its_account(mode, half, fp8):
+    check_one(MPI.COMM_SELF, MODES[mode] | {"precision.compute": "fp8", "precision.fp8": fp8}, half)
 
 
 def test_only_the_linears_of_layers_are_rounded():
@@ -105,6 +106,8 @@ def test_tensor_ranks_that_cut_a_block_are_refused():
     legal = small(FLOAT8 | layout(t=2), 2)
     assert list(refusals(legal.layout, legal.model)) == []
     narrow = FLOAT8 | {"model.hidden": 128}
+    whole = small(narrow | layout(t=2) | {"precision.fp8": "delayed"}, 2)
+    assert list(refusals(whole.layout, whole.model)) == []
     assert list(refusals(small(narrow).layout, small(narrow).model)) == []
     config = small(narrow | layout(t=2), 2)
     lines = list(refusals(config.layout, config.model))

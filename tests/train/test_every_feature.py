@@ -35,6 +35,7 @@ BERT = {"model.kind": "bert"}
 EXPERTS = {"model.kind": "llama", "model.experts": 4, "model.experts_per_token": 2}
 # What else a choice needs; a key without a value stands for all of its choices.
 NEEDS: dict[str | tuple[str, Any], Changes] = {
+    ("precision.fp8", "delayed"): {"precision.compute": "fp8"},
     ("optimizer.kind", "own"): {"optimizer.own": "tests._own:Momentum"},
     "adapt.rank": {"adapt.method": "lora"},
     ("run.on_corruption", "restart"): {"run.verify_every": 2},

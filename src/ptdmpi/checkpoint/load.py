@@ -71,7 +71,8 @@ def load(
     if isinstance(manifest, str):
         return manifest
     progress = manifest.progress
-    state.restore(Counters(progress.updates, progress.loss_scale, progress.good_steps))
+    counters = (progress.updates, progress.loss_scale, progress.good_steps)
+    state.restore(Counters(*counters, manifest.exponents))
     return manifest
 
 

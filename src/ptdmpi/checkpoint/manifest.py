@@ -6,7 +6,8 @@
 
 A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The entry
 "quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
-`weights/NAME` returns the dequantized values.
+`weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} has the
+exponents of the delayed scales of each operand in the last steps.
 
 The checksum of the manifest detects damage to the manifest. The checks of the structure (keys,
 types, lengths) detect a wrong manifest with a valid checksum, which a faulty or foreign program has
@@ -14,6 +15,7 @@ written. The module `examine` checks that the pieces cover their tensors.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -38,6 +40,7 @@ TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
 # tensors, whose names begin with CODES and SCALES.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
+EXPONENTS = "exponents"  # the manifest's key for the exponents of delayed scales
 EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 
 
@@ -144,6 +147,15 @@ class Manifest:
         return replace(self, tensors=renamed)
 
     @property
+    def exponents(self) -> dict[str, tuple[int, ...]]:
+        """Return the exponents of delayed scales in the last steps, by the name of the operand
+        (`Counters`); empty if the run had no such scales."""
+        return {
+            name: tuple(map(int, text.split()))
+            for name, text in self.said.get(EXPONENTS, {}).items()
+        }
+
+    @property
     def form(self) -> LowBit | None:
         """Return the format in which weights are quantized; None if no weights are quantized."""
         said = self.said.get(QUANTIZATION)
@@ -241,6 +253,11 @@ def manifest_text(
     }
     # the checksum is computed over sorted keys, so it does not depend on the order of writing
     return json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
+
+
+def exponents_as_json(exponents: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return exponents (`Counters`) as the manifest stores them: their numbers as one text."""
+    return {name: " ".join(map(str, history)) for name, history in exponents.items()}
 
 
 def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:
@@ -350,6 +367,10 @@ _PIECE: Kinds = {
 }
 
 
+# up to 16 numbers of at most three digits, as `exponents_as_json` writes them
+_EXPONENTS = re.compile(r"-?\d{1,3}( -?\d{1,3}){0,15}", re.ASCII)
+
+
 def _require_form(manifest: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the key, if a key is missing or has a value of the wrong type.
     `progress` must have exactly the fields of `Progress`."""
@@ -364,6 +385,12 @@ def _require_form(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"file {name!r} is no plain name")
     for name, tensor in manifest["tensors"].items():
         _require_tensor(f"tensor {name!r}", tensor, manifest["files"])
+    exponents = manifest.get(EXPONENTS, {})
+    if type(exponents) is not dict:
+        raise ValueError(f"{EXPONENTS} is no object")
+    for name, text in exponents.items():
+        if type(text) is not str or not _EXPONENTS.fullmatch(text):
+            raise ValueError(f"{EXPONENTS} of {name!r} are no whole numbers")
     if QUANTIZATION in manifest:
         _require_quantization(manifest[QUANTIZATION], manifest["tensors"])
 

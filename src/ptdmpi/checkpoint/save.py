@@ -20,7 +20,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,15 @@ from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Outgoing, write
 from ptdmpi.checkpoint.load import on_root
-from ptdmpi.checkpoint.manifest import EXTRAS, Progress, Written, manifest_text, write_manifest
+from ptdmpi.checkpoint.manifest import (
+    EXPONENTS,
+    EXTRAS,
+    Progress,
+    Written,
+    exponents_as_json,
+    manifest_text,
+    write_manifest,
+)
 from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.outgoing import OutgoingState
 from ptdmpi.checkpoint.resume import Resumption
@@ -70,7 +78,7 @@ class _Flight:
     temporary: Path
     progress: Progress
     validation_loss: float | None
-    extras: dict[str, Any]
+    said: dict[str, Any]
     since: float
     writing: Future[Written]
     # on rank 0, the result of publishing the checkpoint; None on other ranks
@@ -156,7 +164,7 @@ class Checkpoints:
             self._progress(step),
             self.course.config.model.model_dump(),
             written=written,
-            lineage=self._lineage(None, self.extras()),
+            lineage=self._lineage(None, self._said()),
         )
 
     def save(self, step: int) -> list[Saved]:
@@ -184,7 +192,7 @@ class Checkpoints:
             temporary=temporary,
             progress=self._progress(step),
             validation_loss=loss,
-            extras=self.extras(),
+            said=self._said(),
             since=since,
             writing=writing,
         )
@@ -219,20 +227,29 @@ class Checkpoints:
         on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
 
     def _progress(self, step: int) -> Progress:
+        counters = self.state.counters
         return Progress(
             step=step,
             samples=self.course.samples(step),
+            updates=counters.updates,
+            loss_scale=counters.loss_scale,
+            good_steps=counters.good_steps,
             seed=self.course.config.run.seed,
-            **asdict(self.state.counters),
         )
 
-    def _lineage(self, loss: float | None, extras: dict[str, Any]) -> dict[str, Any]:
+    def _said(self) -> dict[str, Any]:
+        """Return the entries of a manifest about the present state: the exponents of delayed
+        scales, and the entries of a user's program."""
+        said = {
+            EXPONENTS: exponents_as_json(self.state.counters.exponents),
+            EXTRAS: self.extras(),
+        }
+        return {key: entries for key, entries in said.items() if entries}
+
+    def _lineage(self, loss: float | None, said: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a manifest about the origin of its tensors. `loss` is the
-        validation loss of this state."""
-        lineage = {**self.course.in_manifest(), **best.in_manifest(loss)}
-        if extras:
-            lineage[EXTRAS] = extras
-        return lineage
+        validation loss of this state, and `said` has the entries about it (`_said`)."""
+        return {**self.course.in_manifest(), **best.in_manifest(loss), **said}
 
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight
@@ -276,7 +293,7 @@ class Checkpoints:
         0 calls this method. Return the seconds since the first byte was written, and the reason why
         older checkpoints could not be removed (None if they were)."""
         model = self.course.config.model.model_dump()
-        lineage = self._lineage(flight.validation_loss, flight.extras)
+        lineage = self._lineage(flight.validation_loss, flight.said)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
         self.retention.publish(flight.temporary)
         write_s = time.perf_counter() - flight.since

@@ -11,15 +11,18 @@ In the precision fp8, weights and activations have the type bfloat16, and the op
 products of the layers' linears are rounded to 8-bit floating point. The inputs and the weights are
 rounded to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the gradients of the
 outputs to e5m2 (largest value 57344): Micikevicius et al. 2022, arXiv 2209.05433, section 3.1, and
-the default of NVIDIA's Transformer Engine.
+the default of NVIDIA's Transformer Engine. The embedding before the first layer and the output head
+after the last layer always compute in bfloat16.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
-# What shares a scale in the precision fp8; "none" in all other precisions.
-Scaling = Literal["none", "block"]
+# What shares a scale in the precision fp8: a block of numbers ("block"), or a whole tensor, whose
+# scale is chosen before the step ("delayed").
+ScalingName = Literal["block", "delayed"]
+Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales
 # Rows and columns of a block of a weight, and elements of a row of another operand, that share a
 # scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
 SCALED_BLOCK = 128
@@ -90,7 +93,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def scaling_of(precision: str) -> Scaling:
-    """Return what shares a scale in the products of the layers' linears; "none" if these products
-    need no scales."""
-    return "block" if PRECISIONS[precision].product.scaled else "none"
+def scaling_of(precision: str, scaling: ScalingName = "block") -> Scaling:
+    """Return what shares a scale in the products of the layers' linears: `scaling`, or "none" if
+    these products need no scales."""
+    return scaling if PRECISIONS[precision].product.scaled else "none"

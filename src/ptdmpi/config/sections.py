@@ -15,7 +15,7 @@ from ptdmpi.config.choices import (
     default_schedule,
 )
 from ptdmpi.config.model import MASK_FRACTION
-from ptdmpi.config.precision import PRECISIONS, PrecisionName, Scaling, scaling_of
+from ptdmpi.config.precision import PRECISIONS, PrecisionName, Scaling, ScalingName, scaling_of
 from ptdmpi.config.section import (
     MOST_BATCH,
     Bound,
@@ -140,10 +140,11 @@ class BatchConfig(Section):
 
 class PrecisionConfig(Section):
     """The section [precision]: the type of weights and activations. Master weights and gradients
-    are float32, or float64 for fp64.
+    are float32, or float64 for fp64. `fp8` says which numbers share a scale if `compute` is "fp8".
     """
 
     compute: Reported[PrecisionName] = "fp32"
+    fp8: Reported[ScalingName] = "block"
     initial_loss_scale: Reported[Annotated[float, Field(ge=1)]] = 65536.0
     loss_scale_window: Reported[Positive] = 1000
 
@@ -158,7 +159,7 @@ class PrecisionConfig(Section):
     def scaling(self) -> Scaling:
         """Return what shares a scale in the products of the layers' linears; "none" if these
         products need no scales."""
-        return scaling_of(self.compute)
+        return scaling_of(self.compute, self.fp8)
 
 
 class RecomputeConfig(Section):

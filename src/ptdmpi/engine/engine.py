@@ -14,7 +14,7 @@ from ptdmpi.config import Config, SharedInputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.sections import AVERAGE
 from ptdmpi.engine.corruption import Verification
-from ptdmpi.engine.data_parallel import data_parallel
+from ptdmpi.engine.data_parallel import method_of
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
 from ptdmpi.engine.loads import Balance, ExpertLoads
@@ -25,6 +25,7 @@ from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require
 from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import Runner
+from ptdmpi.engine.scales import ScaleHistory
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.experts.exchange import ExpertAxis
@@ -49,7 +50,7 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
-from ptdmpi.plan.layout.grid import CONTEXT, DATA, EXPERTS, LOSSES, PARAMETERS, SHARDS
+from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, PARAMETERS, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
@@ -99,10 +100,9 @@ class Engine:
         _compile(config, self.stages, axes.world, self.device)
         self.program = _program(pipeline, self.schedule)
         self.runner = _runner(self.stages, config, axes, self.device)
-        replica = Replica(
-            config, axes, buffer=self.buffer, stages=self.stages, schedule=self.schedule
+        policy = method_of(
+            Replica(config, axes, buffer=self.buffer, stages=self.stages, schedule=self.schedule)
         )
-        policy = _method(replica)
         self.runner.hooks.append(policy)
         borrowed = _borrowed(self.stages)
         held = partial(_state, config, self.buffer, borrowed, policy)
@@ -116,6 +116,7 @@ class Engine:
             config.optimizer, self.state, tensor, width_ratio=config.model.width_ratio
         )
         self.balance = Balance(config, axes, self.stages, self.state)
+        self.scales = ScaleHistory(config.model, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
         # training steps that the state includes; None while an update changes it
@@ -160,6 +161,7 @@ class Engine:
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
+            greatest = self.scales.sent()
             # The host waits for the device only here and when gradients are compressed. The host
             # waits because loss and norm decide whether the step is skipped, and because the update
             # must not use the incomplete result of an aborted message.
@@ -177,6 +179,8 @@ class Engine:
             # loss and norm are the same on every rank, so all ranks skip the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
+            if not skipped:
+                self.scales.update(greatest)
             consensus = self._update(step, rate, norm, skipped=skipped, loads=loads)
         noise = None
         if mine is not None and not skipped:
@@ -252,6 +256,7 @@ class Engine:
             for number, batch in enumerate(batches)
         ]
         self.policy.begin_step()
+        self.scales.begin()
         self.buffer.gradients.zero_()
         self.runner.run(self.schedule, self.program, passes, watch)
         counts = self._with_own_count(counts, passes)
@@ -264,6 +269,7 @@ class Engine:
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
+        self.scales.begin()
         with torch.no_grad():
             self.runner.run(schedule, program, passes, self.stopwatch())
         arriving = self._arriving(passes)
@@ -383,21 +389,6 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
     return []
 
 
-def _method(replica: Replica) -> DataParallel:
-    """Return the data-parallel method of a run. Raise SharedInputError, on all ranks, if the method
-    would sum gradients over the wrong ranks."""
-    policy = data_parallel(replica)
-    axes = replica.axes
-    apart = any(unit.apart for unit in replica.buffer.units)
-    more = axes[LOSSES].size > axes[DATA].size
-    if any(axes.world.all_gather_object(apart or more)) and not policy.by_unit:
-        raise SharedInputError(
-            "this data_parallel.method sums the gradients of all parameters over the data axis "
-            'only, but this run needs sums over other ranks, too; legal here: "all_reduce"'
-        )
-    return policy
-
-
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
     """Return this rank's part of a schedule, with its sends and receives."""
     program = programs(schedule)[pipeline.rank]
@@ -492,8 +483,12 @@ def _state(
     }
     if AVERAGE in moments:
         moments[AVERAGE] = Kept(policy.differs, begins="weights")
-    scales = config.precision.scales_loss
-    kinds = {**moments, **policy.kinds}
     return State(
-        buffer, kinds, borrowed, differs=policy.differs, scales_loss=scales, peers=policy.data
+        buffer,
+        {**moments, **policy.kinds},
+        borrowed,
+        differs=policy.differs,
+        scales_loss=config.precision.scales_loss,
+        delays_scales=config.precision.scaling == "delayed",
+        peers=policy.data,
     )

@@ -61,12 +61,14 @@ class Kept:
 @dataclass
 class Counters:
     """The counters of the optimizer: the number of updates (without skipped steps), the loss scale,
-    and the number of steps without overflow since the loss scale was last changed. The counters are
-    equal on all ranks."""
+    and the number of steps without overflow since the loss scale was last changed. `exponents` has,
+    for each operand with a delayed scale, the exponents of the last steps, the newest last
+    (`low_bit.delayed`). The counters are equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
+    exponents: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,8 @@ class State:
     table on the last pipeline rank. `differs` has the axes along which replicas have different
     weights, which some data-parallel methods permit. `peers` is the group of the replicas,
     including this one. If `scales_loss` is True, the loss scale is part of the state; otherwise it
-    is always 1. Parameters that do not train are not part of the state, because no update changes
-    them.
+    is always 1. If `delays_scales` is True, so are the exponents of delayed scales. Parameters that
+    do not train are not part of the state, because no update changes them.
     """
 
     def __init__(
@@ -152,11 +154,13 @@ class State:
         *,
         differs: tuple[str, ...] = (),
         scales_loss: bool = False,
+        delays_scales: bool = False,
         peers: Communicator | None = None,
     ) -> None:
         self.buffer = buffer
         self.borrowed = borrowed
         self.scales_loss = scales_loss
+        self.delays_scales = delays_scales
         self.peers = OneRank() if peers is None else peers
         held = {part.entry.name: part for part in buffer.own_parts()}
         self.kinds = {WEIGHTS: Kind(buffer.masters, held, Kept(differs))}
@@ -335,12 +339,13 @@ class State:
             )
 
     def restore(self, counters: Counters) -> None:
-        """Set the counters to stored values. The stored loss scale is used only if this run's
-        precision scales the loss."""
+        """Set the counters to stored values. The stored loss scale and exponents are used only if
+        this run's precision needs them."""
         self.counters.updates = counters.updates
         if self.scales_loss:
             self.counters.loss_scale = counters.loss_scale
             self.counters.good_steps = counters.good_steps
+        self.counters.exponents = counters.exponents if self.delays_scales else {}
 
     def changed(self, written: bool = False) -> None:
         """Update the weights from the master weights, after the master weights were changed. If

@@ -31,7 +31,9 @@ from ptdmpi.config.precision import Scaling
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter, rescaled
 from ptdmpi.model.kernels import Computing, Kernels
+from ptdmpi.model.kernels.delayed import DelayedKernels
 from ptdmpi.model.kernels.float8 import Float8Kernels
+from ptdmpi.model.low_bit.delayed import DelayedScales
 from ptdmpi.model.parameters import Parameter, Split, declare
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.positions import ALL, Positions
@@ -329,7 +331,7 @@ class LayerLinear(Computing):
 
     `scaling` says what shares a scale if the products are in 8-bit floating point; "none" if the
     products have the type of their operands. If `keeps_codes` is True, the backward keeps the 8-bit
-    codes of the input instead of the input.
+    codes of the input instead of the input. `delayed` has the scales of the scaling "delayed".
     """
 
     scaling: Scaling = "none"
@@ -342,11 +344,14 @@ class LayerLinear(Computing):
         self.axis = axis
         self.adapters: Sequence[LowRankAdapter] = ()
         self.scales: Sequence[ScaleAdapter] = ()
+        self.delayed = DelayedScales()
 
     def take(self, kernels: Kernels) -> None:
         """Use these kernels from now on, with the products of this linear's `scaling`."""
-        if self.scaling != "none":
+        if self.scaling == "block":
             kernels = Float8Kernels(kernels, keeps_codes=self.keeps_codes)
+        elif self.scaling == "delayed":
+            kernels = DelayedKernels(kernels, self.delayed, keeps_codes=self.keeps_codes)
         super().take(kernels)
 
     def begun(self, stream: RandomStream | None) -> LinearPass:

@@ -64,6 +64,8 @@ RECIPES = {
     "bf16 widened": ("bf16", True),
     "fp8": ("fp8", False),
     "fp8 widened": ("fp8", True),
+    "fp8 delayed": ("fp8 delayed", False),
+    "fp8 delayed widened": ("fp8 delayed", True),
 }
 
 

@@ -25,11 +25,12 @@ from ptdmpi.model import transformer
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import compute_by
+from ptdmpi.model.low_bit.delayed import OPERANDS
 from ptdmpi.model.operators import Context, run
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sequence.positions import ALL
-from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.tensor_parallel import LayerLinear, TensorAxis
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import kept, total_bytes
@@ -77,7 +78,9 @@ def layer_of(
     whose messages are counted instead of the tensor axis'. `whole`: no expert is divided."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
-    model = model.adapted(model.adapt, model.quantize, scaling_of(precision))
+    precision, _, fp8 = precision.partition(" ")
+    scaling = scaling_of(precision, fp8 or "block")
+    model = model.adapted(model.adapt, model.quantize, scaling)
     experts = ExpertAxis(whole=whole)
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
     for part in (name for name, part in layer(model, model.kind_of(0)).items() if not part.trains):
@@ -88,6 +91,9 @@ def layer_of(
     placed.counted = axis.comm if context is None else context.comm
     kernels = chosen_kernels(precision, widens)
     compute_by(placed.layer, kernels)
+    for linear in placed.layer.modules():
+        if isinstance(linear, LayerLinear):
+            linear.delayed.begin(dict.fromkeys(OPERANDS, 4))  # as after a first step
     placed.rotary = ()
     if model.positions == "rope":
         dtype = placed.buffer.precision.compute

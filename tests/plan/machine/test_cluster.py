@@ -130,6 +130,8 @@ def test_every_preset_loads():
         device, node = cluster.device, cluster.node
         per_clock = device.peak("fp16") / device.multiprocessors / device.clock_hz
         assert per_clock == pytest.approx(2 ** round(math.log2(per_clock)), rel=0.03)
+        if "fp8" in device.peak_flops:
+            assert device.peak("fp8") == pytest.approx(2 * device.peak("bf16"), rel=0.001)
         assert 0.3 < node.power_w / node.devices / 1000 < 2
         assert 1 < node.link_bytes_per_s / node.adapter_bytes_per_s < 30
         assert 50 < device.peak("fp16") / device.memory_bytes_per_s < 400

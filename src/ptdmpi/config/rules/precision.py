@@ -11,8 +11,15 @@ from ptdmpi.config.sections import RunConfig
 
 def precision_rules(sections: Sections) -> Iterator[str]:
     """Yield a mistake for each setting that cannot be combined with products in 8-bit floating
-    point."""
-    if sections.precision is None or sections.precision.scaling == "none":
+    point, and for scales of a precision that has none."""
+    if sections.precision is None:
+        return
+    if sections.precision.scaling == "none":
+        if sections.precision.fp8 != "block":
+            yield (
+                f'precision.fp8 = "{sections.precision.fp8}" belongs to compute = "fp8", and '
+                f'compute = "{sections.precision.compute}"; legal: compute = "fp8", or no fp8'
+            )
         return
     refusals = [
         *where_known(_experts, sections.model),

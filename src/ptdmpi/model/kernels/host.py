@@ -77,3 +77,11 @@ def has_flash(device_type: str) -> bool:
     if device_type != "cuda" or torch.version.hip:
         return True
     return bool(torch.cuda.get_device_capability() >= (8, 0))
+
+
+def multiplies_codes(device: torch.device) -> bool:
+    """Return True if a device multiplies 8-bit floating-point numbers: an NVIDIA GPU of compute
+    capability 8.9 (Ada, Hopper and later)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -110,6 +110,8 @@ class TensorRank:
         """Return the seconds of a kernel."""
         machine = self.machine
         match kernel:
+            case MatrixProduct(m, n, k, batch, of_codes=True):
+                return machine.codes_gemm_s(m, n, k, batch)
             case MatrixProduct(m, n, k, batch):
                 return machine.gemm_s(m, n, k, batch)
             case MemoryPass(moved_bytes):

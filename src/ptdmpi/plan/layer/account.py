@@ -20,13 +20,15 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 @dataclass(frozen=True)
 class MatrixProduct:
     """A number of matrix products: `batch` products of matrices [m, k] and [k, n]. They are
-    computed by `launches` kernels."""
+    computed by `launches` kernels. If `of_codes` is True, a device that can multiplies 8-bit codes
+    with one scale for each matrix."""
 
     m: int
     n: int
     k: int
     batch: int = 1
     launches: int = 1
+    of_codes: bool = False
     priced = True
 
     @property

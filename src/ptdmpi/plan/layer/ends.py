@@ -16,13 +16,12 @@ from ptdmpi.plan.layer.account import (
 )
 from ptdmpi.plan.layer.chunks import DEVICE_ELEMENTS
 from ptdmpi.plan.layer.elementwise import MASK_BYTES
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import Operator, weight_gradient
 from ptdmpi.plan.layer.parts import Linear, Part, Table
 from ptdmpi.plan.layer.products import (
     adding_bytes,
     linear_backward,
     summed,
-    weight_gradient,
 )
 from ptdmpi.plan.layer.sizes import Sizes
 

@@ -22,9 +22,9 @@ from ptdmpi.plan.layer.account import (
     Message,
     Phase,
 )
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import Operator, weight_gradient
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part
-from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
+from ptdmpi.plan.layer.products import copied_bytes, summed
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # Bytes of the index of an expert or of a token.

@@ -4,13 +4,14 @@ operands of a linear's products to 8-bit floating point. This module does not ne
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
 from ptdmpi.base.near import divisors
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import QuantizeConfig
-from ptdmpi.config.precision import FLOAT8_E4M3, SCALED_BLOCK
+from ptdmpi.config.precision import FLOAT8_E4M3, SCALED_BLOCK, Scaling
 from ptdmpi.plan.layer.account import Item, MemoryPass
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layer.sizes import Sizes
@@ -179,9 +180,12 @@ def unpacking(
 # -- products in 8-bit floating point -------------------------------------------------------------
 
 
-def encoding(elements: int, element_bytes: int) -> MemoryPass:
+def encoding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
     """Return the kernels that make the codes of a matrix: one reads the matrix for the greatest
-    magnitudes of its tiles, one multiplies it by the scales, and one converts the products."""
+    magnitudes of its tiles, one multiplies it by the scales, and one converts the products. With
+    delayed scales, one more limits the products in place."""
+    if scaling == "delayed":
+        return MemoryPass(elements * (6 * element_bytes + FLOAT8_BYTES), 4)
     return MemoryPass(elements * (4 * element_bytes + FLOAT8_BYTES), 3)
 
 
@@ -191,16 +195,17 @@ def decoding(elements: int, element_bytes: int) -> MemoryPass:
     return MemoryPass(elements * (FLOAT8_BYTES + 3 * element_bytes), 2)
 
 
-def rounding(elements: int, element_bytes: int) -> MemoryPass:
+def rounding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
     """Return the kernels that make codes and then their values."""
-    made, read = encoding(elements, element_bytes), decoding(elements, element_bytes)
+    made, read = encoding(elements, element_bytes, scaling), decoding(elements, element_bytes)
     return MemoryPass(made.moved_bytes + read.moved_bytes, made.launches + read.launches)
 
 
-def codes_of_rows(name: str, rows: int, columns: int) -> tuple[Item, Item]:
-    """Return the codes of a matrix with tiles along its rows, and their scales."""
-    tiles = rows * -(-columns // SCALED_BLOCK)
-    return Item(name, rows * columns, FLOAT8_BYTES), Item(name, tiles, SCALE_BYTES)
+def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Iterator[Item]:
+    """Yield the codes of a matrix and, with tiles along its rows, their scales."""
+    yield Item(name, rows * columns, FLOAT8_BYTES)
+    if scaling == "block":
+        yield Item(name, rows * -(-columns // SCALED_BLOCK), SCALE_BYTES)
 
 
 def peak_bytes(elements: int, element_bytes: int) -> int:
@@ -221,7 +226,12 @@ def scaled_forward_bytes(sizes: Sizes, shape: tuple[int, int], rows: int, copies
 
 
 def scaled_backward_bytes(
-    sizes: Sizes, shape: tuple[int, int], rows: int, *, input_first: bool = False
+    sizes: Sizes,
+    shape: tuple[int, int],
+    rows: int,
+    *,
+    keeps_codes: bool,
+    input_first: bool = False,
 ) -> int:
     """Return the working bytes of the backward of a linear with `shape` = (inputs, outputs) whose
     products are in 8-bit floating point. With `input_first`, the gradient of the input is computed
@@ -234,25 +244,27 @@ def scaled_backward_bytes(
         copies = (rows * (inputs + outputs) + weights) * sizes.operand_bytes
     product = max(peak_bytes(weights, c), weights * c + gradient + copies)
     first = max(peak_bytes(rows * outputs, c), rows * outputs * c + product)
-    return max(first, scaled_adding_bytes(sizes, shape, rows) + gradient * input_first)
+    adding = scaled_adding_bytes(sizes, shape, rows, keeps_codes=keeps_codes)
+    return max(first, adding + gradient * input_first)
 
 
-def scaled_adding_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
+def scaled_adding_bytes(
+    sizes: Sizes, shape: tuple[int, int], rows: int, *, keeps_codes: bool
+) -> int:
     """Return the working bytes of the gradient of a weight with `shape` = (inputs, outputs). These
     are the bytes of the decoded input, of both operands after they are rounded again, and of their
-    product."""
+    product. With delayed scales, the values of the kept codes are not rounded again."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c
     product = inputs * outputs * (c + sizes.wide_bytes)
     if sizes.operand_bytes > c:
         product = rows * (inputs + outputs) * sizes.operand_bytes
-    peaks = (
-        values + peak_bytes(rows * inputs, c),
-        2 * values + peak_bytes(rows * outputs, c),
-        2 * values + rows * outputs * c + product,
-    )
-    return max(peaks)
+    again, first = 2 * values, values + peak_bytes(rows * inputs, c)
+    if sizes.model.scaling == "delayed":
+        again, first = values, values if keeps_codes else peak_bytes(rows * inputs, c)
+    second = peak_bytes(rows * outputs, c)
+    return max(first, again + max(second, rows * outputs * c + product))
 
 
 def cuts_blocks(linear: Linear, tensor: int) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.layout import Dealing
-from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
+from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.sizes import Sizes
 
@@ -147,6 +147,28 @@ class Operator:
 def hash_bytes(elements: int) -> int:
     """Return the bytes for drawing a dropout mask: three int64 values per element at a time."""
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
+
+
+def weight_gradient(
+    sizes: Sizes,
+    inputs: int,
+    outputs: int,
+    rows: int,
+    *,
+    weights: int = 1,
+    of_codes: bool = False,
+) -> Iterator[Kernel]:
+    """Yield the product that computes the gradient of a weight, and the kernel that adds it to the
+    sum of gradients. `weights` is the number of equally large weights whose gradients are computed
+    one after the other.
+
+    The adding kernel reads the product, and reads and writes the sum. No adding kernel is needed if
+    the kernel of the product itself adds to the sum, in the type of the sum.
+    """
+    yield MatrixProduct(inputs, outputs, rows, weights, launches=weights, of_codes=of_codes)
+    e, g = sizes.compute_bytes, sizes.software.gradient_bytes
+    if not (sizes.software.adds_in_place and e == g):
+        yield MemoryPass(weights * inputs * outputs * (e + 2 * g), weights)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ptdmpi.plan.layer.account import (
     total_bytes,
 )
 from ptdmpi.plan.layer.low_bit import LowBit, unpacking
-from ptdmpi.plan.layer.operator import Operator, hash_bytes
+from ptdmpi.plan.layer.operator import Operator, hash_bytes, weight_gradient
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Scale
 from ptdmpi.plan.layer.sizes import Rows, Sizes
 
@@ -68,6 +68,11 @@ class Multiply(Operator):
         another operator keeps the input, or if it is the input of the layer, codes would only need
         additional memory."""
         return self.scaling != "none" and not self.shares_input and self.inputs != ("x",)
+
+    @property
+    def of_codes(self) -> bool:
+        """Return True if a device can multiply the codes themselves, which have one scale."""
+        return self.scaling == "delayed"
 
     @property
     def is_column(self) -> bool:
@@ -131,7 +136,7 @@ class Multiply(Operator):
         yield from self._rounded(sizes, self._input_elements(sizes))
         yield from self._rounded(sizes, math.prod(self.linear.local(sizes.layout.tensor)))
         for inputs, outputs, _ in self._matrices(sizes):
-            yield MatrixProduct(rows, outputs, inputs)
+            yield MatrixProduct(rows, outputs, inputs, of_codes=self.of_codes)
         if self.linear.bias and self.is_column and not sizes.fused_attention and self.is_attention:
             # Megatron-LM of 2021 adds the bias of query, key and value in a separate kernel
             outputs = self.linear.local(sizes.layout.tensor)[1]
@@ -160,7 +165,7 @@ class Multiply(Operator):
         yield from self._rounded(sizes, rows * shape[1])
         yield from self._rounded(sizes, math.prod(shape))
         for inputs, outputs, _ in self._matrices(sizes):
-            yield MatrixProduct(rows, inputs, outputs)
+            yield MatrixProduct(rows, inputs, outputs, of_codes=self.of_codes)
         if self.linear.bias and self.linear.trains:
             outputs = self.linear.local(sizes.layout.tensor)[1]
             yield MemoryPass(rows * outputs * sizes.compute_bytes)
@@ -168,18 +173,21 @@ class Multiply(Operator):
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
         rows = sizes.rows(self.rows)
         if self.scaling != "none":
-            kept = low_bit.decoding if self.keeps_codes else low_bit.rounding
-            yield kept(self._input_elements(sizes), sizes.compute_bytes)
-            for width in self.linear.local(sizes.layout.tensor):
+            if self.keeps_codes:
+                yield low_bit.decoding(self._input_elements(sizes), sizes.compute_bytes)
+            else:
+                yield from self._rounded(sizes, self._input_elements(sizes))
+            # with delayed scales the codes of the input are those of the forward
+            for width in self.linear.local(sizes.layout.tensor)[self.scaling == "delayed" :]:
                 yield from self._rounded(sizes, rows * width)
         for inputs, outputs, trains in self._matrices(sizes):
             if trains:
-                yield from weight_gradient(sizes, inputs, outputs, rows)
+                yield from weight_gradient(sizes, inputs, outputs, rows, of_codes=self.of_codes)
 
     def _rounded(self, sizes: Sizes, elements: int) -> Iterator[Kernel]:
         """Yield the kernels that round an operand of a product to 8-bit floating point."""
         if self.scaling != "none":
-            yield low_bit.rounding(elements, sizes.compute_bytes)
+            yield low_bit.rounding(elements, sizes.compute_bytes, self.scaling)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         if sizes.layout.tensor == 1 or self.linear.split is None or self.rows != "whole":
@@ -245,7 +253,7 @@ class Multiply(Operator):
         name = f"{self.name}.input"
         if self.keeps_codes:
             rows, width = self._rows_of_ends(sizes)[0], self.linear.local(sizes.layout.tensor)[0]
-            yield from low_bit.codes_of_rows(name, rows, width)
+            yield from low_bit.codes_of_rows(name, rows, width, self.scaling)
         else:
             yield Item(name, self._input_elements(sizes), sizes.compute_bytes)
 
@@ -323,7 +331,9 @@ class Multiply(Operator):
         """
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
-            result = low_bit.scaled_backward_bytes(sizes, shape, rows, input_first=self.is_column)
+            result = low_bit.scaled_backward_bytes(
+                sizes, shape, rows, keeps_codes=self.keeps_codes, input_first=self.is_column
+            )
             return result + self.gathered_bytes(sizes)
         result = linear_backward(
             sizes,
@@ -389,7 +399,8 @@ class Multiply(Operator):
         the weight and of its adapters."""
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
-            return low_bit.scaled_adding_bytes(sizes, shape, rows) + self.gathered_bytes(sizes)
+            result = low_bit.scaled_adding_bytes(sizes, shape, rows, keeps_codes=self.keeps_codes)
+            return result + self.gathered_bytes(sizes)
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
@@ -413,22 +424,6 @@ def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> M
     if sizes.divides_sequence:
         return Message("reduce_scatter", size, behind=behind)
     return Message("all_reduce", size, behind=behind)
-
-
-def weight_gradient(
-    sizes: Sizes, inputs: int, outputs: int, rows: int, *, weights: int = 1
-) -> Iterator[Kernel]:
-    """Yield the product that computes the gradient of a weight, and the kernel that adds it to the
-    sum of gradients. `weights` is the number of equally large weights whose gradients are computed
-    one after the other.
-
-    The adding kernel reads the product, and reads and writes the sum. No adding kernel is needed if
-    the kernel of the product itself adds to the sum, in the type of the sum.
-    """
-    yield MatrixProduct(m=inputs, n=outputs, k=rows, batch=weights, launches=weights)
-    e, g = sizes.compute_bytes, sizes.software.gradient_bytes
-    if not (sizes.software.adds_in_place and e == g):
-        yield MemoryPass(weights * inputs * outputs * (e + 2 * g), weights)
 
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:

@@ -50,8 +50,8 @@ class Device(FrozenTable):
     kernel_s: Delay
 
     def peak(self, dtype: str) -> float:
-        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none.
-        Operands in fp8 are multiplied as bf16, unless the device has a peak for fp8."""
+        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none. A
+        device without a peak for fp8 multiplies operands in fp8 as bf16."""
         for kind in (dtype, "bf16") if dtype == "fp8" else (dtype,):
             for known, flops in self.peak_flops.items():
                 if known == kind:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.machine import nccl
 from ptdmpi.plan.machine.cluster import Cluster
 
@@ -24,6 +25,9 @@ TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 
 # (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
 # compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
+# Bytes per element of a product's operand in 8-bit floating point: the values in bfloat16 are
+# multiplied by the scale and converted to codes (4 + 3), and the codes are transposed (2).
+CODES_BYTES = 9
 FLASH_BLOCK = 128  # Queries per block (Dao 2023, arXiv 2307.08691, section 3.3).
 # Number of matrix products of FlashAttention (2 forward, 5 backward) -> number of tensors that it
 # reads or writes: query, key, value and output, and in the backward also their gradients
@@ -54,7 +58,10 @@ class Machine:
         self.cluster, self.dtype, self.element_bytes = cluster, dtype, element_bytes
         device, reached = cluster.device, cluster.efficiency
         self.peak = device.peak(dtype)
-        self.tile_rate = self.peak * reached.gemm_fraction / device.multiprocessors
+        rate = self.peak
+        if element_bytes > 1 and PRECISIONS[dtype].product.scaled and "bf16" in device.peak_flops:
+            rate = device.peak("bf16")  # of all products but those of codes
+        self.tile_rate = rate * reached.gemm_fraction / device.multiprocessors
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
 
@@ -86,11 +93,26 @@ class Machine:
             self._gemms[key] = self._gemm_s(*key)
         return self._gemms[key]
 
+    def codes_gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Return the seconds of `batch` products of 8-bit codes, with the passes that make codes of
+        the values of both operands and transpose them. A device without a peak for fp8 multiplies
+        the values instead."""
+        if self.cluster.measured is not None or "fp8" not in self.cluster.device.peak_flops:
+            return self.gemm_s(m, n, k, batch)
+        made_s = self.stream_s(batch * (m * k + k * n) * CODES_BYTES)
+        return made_s + self._of_codes.gemm_s(m, n, k, batch)
+
+    @cached_property
+    def _of_codes(self) -> "Machine":
+        """Return a machine whose operands have one byte."""
+        return Machine(self.cluster, "fp8", 1)
+
     def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:
         processors = self.cluster.device.multiprocessors
-        moved_bytes = batch * (m * k + k * n + m * n) * self.element_bytes
+        result_bytes = max(2, self.element_bytes)
+        moved_bytes = batch * ((m * k + k * n) * self.element_bytes + m * n * result_bytes)
         best, step = math.inf, 1
-        if self.element_bytes == 2:  # tensor cores
+        if self.element_bytes <= 2:  # tensor cores
             step = TILE_DEPTH
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
@@ -106,10 +128,12 @@ class Machine:
                 # dimension would only add sums
                 if tiles >= processors:
                     break
-        if self.element_bytes == 2 and any(side * 2 % ROW_BYTES for side in (m, n, k)):
+        if self.element_bytes <= 2 and any(
+            side * self.element_bytes % ROW_BYTES for side in (m, n, k)
+        ):
             best /= UNALIGNED
         # a tile is written to memory after its last step
-        best += batch * m * n * self.element_bytes / self.memory_rate
+        best += batch * m * n * result_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 
     @cached_property

@@ -1,0 +1,100 @@
+"""The scales of products in 8-bit floating point that follow from earlier steps
+(`precision.fp8 = "delayed"`).
+
+Once a step, all ranks agree on the greatest magnitude of each operand of each linear, over all
+ranks and all microbatches. So the scales are the same in every layout, up to the rounding of the
+operands themselves. The exponents of the last steps are in the counters of the state, on every rank
+for the whole model: a run may resume in another layout.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import ModelConfig
+from ptdmpi.model.kernels.delayed import KINDS
+from ptdmpi.model.low_bit.delayed import OPERANDS, DelayedScales, Operand, chosen, extended
+from ptdmpi.model.low_bit.float8 import exponents
+from ptdmpi.model.stage import Stage
+from ptdmpi.model.state import State
+from ptdmpi.model.tensor_parallel import LayerLinear
+from ptdmpi.plan.layer.parts import Linear
+from ptdmpi.plan.layout.grid import LOSSES, TENSOR
+from ptdmpi.plan.shape import parameters
+
+
+class ScaleHistory:
+    """The delayed scales of all linears of a model. All methods do nothing if the model has no
+    delayed scales."""
+
+    def __init__(
+        self, model: ModelConfig, axes: Axes, stages: Mapping[int, Stage], state: State
+    ) -> None:
+        """Find the linears of `stages` that have delayed scales."""
+        self.axes = axes
+        self.state = state
+        # the names of all operands of the model, on all ranks: each is a row of the sums
+        self.names = list(_names(model)) if model.scaling == "delayed" else []
+        self._rows = {name: row for row, name in enumerate(self.names)}
+        self._mine: dict[str, DelayedScales] = {}
+        for stage in stages.values() if self.names else ():
+            for name, module in stage.named_modules():
+                if isinstance(module, LayerLinear) and module.scaling == "delayed":
+                    self._mine[name] = module.delayed
+
+    def begin(self) -> None:
+        """Give each linear of this rank the scales that follow from the state."""
+        histories = self.state.counters.exponents
+        for name, scales in self._mine.items():
+            known: dict[Operand, int] = {}
+            for operand in OPERANDS:
+                history = histories.get(f"{name}.{operand}", ())
+                if history:
+                    known[operand] = chosen(history)
+            scales.begin(known)
+
+    def sent(self) -> Tensor | None:
+        """Return the greatest magnitude [names] of each operand in this step over all ranks, as
+        float32 on the device; None without delayed scales. Every rank calls this method."""
+        if not self.names:
+            return None
+        every = torch.zeros(len(self.names), device=self.state.buffer.device)
+        seen = {
+            self._rows[f"{name}.{operand}"]: greatest
+            for name, scales in self._mine.items()
+            for operand, greatest in scales.seen.items()
+        }
+        if seen:
+            every[list(seen)] = torch.stack(list(seen.values())).float()
+        # ranks at the same position of the pipeline have the same layers
+        for group in (LOSSES, TENSOR, "pipeline"):
+            self.axes[group].all_reduce(every, "max")
+        return every
+
+    def update(self, sent: Tensor | None) -> None:
+        """Add the magnitudes of this step, as `sent` returned them, to the state."""
+        if sent is None:
+            return
+        host = sent.cpu()
+        of_type = {kind: exponents(host, kind).tolist() for kind in set(KINDS.values())}
+        before = self.state.counters.exponents
+        after = {}
+        for name, row in self._rows.items():
+            kind = KINDS[OPERANDS[row % len(OPERANDS)]]
+            history = extended(before.get(name, ()), of_type[kind][row])
+            if history:
+                after[name] = history
+        # a new mapping, because a checkpoint in progress may refer to the old one
+        self.state.counters.exponents = after
+
+
+def _names(model: ModelConfig) -> Iterator[str]:
+    """Yield the names of the operands of all linears, such as "layers.0.mlp.up.input": for each
+    linear the operands in the order of `OPERANDS`."""
+    for number in range(model.layers):
+        for name, part in parameters.layer(model, model.kind_of(number)).items():
+            if isinstance(part, Linear):
+                for operand in OPERANDS:
+                    yield f"layers.{number}.{name}.{operand}"

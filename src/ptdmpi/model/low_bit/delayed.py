@@ -1,0 +1,76 @@
+"""Tensors in 8-bit floating point with one scale for a whole tensor, which is chosen before the
+step (`precision.fp8 = "delayed"`).
+
+The code of an element x is x 2^k, limited to the largest number of the 8-bit type, and rounded to
+the nearest number of the type. The value of a code is code 2^-k. The exponent k follows from the
+last `HISTORY` steps: in each of them, the greatest magnitude of the tensor, over all ranks and
+microbatches, had an exponent of its own (`float8.exponents`), and k is the least of these exponents
+(Micikevicius et al. 2022, arXiv 2209.05433, section 3.3, and the recipe of delayed scaling of
+NVIDIA's Transformer Engine). So no number overflows unless it is greater than all numbers of these
+steps; then it is limited.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ptdmpi.model.low_bit.float8 import MOST_EXPONENT
+
+HISTORY = 16  # steps whose greatest magnitudes choose a scale
+# The operands of a linear: y = x W^T reads the input x and the weight W, and the backward also
+# reads the gradient dy of the output.
+Operand = Literal["input", "weight", "gradient"]
+OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
+
+
+class DelayedScales:
+    """The scales of one linear in the present step: the exponent k of each operand that has a
+    history. `seen` has the greatest magnitude of each operand that the step has used so far, as a
+    tensor without dims on its device."""
+
+    def __init__(self) -> None:
+        self.exponents: Mapping[Operand, int] = {}
+        self.seen: dict[Operand, Tensor] = {}
+
+    def begin(self, exponents: Mapping[Operand, int]) -> None:
+        """Use these exponents from now on, and forget the magnitudes that were seen."""
+        self.exponents, self.seen = exponents, {}
+
+    def saw(self, operand: Operand, x: Tensor) -> Tensor:
+        """Return the greatest magnitude of the tensor x, and include it in `seen`. The result is
+        not finite if a number of x is not finite."""
+        greatest = torch.linalg.vector_norm(x, math.inf)
+        before = self.seen.get(operand)
+        self.seen[operand] = greatest if before is None else torch.maximum(before, greatest)
+        return greatest
+
+
+def encoded(x: Tensor, exponent: int, kind: torch.dtype, greatest: Tensor) -> Tensor:
+    """Return the codes of x in the 8-bit type `kind`, with the scale 2^-exponent. `greatest` is the
+    greatest magnitude of x. If it is not finite, all codes are NaN, so that the step is skipped."""
+    most = torch.finfo(kind).max
+    factor = 2.0**exponent + 0.0 * greatest  # 0 times infinity is NaN
+    return (x * factor).clamp_(-most, most).to(kind)
+
+
+def decoded(codes: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
+    """Return the values of codes in `dtype`, which is bfloat16 or wider; the values are exact."""
+    values = codes.to(dtype)
+    values *= 2.0**-exponent
+    return values
+
+
+def chosen(history: Sequence[int]) -> int:
+    """Return the exponent that follows from the exponents of earlier steps."""
+    return min(history)
+
+
+def extended(history: Sequence[int], exponent: int) -> tuple[int, ...]:
+    """Return a history with the exponent of one more step. A step in which all numbers are zero
+    says nothing about the scale, so it is left out."""
+    if exponent >= MOST_EXPONENT:
+        return tuple(history)
+    return (*history, exponent)[-HISTORY:]

@@ -24,7 +24,7 @@ from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.live import Handover
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.records.journal import Journal
-from ptdmpi.train.records.rates import Rates, agreed_peak_flops, device_name, peak_memory_bytes
+from ptdmpi.train.records.rates import Rates, agreed_peak_flops, peak_memory_bytes, why_no_peak
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.standing import standing_of
 from ptdmpi.train.tasks.measured import Tasks
@@ -223,7 +223,5 @@ def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
         journal.say(f"skipped checkpoint {problem}")
     peak = agreed_peak_flops(parts.config, parts.axes, device)
     if peak is None:
-        precision = parts.config.precision.compute
-        name = device_name(device)
-        journal.say(f"no MFU: the data sheet's {precision} peak of {name} is not known")
+        journal.say(f"no MFU: {why_no_peak(device, parts.config.precision.compute)}")
     journal.rates = Rates(parts.config, vocab_size, parts.world.size, peak)

@@ -1,9 +1,19 @@
 """Peaks of devices, and the rates of a step."""
 
+import itertools
+
 import pytest
+import torch
 
 from ptdmpi.sinks.record import scalars
-from ptdmpi.train.records.rates import Rates, known_peak
+from ptdmpi.train.records.rates import (
+    GEMM_RUNS,
+    GEMM_SIZE,
+    Rates,
+    known_peak,
+    peak_flops,
+    why_no_peak,
+)
 from tests._configs import small
 
 NAMES = {
@@ -39,3 +49,15 @@ def test_without_a_peak_there_is_no_mfu():
     rates = Rates(small(), 53, 1, None).of(2.0)
     assert rates["mfu"] is None and rates["tokens_per_s"] > 0
     assert "mfu" not in " ".join(scalars(rates))
+
+
+@pytest.mark.parametrize("running_s, busy", [(0.95, False), (0.85, True), (0.3, True)])
+def test_a_peak_is_measured_only_on_idle_cores(monkeypatch, running_s, busy):
+    """Each product takes a second, during which the thread runs for `running_s` seconds."""
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock) * 1.0)
+    used = itertools.count(step=running_s * GEMM_RUNS)
+    monkeypatch.setattr("time.thread_time", lambda: next(used))
+    peak = peak_flops.__wrapped__(torch.device("cpu"), torch.float32, "fp32")
+    assert peak == (None if busy else 2.0 * GEMM_SIZE**3)
+    assert "used the same cores" in why_no_peak(torch.device("cpu"), "fp32")

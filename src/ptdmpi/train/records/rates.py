@@ -21,6 +21,10 @@ from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 # ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
+# The thread that computes the products runs during at least this fraction of the time, if no other
+# program or rank uses its core. With load on all cores (EPYC with AVX-512, 2 cores), the fraction
+# was 0.17 to 0.48.
+LEAST_RUNNING_FRACTION = 0.9
 
 
 def known_peak(name: str, precision: str) -> float | None:
@@ -47,18 +51,32 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     value of the data sheet, or None if it is unknown.
 
     No data sheet says how many cores of a CPU a rank has. On a CPU, the result is therefore
-    measured: it is the highest rate of a few products of square matrices of `dtype`.
+    measured: it is the highest rate of a few products of square matrices of `dtype`. The result is
+    None if other programs or ranks used the same cores during the measurement, because an MFU
+    relative to a peak that is too low would be too high.
     """
     if device.type != "cpu":
         return known_peak(device_name(device), precision)
     a = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
-    best = float("inf")
+    a @ a  # the first product also starts threads
+    times_s: list[float] = []
+    running_s = time.thread_time()
     for _ in range(GEMM_RUNS):
         start = time.perf_counter()
         a @ a
-        # use the shortest time, because disturbances only make a product slower
-        best = min(best, time.perf_counter() - start)
-    return 2 * GEMM_SIZE**3 / best
+        times_s.append(time.perf_counter() - start)
+    running_s = time.thread_time() - running_s
+    if running_s < LEAST_RUNNING_FRACTION * sum(times_s):
+        return None
+    # use the shortest time, because disturbances only make a product slower
+    return 2 * GEMM_SIZE**3 / min(times_s)
+
+
+def why_no_peak(device: torch.device, precision: str) -> str:
+    """Return the reason why `peak_flops` of a rank is None."""
+    if device.type == "cpu":
+        return "other programs or ranks used the same cores while the CPU's peak was measured"
+    return f"the data sheet's {precision} peak of {device_name(device)} is not known"
 
 
 def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:

@@ -140,7 +140,7 @@ def test_a_wheel_runs_every_command_outside_a_checkout(programs, tmp_path):
     (tmp_path / "job.sh").write_text(script)
     assert "is complete" in run("bash", "job.sh")
     run("ptdmpi", "cluster", "new", "--from", "h100")
-    run("ptdmpi", "report", name)
+    assert "report.html" in run("ptdmpi", "report", name)  # its script is in the wheel
     run("ptdmpi", "watch", name, "--once")
     run("ptdmpi", "generate", name, "--prompt", "A", "--max-new-tokens", "2")
     run("ptdmpi", "evaluate", name, "--data", "data")

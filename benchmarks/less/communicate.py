@@ -36,7 +36,7 @@ TRAINED: Mapping[int, Sequence[MethodCase]] = {
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
 # The size of a label in the picture, as a fraction of the range of all points.
-LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03
+LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.035
 ROUNDS = {4: 3, 8: 2}  # number of nodes -> number of rounds in the part "link"
 Rows = list[dict[str, Any]]
 
@@ -267,7 +267,10 @@ def picture_trained(rows: Rows) -> None:
         left.plot([], [], " ", label=f"{number}  {row['name']}")
     for places in label_groups(points):
         text = ", ".join(str(place + 1) for place in places)
-        left.annotate(text, points[places[0]], (4, 2), textcoords="offset points", fontsize=7)
+        # to the right of all points of the group, so that the label hides none of them
+        corner = tuple(max(values) for values in zip(*(points[i] for i in places), strict=True))
+        left.annotate(text, corner, (4, 2), textcoords="offset points", fontsize=7)
+    left.margins(x=0.1)  # room for the label of the last point
     left.set(xscale="log", xlabel="bytes a rank sends in a step", ylabel="validation loss, AdamW")
     figure.legend(loc="outside lower center", ncols=5, fontsize=7, handlelength=0, frameon=False)
     for row in rows[len(ALL) :]:

@@ -2,15 +2,34 @@
 
 import errno
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
-from ptdmpi.base.disk import open_file, put_in_place, read_file, replacing, write_whole
+from ptdmpi.base.disk import (
+    home_folder,
+    open_file,
+    put_in_place,
+    read_file,
+    replacing,
+    user_cache,
+    write_whole,
+)
 
 
 def _full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """The id of the user is not in the system's user database, and HOME is not set."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError
+    assert home_folder() == Path("/") and user_cache() == Path("/.cache/ptdmpi")
+    monkeypatch.setenv("HOME", "/home/x")
+    assert user_cache() == Path("/home/x/.cache/ptdmpi")
 
 
 @pytest.mark.parametrize("content", ["größer\n", b"\x00\xff", ""])

@@ -189,6 +189,14 @@ def test_a_site_is_remembered_as_it_was_last_given(folder):
     assert "--account=xyz" in script and "gpus" not in script and "Train on CPU nodes" in script
 
 
+def test_a_home_that_cannot_be_written_hinders_no_job(folder, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    result = submit("--site", site("slurm"))
+    line = f"not remembered in /dev/null/.config/ptdmpi/sites/slurm.toml: {os.strerror(20)}"
+    assert "--account=abc" in result.stdout and line in result.stderr
+
+
 def test_a_site_has_a_template_and_a_container_of_its_own(folder):
     more = 'template = "slurm-slingshot-nvidia.sbatch"\ncontainer = "apptainer exec --nv a.sif"'
     lines = submit("--site", site("slurm", more=more)).stdout.splitlines()

@@ -52,7 +52,8 @@ def test_a_record_becomes_named_numbers():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "package"), [("tensorboard", True, "tensorboardX"), ("wandb", "offline", "")]
+    ("key", "value", "package"),
+    [("tensorboard", True, "tensorboardX"), ("wandb", "offline", ""), ("mlflow", True, "mlflow")],
 )
 def test_a_missing_package_is_one_line(monkeypatch, key, value, package):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

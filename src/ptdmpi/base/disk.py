@@ -6,16 +6,23 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's home folder: HOME, or the folder in the system's user database. Return "/"
+    if neither is known, as for a user id that only a container has."""
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return Path(home if os.path.isabs(home) else "/")
+
+
 def user_cache() -> Path:
     """Return the folder of this user's cache for ptdmpi, by the XDG base directory specification.
     The folder need not exist."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
     return Path(folder) / "ptdmpi"
 
 

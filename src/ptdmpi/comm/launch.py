@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from ptdmpi.base import launched
+from ptdmpi.base.disk import home_folder
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
@@ -44,8 +45,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         ) from None
     # cron, systemd and some containers do not set HOME, and Open MPI needs it
     if "HOME" not in environ:
-        home = os.path.expanduser("~")  # `expanduser` reads the system's user database
-        environ["HOME"] = home if os.path.isabs(home) else "/"
+        environ["HOME"] = str(home_folder(environ))
     # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
     # no locks.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")

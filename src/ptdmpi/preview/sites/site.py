@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from ptdmpi.base.disk import read_file, write_whole
+from ptdmpi.base.disk import home_folder, read_file, write_whole
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note
 from ptdmpi.base.toml import tables_of
@@ -96,7 +96,7 @@ class Site(FrozenTable):
 def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder in which site files are remembered; it is in the user's configuration
     folder."""
-    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
+    base = environ.get("XDG_CONFIG_HOME") or home_folder(environ) / ".config"
     return Path(base) / "ptdmpi" / "sites"
 
 
@@ -121,7 +121,8 @@ def site_of(text: str) -> Site:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(remembered, content)
     except OSError as error:
-        raise InputError(f"{remembered}: {error.strerror}") from None
+        note(f"ptdmpi submit: not remembered in {remembered}: {error.strerror}")
+        return site
     note(f"ptdmpi submit: remembered in {remembered}; --site {site.name} is enough from now on")
     return site
 

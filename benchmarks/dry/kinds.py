@@ -67,8 +67,7 @@ def rows() -> Iterator[Row]:
 def rows_of_two() -> Iterator[Row]:
     """Yield the rows of the kinds that need two ranks. All ranks call this function.
 
-    Kinds that compress messages are left out: the host reads indices that the device has computed,
-    and the null GPU computes none.
+    Kinds that compress messages are left out: the null GPU computes no codes.
     """
     for name, changes in test_kinds.LAYOUTS.items():
         if "data_parallel.compressor" not in changes:

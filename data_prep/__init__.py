@@ -1,7 +1,7 @@
 """Offline preprocessing of training data (`ptdmpi-data`): text files are converted to token
 shards."""
 
-from ptdmpi.terminal import early
+from ptdmpi.base import early
 
 
 def main() -> None:

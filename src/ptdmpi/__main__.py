@@ -1,6 +1,6 @@
 """Run the command `ptdmpi`, also by `python -m ptdmpi`."""
 
-from ptdmpi.terminal import early
+from ptdmpi.base import early
 
 
 def main() -> None:

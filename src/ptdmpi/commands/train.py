@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
+from ptdmpi.base import early
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch, starting
 from ptdmpi.config import InputError, load
-from ptdmpi.terminal import early
 from ptdmpi.terminal.options import SET
 from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest

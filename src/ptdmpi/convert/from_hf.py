@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
-from ptdmpi.checkpoint.manifest import Progress, write_manifest
+from ptdmpi.checkpoint.manifest import write_manifest
+from ptdmpi.checkpoint.save import progress_of
 from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
@@ -169,7 +170,7 @@ def write_checkpoint(
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
         shown = [replace(part, values=partial(_advanced, part, advance)) for part in parts]
         written = write(temporary / "rank-00000.safetensors", shown)
-    fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
+    fresh = progress_of(Counters(), seed=0)
     write_manifest(temporary, fresh, model, written=[written], lineage=lineage)
     files.publish(temporary, ())
     return written.bytes

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ptdmpi.base import early
 from ptdmpi.base.launched import COPIES
 from ptdmpi.base.say import put
 from ptdmpi.base.words import counted
@@ -28,7 +29,6 @@ from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import Ended, LauncherStart
-from ptdmpi.terminal import early
 
 CONFIG = "config.toml"  # the file of the complete configuration, which the ranks write
 AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.

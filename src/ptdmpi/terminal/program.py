@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 import click
 
+from ptdmpi.base import early
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.launched import launched_rank, launched_size
 from ptdmpi.base.outside import escaped, explained
 from ptdmpi.base.say import QUIET, note
 from ptdmpi.base.words import printable
-from ptdmpi.terminal import early
 
 EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
+from ptdmpi.base import early
 from ptdmpi.base.say import put, send_nowhere
 from ptdmpi.config import SharedInputError
-from ptdmpi.terminal import early
 
 # the exit code (EX_TEMPFAIL) of a run that has saved and stopped on request; the same command
 # resumes the run

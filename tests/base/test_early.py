@@ -33,7 +33,9 @@ def interrupted(
     text = CLICK.format(number=int(number), folder=str(stub))
     (stub / "click" / "__init__.py").write_text(text)
     paths = os.pathsep.join([str(stub), str(ROOT / "src"), str(ROOT)])
-    code = f"from {ENTRIES[program]} import main; main()"
+    # a shell's background jobs ignore SIGINT, and so would this program
+    attended = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{attended}; from {ENTRIES[program]} import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=folder,

@@ -120,6 +120,12 @@ class Browser:
             assert time.monotonic() < ends, script
             time.sleep(0.1)
 
+    def drawn(self) -> None:
+        """Wait until two frames were drawn: before, a mouse event may meet the places of a frame
+        from before the last scrolling."""
+        frames = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+        self.call("Runtime.evaluate", expression=frames, awaitPromise=True)
+
     def mouse(self, kind: str, x: float, y: float) -> None:
         """Move, press or release the mouse at a place of the window."""
         button = {"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}

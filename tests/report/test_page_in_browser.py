@@ -64,6 +64,7 @@ def browser(tmp_path) -> Iterator[Browser]:
 def _middle(browser: Browser, key: str) -> tuple[float, float, float]:
     """Return left edge, width and middle height of a plot, scrolled into the window."""
     browser.run(f"{PLOT.format(key)}.scrollIntoView({{block: 'center'}})")
+    browser.drawn()
     box = browser.run(f"{PLOT.format(key)}.getBoundingClientRect().toJSON()")
     return box["left"], box["width"], box["top"] + box["height"] / 2
 

@@ -187,6 +187,7 @@ def check_logits(engine: Engine, batch: Microbatch, expected: Expected) -> None:
         assert difference(found.transpose(0, 1)[kept], chosen[kept]) < 1e-5
 
 
+@pytest.mark.long
 @parallel(ranks=[4], limit_s=120)
 def test_bert_equals_transformers(comm):
     """On the first ranks that a layout needs."""

@@ -50,6 +50,7 @@ def test_layouts_have_the_same_bits(comm, name):
         assert_same_bits(train(comm, changes | where, steps=2), expected)
 
 
+@pytest.mark.cases(1)
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_ranks_train_as_one_rank(comm, sequence_parallel):

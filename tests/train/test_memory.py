@@ -235,6 +235,7 @@ def test_experts_of_two_ranks(comm, compute, mode):
     )
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
     ("compute", "mode", "divided"),

@@ -55,6 +55,6 @@ def save(
     written = [
         write(temporary / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
     ]
-    progress = Progress(step, 8 * step, step, 1.0, 0, 1234)
+    progress = Progress(step, 8 * step, updates=step, seed=1234)
     write_manifest(temporary, progress, {}, written=written)
     return files.publish(temporary, ())

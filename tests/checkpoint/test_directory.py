@@ -174,7 +174,7 @@ def test_a_file_that_rank_0_does_not_see(tmp_path):
     temporary = files.prepare(tmp_path, 1, 0)
     part = Written("rank-00001.safetensors", 10, {})
     with pytest.raises(InputError, match="all nodes share"):
-        write_manifest(temporary, Progress(1, 8, 1, 1.0, 0, 1), {}, written=[part])
+        write_manifest(temporary, Progress(1, 8, updates=1, seed=1), {}, written=[part])
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path):

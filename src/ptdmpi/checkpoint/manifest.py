@@ -18,7 +18,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
@@ -48,13 +48,14 @@ EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 class Progress:
     """The progress of a run, apart from its tensors: `step` steps are done, and `samples` samples
     are consumed. `updates`, `loss_scale` and `good_steps` are the counters of the optimizer (see
-    `Counters`); `seed` determines the order of samples."""
+    `Counters`); their defaults are those of a run that has not begun. `seed` determines the order
+    of samples."""
 
     step: int
     samples: int
-    updates: int
-    loss_scale: float
-    good_steps: int
+    updates: int = field(default=0, kw_only=True)
+    loss_scale: float = field(default=1.0, kw_only=True)
+    good_steps: int = field(default=0, kw_only=True)
     seed: int
 
 

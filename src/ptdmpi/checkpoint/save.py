@@ -20,7 +20,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ from ptdmpi.comm.queues import Passed, belong_to
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
-from ptdmpi.model.state import Counters, State
+from ptdmpi.model.state import State
 
 T = TypeVar("T")
 
@@ -227,8 +227,15 @@ class Checkpoints:
         on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
 
     def _progress(self, step: int) -> Progress:
-        progress = progress_of(self.state.counters, self.course.config.run.seed)
-        return replace(progress, step=step, samples=self.course.samples(step))
+        counters = self.state.counters
+        return Progress(
+            step=step,
+            samples=self.course.samples(step),
+            updates=counters.updates,
+            loss_scale=counters.loss_scale,
+            good_steps=counters.good_steps,
+            seed=self.course.config.run.seed,
+        )
 
     def _said(self) -> dict[str, Any]:
         """Return the entries of a manifest about the present state: the exponents of delayed
@@ -315,19 +322,6 @@ class Checkpoints:
     def _failure(self, step: int, error: str) -> SaveFailed:
         path = self.directory / files.name_of(step)
         return SaveFailed(f"checkpoint {path} was not written: {error}")
-
-
-def progress_of(counters: Counters, seed: int) -> Progress:
-    """Return the progress of a run at step 0, with the given counters of the optimizer and the seed
-    of the order of samples."""
-    return Progress(
-        step=0,
-        samples=0,
-        updates=counters.updates,
-        loss_scale=counters.loss_scale,
-        good_steps=counters.good_steps,
-        seed=seed,
-    )
 
 
 def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:

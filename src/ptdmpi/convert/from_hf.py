@@ -17,8 +17,7 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
-from ptdmpi.checkpoint.manifest import write_manifest
-from ptdmpi.checkpoint.save import progress_of
+from ptdmpi.checkpoint.manifest import Progress, write_manifest
 from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
@@ -29,7 +28,7 @@ from ptdmpi.convert.heads import task_in, with_task
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
-from ptdmpi.model.state import WEIGHTS, Counters, key
+from ptdmpi.model.state import WEIGHTS, key
 
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
@@ -170,7 +169,7 @@ def write_checkpoint(
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
         shown = [replace(part, values=partial(_advanced, part, advance)) for part in parts]
         written = write(temporary / "rank-00000.safetensors", shown)
-    fresh = progress_of(Counters(), seed=0)
+    fresh = Progress(step=0, samples=0, seed=0)
     write_manifest(temporary, fresh, model, written=[written], lineage=lineage)
     files.publish(temporary, ())
     return written.bytes

@@ -72,8 +72,8 @@ def powers(exponent: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Scaled:
-    """Return a matrix [m, n] of bfloat16 or wider numbers in the 8-bit type `kind`. If a tile has an
-    infinity or a NaN, at least one of the values that its codes mean is not finite."""
+    """Return a matrix [m, n] of bfloat16 or wider numbers in the 8-bit type `kind`. If a tile has
+    an infinity or a NaN, at least one of the values that its codes mean is not finite."""
     tiles = _tiles(x, tile)
     greatest = torch.linalg.vector_norm(tiles, math.inf, dim=(1, 3))
     exponent = exponents(greatest, kind)

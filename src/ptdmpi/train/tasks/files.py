@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.checkpoint.manifest import Manifest, StoredTensor
-from ptdmpi.checkpoint.save import progress_of
+from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
 from ptdmpi.evaluate.labelled import Framing, framing
 from ptdmpi.evaluate.questions import Asking, Limits, Questions, read
@@ -16,7 +15,7 @@ from ptdmpi.inference.stored import StoredModel
 from ptdmpi.inference.text import Text, find_text, name_of
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.stage import TIED_NAME
-from ptdmpi.model.state import WEIGHTS, Counters, key
+from ptdmpi.model.state import WEIGHTS, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
@@ -50,7 +49,7 @@ def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredM
     """Return a description of the model that the run would save. `more` has further entries for the
     manifest of the checkpoint.
     """
-    progress = progress_of(Counters(), config.run.seed)
+    progress = Progress(step=0, samples=0, seed=config.run.seed)
     entries = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
     table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
     manifest = Manifest(progress, entries, {}, {key(WEIGHTS, TIED_NAME): table})

@@ -323,5 +323,5 @@ def test_a_validation_changes_no_scale():
 
 
 def test_scales_of_another_precision_are_refused():
-    with pytest.raises(InputError, match=r'precision\.fp8 = "delayed" belongs to compute'):
+    with pytest.raises(InputError, match=r'precision\.fp8 = "delayed" has an effect only'):
         small({"precision.fp8": "delayed", "precision.compute": "bf16"})

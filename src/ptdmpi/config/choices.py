@@ -1,5 +1,5 @@
-"""The legal values of some keys of a configuration, and properties that depend only on the value of
-such a key. => Return the complete configuration of a run"""
+"""The legal values of some keys of a configuration, and properties that depend only on such a
+value."""
 
 from typing import Literal, get_args
 

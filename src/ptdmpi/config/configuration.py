@@ -71,8 +71,8 @@ class Config(FrozenTable):
 
     @property
     def layout(self) -> Layout:
-        """Return the division of the model and the batch over ranks. The layout is known only after
-        `resolve`."""
+        """Return the layout: the division of the model and the batch over ranks. The layout is
+        known only after `resolve`."""
         return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
 
     @property

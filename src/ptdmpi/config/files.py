@@ -109,10 +109,9 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """Return the complete configuration of `tree` on `ranks` ranks; `ranks` includes spare ranks. A
-    node has `node_ranks` ranks. If `node_ranks` is None, all ranks are assumed to be on one node.
-
-    Raise one InputError, which has one line for each mistake.
+    """Return the complete configuration that `tree` describes, for `ranks` ranks including spare
+    ranks. A node has `node_ranks` ranks. If `node_ranks` is None, all ranks are assumed to be on
+    one node. Raise one InputError, which has one line for each mistake.
     """
     sections, mistakes, wrong = parsed(tree)
     for line in rules(sections, ranks):
@@ -126,8 +125,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # Tensor ranks, and ranks with different experts, are neighbours (`plan.layout.grid`). The
-        # number of ranks on a node that have the same part of the model is therefore `near`.
+        # Tensor ranks are neighbours, and ranks with different experts are neighbours
+        # (`plan.layout.grid`). Therefore `near` ranks of a node have the same part of the model.
         near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
@@ -190,9 +189,9 @@ def synthetic_config(
     """Return a checked configuration for a program that reads no training data, such as parity
     checks, probes, benchmarks and inference.
 
-    `model` has the keys of [model]; `sections` has keys of any sections, by the name of the
-    section. By default there is one step with one microbatch per data rank, on as many ranks as the
-    layout has. Raise the same errors as `resolve`.
+    `model` has the keys of [model]; `sections` gives keys of other sections, as section -> key ->
+    value. By default the run has one step with one microbatch per data rank, on as many ranks as
+    the layout has. Raise the same errors as `resolve`.
     """
     tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}
     tree["data"] = {"train": [{"path": "synthetic"}]}
@@ -230,9 +229,8 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
 
 
 def _with_owners(line: str, tree: Mapping[str, Any]) -> str:
-    """Return the error message `line`. If the mistake involves sizes with which the user has
-    replaced sizes of a preset, the returned line also says which sizes come from the user and which
-    from the preset.
+    """Return the error message `line`. If the mistake involves a size of a preset that the user has
+    changed, the returned line also says which sizes come from the user and which from the preset.
     """
     own = own_sizes(tree)
     named = dict.fromkeys(re.findall(r"\bmodel\.(\w+) = ", line))

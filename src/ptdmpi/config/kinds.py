@@ -1,5 +1,5 @@
-"""Kinds of layers. All layers of one kind have the same operators, parameters and costs; only the
-windows of their attention may differ."""
+"""Kinds of layers. All layers of one kind have the same operators, parameters and costs; only their
+attention windows may differ."""
 
 import itertools
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ Runs = tuple[LayerRun, ...]
 
 
 def merged(runs: Iterable[LayerRun]) -> Runs:
-    """Return the runs of layers after neighbouring runs of the same kind were merged into one."""
+    """Return `runs` with neighbouring runs of the same kind merged into one run."""
     groups = itertools.groupby(runs, key=lambda run: run.kind)
     return tuple(LayerRun(kind, sum(run.layers for run in group)) for kind, group in groups)
 

@@ -69,10 +69,11 @@ class Layout:
     are neighbours among the t c d ranks that have the same layers.
 
     `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
-    model (`copies`). Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3
-    also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the
-    number of neighbouring ranks in a group that shards the state; None means all of these ranks.
-    Each group has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2).
+    model; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the
+    gradients, and stage 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    These ranks may form several groups of `shard_group` neighbouring ranks, and each group then has
+    a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). None means one
+    group of all these ranks.
     `offload` says where the optimizer's state is stored: on the device ("none"), in the host's
     memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers`
     is the number of layers in the first stage; None means that the planner chooses the number.
@@ -301,8 +302,8 @@ class Layout:
 
 
 def parse(text: str) -> dict[str, int]:
-    """Return the sizes in a text such as "t=8,p=8,d=1,v=3,b=1", by the names of the fields of
-    `Layout`. Raise InputError if the text does not have this form."""
+    """Return the sizes in a text such as "t=8,p=8,d=1,v=3,b=1", as a dict from the name of a field
+    of `Layout` to its size. Raise InputError if the text does not have this form."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, value = part.strip().partition("=")

@@ -157,8 +157,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
-    """Return two values about the width that the tensor axis divides in a layer with experts: the
-    keys of [model] that determine the width, and its value. If experts are not divided, the tensor
+    """Return the width that the tensor axis divides in a layer with experts, as two values: the
+    keys of [model] that determine the width, and the width. If experts are not divided, the tensor
     axis divides only the shared experts, as one MLP.
     """
     if layout.dealing.whole:

@@ -16,7 +16,7 @@ MethodName = Literal[
 CompressorName = Literal["none", "top_k", "random_k", "sign", "qsgd", "int8", "int4", "power_sgd"]
 FeedbackName = Literal["none", "mem_sgd", "double_squeeze", "ef21", "neolithic"]
 
-# Data-parallel methods after whose steps the weights of replicas may differ.
+# Data-parallel methods with which the weights of replicas may differ after a step.
 DIFFERING = ("decentralized", "local")
 # Data-parallel methods that can send compressed messages (codes). "compressed" compresses
 # gradients. "local" compresses the change of the weights in a round of local steps. "decentralized"
@@ -72,9 +72,9 @@ NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
-    """The section [data_parallel]: which messages replicas exchange, and when they exchange the
-    messages. The tables of this module list the keys that each method uses; `rules.methods` checks
-    the combinations with other settings."""
+    """The section [data_parallel]: which messages replicas exchange, and when. The tables of this
+    module list the keys that each method uses; `rules.methods` checks the combinations with other
+    settings."""
 
     method: Reported[MethodName] = "all_reduce"
     topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"

@@ -24,9 +24,9 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a built-in sublayer, which `model.sublayers` gives without a module -> the function that
-# describes the sublayer, as "module:function". The names are listed here so that a configuration
-# can be checked without importing the modules.
+# Name of a built-in sublayer -> the function that describes the sublayer, as "module:function".
+# In `model.sublayers`, only the names of built-in sublayers have no module. The names are listed
+# here so that a configuration can be checked without importing the modules.
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",
     "mlp": "ptdmpi.plan.layer.describe:mlp",
@@ -113,10 +113,10 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """The section [quantize]: the format of quantized weights. A row of a weight is divided into
-    blocks; each block has a scale, and each element has a code. The weights of the linears in the
-    layers are quantized. Trained weights are rounded to this format in every matrix product; frozen
-    weights are stored in this format.
+    """The section [quantize]: the format of quantized weights. Only the weights of the linears in
+    the layers are quantized. A row of a weight is divided into blocks. Each block has a scale, and
+    each number of the block is replaced by a code of 4 or 8 bits. Trained weights are rounded to
+    this format in every matrix product; frozen weights are stored in this format.
     """
 
     weights: Reported[CodesName | Literal["none"]] = "none"
@@ -124,8 +124,8 @@ class QuantizeConfig(Section):
 
 
 class ModelConfig(Section):
-    """The section [model]: a transformer with l layers, hidden size h and a attention heads, for
-    sequences of s tokens.
+    """The section [model]: a transformer with `layers` layers (l), hidden size `hidden` (h) and
+    `heads` attention heads (a), for sequences of `seq_length` tokens (s).
     """
 
     kind: Bound[Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"]] = "gpt"
@@ -195,7 +195,8 @@ class ModelConfig(Section):
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # the section [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
-    # from the section [precision]: what shares a scale in the products of the layers' linears
+    # from the section [precision]: which numbers share a scale in the matrix products of linears
+    # in layers
     _scaling: Scaling = PrivateAttr(default="none")
 
     @model_validator(mode="before")
@@ -281,20 +282,21 @@ class ModelConfig(Section):
     @property
     def quantize(self) -> QuantizeConfig:
         """Return the format of the quantized matrices in the layers. If the matrices are not
-        quantized, the `weights` of the result are "none".
+        quantized, the field `weights` of the result is "none".
         """
         return self._quantize
 
     @property
     def scaling(self) -> Scaling:
-        """Return what shares a scale in the products of the layers' linears, which are then
-        computed in 8-bit floating point; "none" if they have the type of the activations."""
+        """Return which numbers share a scale if the linears of the layers compute in 8-bit floating
+        point; "none" if the linears compute in the type of the activations."""
         return self._scaling
 
     @property
     def divides_products(self) -> bool:
-        """Return True if a linear may be computed by several products, each for some of its
-        outputs. Each product would unpack or round the whole weight otherwise."""
+        """Return True if a linear may be computed by several matrix products, each for some of its
+        outputs. If the weights are quantized or rounded to 8-bit floating point, the result is
+        False, because each product would unpack or round the whole weight again."""
         return self.quantize.weights == "none" and self.scaling == "none"
 
     def adapted(
@@ -442,8 +444,9 @@ class ModelConfig(Section):
         return self.seq_length - 2
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Return the maximum number of positions in a sample of a masked model for which the head
-        computes a prediction. The model masks the fraction `mask_fraction` of the text."""
+        """Return the maximum number of positions in a sequence for which the head computes a
+        prediction: 1 for a classifier, all positions for a model that predicts the next token, and
+        the fraction `mask_fraction` of the text for a masked model."""
         if self.classifies:
             return 1
         if not self.masked:

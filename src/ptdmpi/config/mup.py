@@ -11,9 +11,9 @@ With m = hidden / mup_base_hidden and D = head_size, relative to a model without
                    Muon          as AdamW       1 (original), 1/sqrt(m)   as AdamW
     attention scale       sqrt(mup_base_head_size) / D instead of 1 / sqrt(D)
 
-The head has the same initial values and learning rate as the table of the embedding, so the two may
-be tied. Muon with `muon_scale = "match_rms_adamw"` gives the elements of an update a fixed size.
-The spectral norm of an orthogonal update with such elements would grow as sqrt(m). The
+The head has the same initial values and the same learning rate as the embedding, so the weights of
+the two may be tied. With `muon_scale = "match_rms_adamw"`, the elements of Muon's updates have the
+same root mean square at any width, so the spectral norm of an update would grow as sqrt(m). The
 factor 1/sqrt(m) prevents this growth (Yang et al. 2023, arXiv 2310.17813). The weight decay of a
 step does not depend on m, because it is computed from the learning rate before muP's factor is
 applied.

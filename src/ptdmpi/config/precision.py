@@ -1,30 +1,31 @@
-"""The table of numeric precisions, with one row for each. The model, the planner and the checks
-read this table.
+"""The table of numeric precisions, with one row per precision. The model, the planner and the
+checks read this table.
 
 `precision.compute` names a row of the table. No other code lists precisions: all code reads the
 types and their sizes in bytes from this table. A new precision needs a row here and its name in
-`PrecisionName`. A precision whose matrix products only have operands of another type needs nothing
-else. A precision whose matrix products need more, for example scales, also needs a kernel
+`PrecisionName`. Nothing else is needed if the new precision only changes the type of the operands
+of matrix products. If its matrix products need more, for example scales, it also needs a kernel
 (`ptdmpi.model.kernels`).
 
-In the precision fp8, weights and activations have the type bfloat16, and the operands of the
-products of the layers' linears are rounded to 8-bit floating point. The inputs and the weights are
-rounded to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the gradients of the
-outputs to e5m2 (largest value 57344): Micikevicius et al. 2022, arXiv 2209.05433, section 3.1, and
-the default of NVIDIA's Transformer Engine. The embedding before the first layer and the output head
-after the last layer always compute in bfloat16.
+In the precision fp8, weights and activations have the type bfloat16, but the linears of the layers
+round the operands of their matrix products to 8-bit floating point. Inputs and weights are rounded
+to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the gradients of outputs to e5m2
+(largest value 57344). NVIDIA's Transformer Engine has the same default (Micikevicius et al. 2022,
+arXiv 2209.05433, section 3.1). The embedding before the first layer and the output head after the
+last layer always compute in bfloat16.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
-# What shares a scale in the precision fp8: a block of numbers ("block"), or a whole tensor, whose
-# scale is chosen before the step ("delayed").
+# Which numbers share one scale in the precision fp8: the numbers of a block ("block"), or of a
+# whole tensor ("delayed"). With "delayed" the scale is chosen before the step.
 ScalingName = Literal["block", "delayed"]
 Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales
-# Rows and columns of a block of a weight, and elements of a row of another operand, that share a
-# scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+# The number of neighbouring numbers that share a scale. In a weight, the numbers of a block of
+# 128 rows and 128 columns share a scale; in another operand, 128 numbers of a row share a scale
+# (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
 SCALED_BLOCK = 128
 
 
@@ -45,14 +46,15 @@ FLOAT8_E5M2 = NumberType("float8_e5m2", 1)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The types in which the matrix products of the layers' linears are computed.
+    """The number types that the linears of the layers use in their matrix products.
 
     `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
     converts the matrices to a wider type. `sums` is the type in which the products of two numbers
-    are added. `gradients` is the type of the gradient of an output, if it has another type than
-    `operands`. If `scaled` is True, parts of a matrix are multiplied by factors, which bring them
-    into the range of the type; `Scaling` says which parts. Only the products of the layers' linears
-    are then computed in these types, and all other products in the type of the activations.
+    are added. `gradients` is the type of the gradient of an output; None means that this type is
+    `operands`. If `scaled` is True, groups of numbers of a matrix are multiplied by factors that
+    bring them into the range of the type; `Scaling` says which numbers form a group. With `scaled`,
+    only the linears of the layers use these types; all other matrix products have the type of the
+    activations.
     """
 
     operands: NumberType
@@ -66,10 +68,10 @@ class Precision:
     """The number types that a run uses.
 
     `compute` is the type of weights and activations. `master` is the type of master weights,
-    gradients, and the optimizer's state. `product` has the types of the layers' matrix products.
-    `iteration` is the type of the matrix products with which Muon makes an update orthogonal. If
-    `scales_loss` is True, the loss is multiplied by a scale, because small gradients would
-    underflow in the type `compute`.
+    gradients, and the optimizer's state. `product` has the types of the matrix products in the
+    linears of the layers. `iteration` is the type of the matrix products in Muon's
+    orthogonalization of an update. If `scales_loss` is True, the loss is multiplied by a scale,
+    because small gradients would underflow in the type `compute`.
     """
 
     compute: NumberType
@@ -80,7 +82,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Return True if the master weights have another type than the weights."""
+        """Return True if the master weights and the weights have different types."""
         return self.compute != self.master
 
 
@@ -94,6 +96,6 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def scaling_of(precision: str, scaling: ScalingName = "block") -> Scaling:
-    """Return what shares a scale in the products of the layers' linears: `scaling`, or "none" if
-    these products need no scales."""
+    """Return which numbers share a scale in the matrix products of the layers' linears. The result
+    is `scaling`, or "none" if these products need no scales in this precision."""
     return scaling if PRECISIONS[precision].product.scaled else "none"

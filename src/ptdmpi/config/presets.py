@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# Values of the keys that the presets of Narayanan et al. 2021 leave out.
+# Default values of keys that the presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
 RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set.
 # Keys of [optimizer] that apply only to Adam.
@@ -22,8 +22,8 @@ WARMUP_SHARE = 10
 # Matches the number of parameters in the name of a model, such as 1.3b, 125m, 1t, 8x7b.
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-# The weight of the model family in the distance between two names. A completely different family
-# has the distance 3; a size that differs by a factor of e = 2.718 has the distance 1.
+# The weight of the model family in the distance between two names. Names of completely different
+# families have the distance 3; sizes that differ by a factor of e = 2.718 have the distance 1.
 FAMILY_WEIGHT = 3.0
 
 
@@ -63,7 +63,7 @@ def nearest_presets(name: str, count: int = 2) -> list[str]:
 
 def _family_and_size(name: str) -> tuple[str, float]:
     """Return two parts of the name of a model: the letters and the version before the size, and the
-    size as a number of parameters. The number is 0 if the name has no size.
+    size as a number of parameters; 0 if the name contains no size.
     """
     name = name.lower().rpartition("/")[-1]
     match = SIZE.search(name)
@@ -75,14 +75,15 @@ def _family_and_size(name: str) -> tuple[str, float]:
 
 
 def recipe(name: str) -> dict[str, dict[str, Any]]:
-    """Return the keys of [batch] and [optimizer] that the source of a preset states."""
+    """Return the published training settings of a preset: the values of keys of [batch] and
+    [optimizer], as section -> key -> value."""
     return {section: dict(_tables()[name].get(section, {})) for section in RECIPE}
 
 
 def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the tree of a configuration with the keys of a preset added. Keys that are already in
-    the tree keep their values. The size of the vocabulary is not taken from the preset, but from
-    the data. Raise KeyError for an unknown preset.
+    """Return the tree of a configuration (nested dicts and lists) with the keys of a preset added.
+    Keys that are already in the tree keep their values. The vocabulary size is not taken from the
+    preset, because the data determines it. Raise KeyError for an unknown preset.
     """
     model, preset = dict(tree["model"]), model_presets()[name]
     model.pop("preset", None)
@@ -109,9 +110,9 @@ def own_sizes(tree: Mapping[str, Any]) -> list[str]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a recipe (published training settings) that do not contradict other keys
-    of the run. The recipe's final learning rate is returned only if the recipe's peak learning rate
-    is returned, too. The warm-up is shortened for a short run.
+    """Return the keys of a recipe (published training settings) that fit the other keys of the run.
+    The recipe's final learning rate is left out if the user sets the peak learning rate, and the
+    settings of Adam are left out for another optimizer. The warm-up is shortened for a short run.
     """
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None

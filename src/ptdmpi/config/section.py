@@ -5,10 +5,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST = 10**12  # the maximum of all keys that are counts; a larger number is surely a typo.
-# The maximum number of sequences in a step, and the maximum number of ranks. The largest published
-# batches have about 10^5 sequences. 10^9 sequences of 2,048 tokens are as many tokens as the whole
-# training of Llama 2 used (arXiv 2307.09288, Table 1).
+MOST = 10**12  # the maximum value of every key that is a count; a larger value is surely a typo.
+# The maximum number of sequences in a step, and the maximum number of ranks. The largest
+# published batches have about 10^5 sequences. One step of 10^9 sequences of 2,048 tokens would have
+# as many tokens as the whole training of Llama 2 (arXiv 2307.09288, Table 1).
 MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -43,7 +43,7 @@ class OnResume(Enum):
     BOUND = "refused"
     BOUND_ORDER = 'refused, unless data.change = "from here" allows it'
     REPORTED = "reported in the log, in the records and in the report"
-    FREE = "not mentioned: the key changes no number of the training"
+    FREE = "not reported: the key does not change the results of the training"
 
 
 Value = TypeVar("Value")
@@ -56,8 +56,8 @@ Free = Annotated[Value, OnResume.FREE]
 
 
 class FrozenTable(BaseModel):
-    """The base class of tables in a configuration. Objects of a table are frozen. Unknown keys and
-    implicit type conversions are errors.
+    """The base class of tables in a configuration. The objects of its subclasses are immutable.
+    Unknown keys and implicit type conversions are errors.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

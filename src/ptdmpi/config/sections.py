@@ -33,8 +33,8 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The name of the kind of state that contains the master weights, or the weights if the model is not
-# trained.
+# The name of the kind of state that consists of the master weights. For a model that is not
+# trained, this state consists of the weights.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that contains the moving average of the weights.
 # Kinds of state that optimizers keep, with the names that torch uses.
@@ -157,8 +157,8 @@ class PrecisionConfig(Section):
 
     @property
     def scaling(self) -> Scaling:
-        """Return what shares a scale in the products of the layers' linears; "none" if these
-        products need no scales."""
+        """Return which numbers share a scale in the matrix products of the layers' linears; "none"
+        if these products need no scales."""
         return scaling_of(self.compute, self.fp8)
 
 
@@ -249,8 +249,8 @@ class OptimizerConfig(Section):
     @property
     def numbers(self) -> int:
         """Return how many numbers of optimizer state are stored for each element of a parameter.
-        With Muon the result is valid for all parameters except the layers' matrices, whose elements
-        have one number less.
+        With Muon the result is not valid for the layers' matrices, which have one number less for
+        each element.
         """
         return len(self.moments) - self.has_matrices
 
@@ -426,8 +426,9 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, values: Any) -> Any:
-        # Convert a single receiver to a list, so that a rule checks it like the receivers of a
-        # list. The error message of that rule contains no web address.
+        # Convert a single receiver to a list, so that the rule about lists of receivers checks
+        # it, too. The error message of that rule does not contain the receiver, which may be a
+        # secret web address.
         if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
             return {**values, "notify": (values["notify"],)}
         return values

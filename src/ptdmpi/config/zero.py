@@ -11,27 +11,26 @@ STAGES = (0, 1, 2, 3)
 
 
 def covers_state(zero: int) -> bool:
-    """Return True if stage `zero` shards the optimizer's state, provided that a shard group has
-    more than one rank."""
+    """Return True if stage `zero` shards the optimizer's state. A group of one rank shards
+    nothing."""
     return zero >= 1
 
 
 def covers_gradients(zero: int) -> bool:
-    """Return True if stage `zero` shards the gradients, provided that a shard group has more than
-    one rank."""
+    """Return True if stage `zero` shards the gradients. A group of one rank shards nothing."""
     return zero >= 2
 
 
 def covers_weights(zero: int) -> bool:
-    """Return True if stage `zero` shards the weights, provided that a shard group has more than one
-    rank."""
+    """Return True if stage `zero` shards the weights. A group of one rank shards nothing."""
     return zero >= 3
 
 
 class Sharing(NamedTuple):
-    """A stage of ZeRO, and the number of ranks in the group that shards its state.
+    """A stage of ZeRO, and the number of ranks in a shard group (a group that shards one copy of
+    the state).
 
-    If the group has one rank, nothing is sharded, whichever stage is set.
+    If the group has one rank, nothing is sharded at any stage.
     """
 
     zero: int = 0
@@ -72,7 +71,7 @@ class Sharing(NamedTuple):
 
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """Return the legal stages of ZeRO. A `reproducible` run sums the gradients of microbatches
-    along one binary tree. A `reproducible` run cannot shard gradients and weights, because each
-    rank needs complete gradients until all microbatches are summed."""
+    """Return the legal stages of ZeRO. A `reproducible` run cannot shard gradients and weights: it
+    sums the gradients of microbatches along one binary tree, so each rank needs complete gradients
+    until all microbatches are summed."""
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

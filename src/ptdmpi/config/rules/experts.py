@@ -130,7 +130,7 @@ def _layer_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _form_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each key about the form of a layer whose value is not supported in models
+    """Yield a mistake for each setting of the structure of layers that is not supported in models
     with experts.
     """
     if model.mlp_bias:
@@ -145,8 +145,8 @@ def _form_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _adapter_rules(model: ModelConfig, adapt: AdaptConfig) -> Iterator[str]:
-    """Yield a mistake for each setting that trains routers, which are frozen with adapters, and for
-    dropout in adapters of experts.
+    """Yield a mistake for each setting that would train routers, because routers are frozen in a
+    model with adapters. Also yield a mistake for dropout in adapters of experts.
     """
     frozen = f'adapt.method = "{adapt.method}" freezes the routers'
     if model.balance in ("sequence", "batch"):
@@ -223,8 +223,8 @@ def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # a context rank counts only the tokens of its own part of a sequence for each expert, not those
-    # of the whole sequence
+    # for each expert, a context rank counts only the tokens of its own part of a sequence, not
+    # the tokens of the whole sequence
     if model.balance == "sequence" and parallel.context > 1:
         key = f'balance = "sequence" at parallel.context = {parallel.context}'
         yield key, 'balance = "bias", "batch" or "none"'

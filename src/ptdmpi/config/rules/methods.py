@@ -118,9 +118,9 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """Check only methods after whose steps the weights of replicas may differ. Yield a mistake for
-    each key that has no effect without a compressor, and for each combination of keys that no
-    published method has.
+    """Yield mistakes only for a method with which the weights of replicas may differ after a step:
+    a mistake for each key that has no effect without a compressor, and for each combination of keys
+    that no published method has.
     """
     if section.method not in DIFFERING:
         return
@@ -159,9 +159,9 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if PowerSGD would shrink no tile (matrix that is compressed at once) of the
-    model. PowerSGD does not shrink a tile if its two low-rank factors have at least as many numbers
-    as the tile.
+    """Yield a mistake if PowerSGD would shrink no tile of the model. A tile is a matrix that is
+    compressed as a whole. PowerSGD does not shrink a tile if the two low-rank factors together have
+    at least as many numbers as the tile.
     """
     if section.method == "all_reduce":
         return

@@ -25,7 +25,7 @@ def mup_rules(sections: Sections) -> Iterator[str]:
     adapt = sections.adapt
     if adapt is not None and adapt.adapts:
         refused[f'adapt.method = "{adapt.method}"'] = (
-            'method = "none", or a base that ptdmpi convert to-hf and from-hf have freed from muP'
+            'method = "none", or a base without muP, made by ptdmpi convert to-hf and then from-hf'
         )
     for key, legal in refused.items():
         yield (

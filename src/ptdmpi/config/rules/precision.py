@@ -10,15 +10,16 @@ from ptdmpi.config.sections import RunConfig
 
 
 def precision_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each setting that cannot be combined with products in 8-bit floating
-    point, and for scales of a precision that has none."""
+    """Yield a mistake for each setting that cannot be combined with matrix products in 8-bit
+    floating point. Also yield a mistake if `precision.fp8` is set, but the precision uses no
+    scales."""
     if sections.precision is None:
         return
     if sections.precision.scaling == "none":
         if sections.precision.fp8 != "block":
             yield (
-                f'precision.fp8 = "{sections.precision.fp8}" belongs to compute = "fp8", and '
-                f'compute = "{sections.precision.compute}"; legal: compute = "fp8", or no fp8'
+                f'precision.fp8 = "{sections.precision.fp8}" has an effect only with compute = "fp8", '
+                f'not with "{sections.precision.compute}"; legal: compute = "fp8", or no precision.fp8'
             )
         return
     refusals = [
@@ -45,7 +46,7 @@ def _adapters(adapt: AdaptConfig) -> Iterator[tuple[str, str]]:
 
 
 def _compiled(run: RunConfig) -> Iterator[tuple[str, str]]:
-    # no test compiles the rounding
+    # the rounding to 8-bit floating point was not tested with compilation
     if run.compile:
         yield "run.compile = true", "compile = false"
 

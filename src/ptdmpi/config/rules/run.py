@@ -40,7 +40,8 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 def validation_rules(sections: Sections) -> Iterator[str]:
     """If the run has no validations, yield a mistake for each key that has an effect only with
-    validations. Also yield the mistakes in the keys `log.tasks` and `log.tasks_every_steps`.
+    validations. Also yield the mistakes in the keys `log.tasks`, `log.tasks_every_steps` and
+    `log.notify`.
     """
     wishes = {}
     if sections.run is not None:
@@ -74,7 +75,7 @@ def _notify_rules(log: LogConfig) -> Iterator[str]:
         if not RECEIVER.fullmatch(receiver):
             yield (
                 f"log.notify: receiver {place} is neither env:NAME nor mailto:ADDRESS; a web "
-                "address belongs into an environment variable, because everybody who knows it can "
+                "address belongs in an environment variable, because everybody who knows it can "
                 "write to its channel"
             )
 

@@ -64,7 +64,7 @@ class AdapterPlace:
 
     @property
     def leaf(self) -> str:
-        """Return the last part of the target's name, which is in the names of the adapter's
+        """Return the last part of the target's name. It also occurs in the names of the adapter's
         tensors."""
         return self.target.rpartition(".")[2]
 
@@ -223,7 +223,7 @@ def _merged_slab(
     reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
     """Return the slice `box` of a weight or bias of the merged model: the values of the base model,
-    which the adapters `own` change in float64."""
+    changed by the adapters `own`. The change is computed in float64."""
     values = _read(reader, name, box)
     if not own:
         return values
@@ -242,9 +242,9 @@ def _merged_slab(
 
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
-    """Return `rows`, some rows of a weight or elements of a bias, after the adapter at `place` has
-    changed them. `there` has the numbers of these rows, counted from the first row that the adapter
-    changes."""
+    """Return `rows` with the change that the adapter at `place` makes. `rows` are some rows of a
+    weight, or some elements of a bias. `there` has the numbers of these rows, counted from the
+    first row that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -261,9 +261,8 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
 
 
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
-    """Write the LoRA adapter of rank `rank`, for all linear layers, that is nearest to the
-    difference between the models at `tuned` and `base`. The adapter is written to the directory
-    `target`.
+    """Write a LoRA adapter of rank `rank` for all linear layers to the directory `target`. The
+    adapter is the best approximation of the difference between the models at `tuned` and `base`.
 
     For each linear layer, the adapter keeps the `rank` greatest singular values of the difference
     of the weights (Eckart and Young 1936). Queries, keys and values are treated separately. Layers
@@ -342,7 +341,7 @@ def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) ->
 
 
 def _require_rank(rank: int, model: ModelConfig, reader: Reader) -> None:
-    """Raise InputError if the rank of every difference between two models is below `rank`."""
+    """Raise InputError if no difference between weights of the model can have the rank `rank`."""
     most = 1
     for place in places(model, AdaptConfig(method="lora")):
         inputs = reader.manifest[key(WEIGHTS, f"{place.linear}.weight")].shape[1]
@@ -408,8 +407,8 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 
 def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template of the adapter's conversations; None if it has no such
-    template. Also return a note if the template is not found."""
+    """Return the file with the chat template of the conversations on which the adapter was trained;
+    None if the adapter has no template. Also return a note if the template is not found."""
     # import h5py only where shards may be read
     from ptdmpi.inference.tokenizer import template_file
 
@@ -420,9 +419,9 @@ def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template for the merged model: the template of the adapter's
-    conversations, or else the base's template, or else None. Also return a note if the adapter's
-    template is not found."""
+    """Return the file with the chat template for the merged model: the template of the adapter, or
+    else the template of the base model, or else None. Also return a note if the adapter's template
+    is not found."""
     template, note = own_template(adapter)
     own = stored.path / TEMPLATE
     if template is None and own.is_file():

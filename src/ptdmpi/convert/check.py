@@ -145,9 +145,9 @@ def _logits(
 def _round(
     buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]], model: ModelConfig
 ) -> None:
-    """Round each slice of a parameter to the data type of the file tensor that contains this slice.
-    Values in the files are already multiplied by the factors of muP, so they are rounded after this
-    multiplication."""
+    """Round each slice of a parameter to the data type of the tensor in the files that has the same
+    values. muP's factors are already multiplied into the values in the files, so the values are
+    rounded after this multiplication."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -35,8 +35,8 @@ class Decoder:
     """A description of one family of decoders: the properties in which it differs from the other
     families.
 
-    If a key is missing in config.json, `defaults` has its value, since `transformers` does not
-    write default values. `keys` is a function that makes further keys of [model] from a
+    `defaults` has the values of keys that are missing in config.json, because `transformers` does
+    not write default values. `keys` is a function that makes further keys of [model] from a
     config.json. `config` is a function that makes further keys of config.json from [model].
     `required` has the values that [model] must have in addition to the values that all families
     require; None removes a requirement.
@@ -241,8 +241,8 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
 
 # -- experts (Mixtral: Jiang et al. 2024; Qwen 3: Yang et al. 2025) --------------------------------
 
-# The router settings that Mixtral and Qwen 3 have in common. `transformers` computes a balance loss
-# itself, or none.
+# The router settings that Mixtral and Qwen 3 have in common. `balance` is "none", because
+# `transformers` either computes a balance loss of its own or none.
 ROUTED = {
     "router": "softmax",
     "router_scale": 1.0,
@@ -459,9 +459,9 @@ DECODERS = {
 
 
 def decoder_for(model: ModelConfig) -> Family:
-    """Return the family for a model with RMSNorm that ptdmpi has trained. Each family is recognized
-    by a property that no other family has. If the model does not fit, the family's `config` raises
-    InputError."""
+    """Return the family for a model with RMSNorm that ptdmpi has trained. The families are tested
+    in a fixed order, and the model belongs to the first family whose property it has, or else to
+    LLaMA. If the model does not fit the family, the family's `config` raises InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
         "olmoe": model.experts > 0 and model.qk_norm == "all",

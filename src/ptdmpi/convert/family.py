@@ -1,7 +1,8 @@
-"""Families of Hugging Face's models: the names of the parameters, and the keys of config.json.
+"""Families of models in `transformers`: the names of their parameters, and the keys of their
+config.json.
 
-In the identifiers of this folder `ours` means ptdmpi's form of a model, and `theirs` means the form
-of `transformers`."""
+In this folder, names such as `ours` refer to ptdmpi's format of a model, and names
+such as `theirs` to the format of `transformers`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,8 +204,8 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """If the files contain two tensors with the same values, return a table that maps the repeating
-    tensor to the tensor that it repeats. Names have no prefix."""
+    """Return a table of tensors that the files contain twice. It maps each repeating tensor to the
+    tensor that it repeats. Names have no prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]

@@ -24,7 +24,7 @@ from ptdmpi.config import InputError
 
 HEADERS = "headers.json"
 BUFFERS = "buffers.safetensors"
-HUB_NAME = "hub_name.txt"  # the name of the model on the hub, if it came from there
+HUB_NAME = "hub_name.txt"  # the name of the model on the hub, if it was downloaded
 
 
 @dataclass(frozen=True)

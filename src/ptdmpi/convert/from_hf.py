@@ -43,9 +43,8 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     """Convert the model directory `source` to a directory `target`. If the model was downloaded
     from the hub, `hub_name` is the name of the model on the hub; the directory `target` stores this
-    name. Raise InputError if the model
-    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After an error
-    `target` is not written."""
+    name. Raise InputError if the model is not supported or damaged, and CheckFailed if the
+    self-check (`compare`) fails. After an error `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)
@@ -54,8 +53,8 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # vocab_size is a separate key, because the tables of `transformers` may have more rows than
-        # the tokenizer has ids
+        # vocab_size is given separately, because the embedding tables of `transformers` may have
+        # more rows than the tokenizer has ids
         ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)
@@ -102,9 +101,9 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
     """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
-    the plan for the tensors. If the values differ, the repeating tensor becomes the parameter, and
-    the other tensor is unused. Raise InputError if the values differ in a model whose embeddings
-    are tied."""
+    the plan that follows. If the values differ, the repeating tensor becomes the parameter, and the
+    other tensor is unused. Raise InputError if the values differ in a model whose embeddings are
+    tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -163,7 +162,7 @@ def write_checkpoint(
     lineage: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a checkpoint that contains only weights, at step 0, in `directory`, and return its size
-    in bytes. `model` and `lineage` are arguments of `write_manifest`."""
+    in bytes. `model` and `lineage` are passed to `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
@@ -190,8 +189,8 @@ def write_config(
 
     document = tomlkit.document()
     document.add(tomlkit.comment(f"Converted from {origin}."))
-    document.add(tomlkit.comment("To train it further, copy this file and add [run], [batch] and"))
-    document.add(tomlkit.comment("[[data.train]]: the run begins from these weights."))
+    document.add(tomlkit.comment("To train the model further, copy this file, and add [run],"))
+    document.add(tomlkit.comment("[batch] and [[data.train]]: the run begins from these weights."))
     document.add("model", {key: value for key, value in model.items() if value is not None})
     if task.kind != "none":
         keys = {"kind": task.kind, "labels": list(task.labels)}

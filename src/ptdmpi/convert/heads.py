@@ -72,9 +72,8 @@ def made_up(count: int) -> list[str]:
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return the names of the weights of a model's head for a task, as a table that maps ptdmpi's
-    name to the full name in the files of `transformers`. `family` must be a result of
-    `with_task`."""
+    """Return a table of the weights of a model's task head. It maps ptdmpi's name of each weight to
+    the full name in the files of `transformers`. `family` must be a result of `with_task`."""
     names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
@@ -84,8 +83,8 @@ def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
 
 
 def with_task(family: Family, task: TaskConfig) -> Family:
-    """Return the family for models with a head for this task, or the unchanged family if there is
-    no task. Raise InputError if the family has no such head."""
+    """Return `family` with a head for this task, or the unchanged family if there is no task. Raise
+    InputError if the family has no such head."""
     if task.kind == "none":
         return family
     if task.kind not in family.tasks:

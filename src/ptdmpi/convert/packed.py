@@ -33,7 +33,7 @@ WORD_BYTES = 4
 @dataclass(frozen=True)
 class PackedModel:
     """The tensors of a plan that are written in packed form, by name. Each tensor contains complete
-    rows of one weight of ptdmpi. `form` is the format of the codes."""
+    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers)."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
@@ -62,17 +62,17 @@ class PackedModel:
         elif transposed or family.model_type.endswith("bert"):
             reason = f"it does not pack the modules of Hugging Face's {family.model_type}"
         elif any(tensor.whole[1] * form.bits % (8 * WORD_BYTES) for tensor in quantized.values()):
-            reason = "its rows are no whole words of 32 bits"
+            reason = "its rows are not a whole number of 32-bit words"
         if reason:
             raise InputError(
-                f"{where}: the format pack-quantized cannot represent it: {reason}; legal: "
-                "without --packed, as float32 or --dtype"
+                f"{where}: the format pack-quantized cannot represent it: {reason}; legal: leave "
+                "out --packed, and write float32 or the type of --dtype"
             )
         return cls(form, quantized)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the `headers` of the weight files, in which packed tensors replace the quantized
-        weights."""
+        """Return the `headers` of the weight files with the entries of quantized weights replaced
+        by the entries of packed tensors."""
         packed = {}
         for file, text in headers.items():
             written: list[tuple[str, Stored]] = []

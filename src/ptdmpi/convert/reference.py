@@ -201,9 +201,9 @@ def _has_experts(config: Json, layer: int) -> bool:
 
 
 def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
-    """Return for each token the weighted sum of its experts' outputs (Jiang et al. 2024,
-    arXiv 2401.04088, section 2.1). For simplicity, every expert processes all tokens, also those
-    for which it is not chosen."""
+    """Return for each token the weighted sum of its experts' outputs (Jiang et al. 2024, arXiv
+    2401.04088, section 2.1). For simplicity, every expert processes all tokens, including the
+    tokens for which the router does not choose the expert."""
     normalizes = config.get("norm_topk_prob", False)
     linears = ("gate_proj", "down_proj", "up_proj")
     if config["model_type"] == "mixtral":
@@ -330,8 +330,9 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
 
 
 def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
-    """Return a rotary frequency after the scaling of Llama 3.1: long wavelengths are multiplied by
-    `factor`, and short wavelengths stay unchanged."""
+    """Return a rotary frequency after the scaling of Llama 3.1. The frequency is divided by
+    `factor` for long wavelengths, and unchanged for short wavelengths. In between there is a smooth
+    transition."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     low = scaling["low_freq_factor"]

@@ -62,7 +62,8 @@ def _scaling(
     number."""
     length = "original_max_position_embeddings"
     values: dict[str, Any] = {length: config.get("max_position_embeddings")}
-    if kind == "yarn":  # defaults of `transformers`; attention factor 0: the factor of YaRN's paper
+    # the defaults of `transformers`; attention factor 0 means the factor of YaRN's paper
+    if kind == "yarn":
         values |= {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}
     values |= {name: value for name, value in rope.items() if value is not None}
     numbers: dict[str, int | float] = {}

@@ -47,7 +47,7 @@ class Stored:
 
 
 class WeightFiles:
-    """All tensors of a model directory. `WeightFiles` is a context manager, since it keeps files
+    """All tensors of a model directory. `WeightFiles` is a context manager, because it keeps files
     open.
 
     `headers` has the text of each file's header, from which an identical file can be written.
@@ -140,7 +140,8 @@ def header_text(path: Path) -> str:
 
 
 def entries(header: str) -> Iterator[tuple[str, Stored]]:
-    """Yield the names and tensors in a header, in the order of their bytes."""
+    """Yield the name and the description of each tensor in a header, in the order of the tensors'
+    bytes."""
     table = json.loads(header)
     table.pop("__metadata__", None)
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):

@@ -72,15 +72,15 @@ def to_hf(
     quantized: bool = False,
     kind: str = WEIGHTS,
 ) -> Converted:
-    """Convert the newest checkpoint that `source` names to a model directory `target`.
+    """Convert the newest checkpoint at `source` to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote; the new directory gets its files, tensor names and
-    data types. The default of `like` is `source` itself, or the directory that the run began from,
-    if `from_hf` wrote one of them. If there is no directory `like`, the files of the model are made
-    from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters; None
-    keeps the types. If `quantized` is True, the quantized weights of the checkpoint stay quantized
-    (`packed.py`); if it is False, they are dequantized. `kind` selects the stored values that
-    become the weights: the trained weights, or the moving average of the weights.
+    `like` is a directory that `from_hf` wrote; the new directory gets the same files, tensor names
+    and data types. By default, `like` is `source` itself or the directory from which the run began,
+    if `from_hf` wrote that directory. If there is no directory `like`, the files of the model are
+    made from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters;
+    None keeps the types. If `quantized` is True, the quantized weights of the checkpoint stay
+    quantized (`packed.py`); if it is False, they are dequantized. `kind` selects the stored values
+    that become the weights: the trained weights, or the moving average of the weights.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.

@@ -36,7 +36,8 @@ SpecialTokens = Mapping[str, SpecialToken]
 @dataclass(frozen=True)
 class ExtraFiles:
     """Files for a model's directory, as a table from name to content, and a note about files that
-    are missing or replaced. `eod_id` is the end-of-document id of a model that continues texts."""
+    are missing or replaced. `eod_id` is the end-of-document id; None for a masked language model,
+    or if the id is not known."""
 
     eod_id: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)

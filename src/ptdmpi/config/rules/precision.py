@@ -18,8 +18,9 @@ def precision_rules(sections: Sections) -> Iterator[str]:
     if sections.precision.scaling == "none":
         if sections.precision.fp8 != "block":
             yield (
-                f'precision.fp8 = "{sections.precision.fp8}" has an effect only with compute = "fp8", '
-                f'not with "{sections.precision.compute}"; legal: compute = "fp8", or no precision.fp8'
+                f'precision.fp8 = "{sections.precision.fp8}" has an effect only with compute = '
+                f'"fp8", not with "{sections.precision.compute}"; legal: compute = "fp8", or no '
+                "precision.fp8"
             )
         return
     refusals = [

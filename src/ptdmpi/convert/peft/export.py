@@ -41,13 +41,13 @@ from ptdmpi.plan.shape import parameters
 
 
 def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "") -> tuple[int, str]:
-    """Write the adapters that `source` names into the directory `target`, with the chat template of
-    the conversations on which they were trained. Return the number of their elements, and a note if
-    the template is not found.
+    """Write the adapters at `source` into the directory `target`, with the chat template of the
+    conversations on which the adapters were trained. Return the number of elements of all written
+    tensors, and a note if the template is not found.
 
-    `base_name` is the name or the path of the base model of `transformers`, which the files store.
-    The default is the name on the hub of the model from which the base was converted, or, without
-    such a name, the path of the base. `kind` selects the stored values that are exported: the
+    `base_name` is the name or the path of the base model in `transformers`; it is stored in the
+    files. The default is the hub name of the model from which the base was converted, or the path
+    of the base if it has no such name. `kind` selects the stored values that are exported: the
     trained weights of the adapters, or the moving average of the weights. Raise InputError for
     adapters that are missing or damaged, or that `peft` cannot represent; then `target` is not
     written.
@@ -178,8 +178,8 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
 
 
 def _task_type(adapter: LoadedAdapter) -> str | None:
-    """Return `peft`'s name of the model's task. Return None for masked language models and for
-    multiple choice, because `peft` has no names for these tasks."""
+    """Return the name that `peft` uses for the model's task. Return None for masked language models
+    and for multiple choice, because `peft` has no names for these tasks."""
     kind = adapter.adapted.task.kind
     if kind == "classification":
         return "SEQ_CLS"

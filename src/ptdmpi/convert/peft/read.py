@@ -68,9 +68,9 @@ MOST_NUMBER = 1e30  # a greater number in a configuration is a mistake
 
 
 def import_peft(source: Path, base: Path, target: Path) -> int:
-    """Write the adapters in the `peft` directory `source`, which belong to the model at `base`, as
-    a checkpoint at `target`; return the number of their elements. A chat template in `source` is
-    copied.
+    """Import the adapters in the `peft` directory `source`: write them as a checkpoint at `target`.
+    The adapters belong to the model at `base`. A chat template in `source` is copied. Return the
+    number of elements of all written tensors.
 
     Raise InputError if a directory is missing or damaged, or if the adapters are not supported or
     do not fit the model; then `target` is not written.
@@ -101,8 +101,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 
 
 def _require_same_base(config: Mapping[str, Any], base: Path, where: str) -> None:
-    """Raise InputError if the adapters name another model of the hub than the one from which the
-    base model was converted."""
+    """Raise InputError if the adapters name one model of the hub, but the base model was converted
+    from another model of the hub."""
     theirs, ours = config.get("base_model_name_or_path"), hub_name(base)
     if isinstance(theirs, str) and is_hub_name(theirs) and is_hub_name(ours) and theirs != ours:
         raise InputError(
@@ -114,16 +114,17 @@ def _require_same_base(config: Mapping[str, Any], base: Path, where: str) -> Non
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """Return the section [model] of the base model with the task head that the file contains, and
-    the task.
+    """Return two values. The first value is the section [model] of the base model, changed so that
+    the model has the task head that the file contains. The second value is the task.
 
-    The task is the base model's task, or if it has none, a classification with default class names.
-    Raise InputError if other modules were trained, or if the head does not fit the task.
+    The task is the base model's task. If the base model has no task, the task is a classification
+    with default class names. Raise InputError if other modules were trained, or if the head does
+    not fit the task.
     """
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
-    # `peft` also writes the first two of these names if the user has not set them
+    # `peft` also writes the first two of these names if the user has not set any names
     known = {"classifier", "score", "pooler"}
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list):
@@ -234,8 +235,9 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of one adapter. An export concatenates the adapters of all targets of a
-    module. Only the rows of A that belong to this adapter's target are returned."""
+    """Return A and B of one adapter. In an exported file, A may contain the rows of the adapters of
+    all targets of a module. Only the rows of A, and the columns of B, that belong to this adapter's
+    target are returned."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)

@@ -75,8 +75,8 @@ class Calibration:
         self.activations: Sequence[Tensor | None] = [None for _ in self.batches]
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
-        """Return X^T X [inputs, inputs] in float64 for some linear layers of a stage, by the name
-        of the linear layer. The matrix X contains the inputs of the linear layer for all samples.
+        """Return the matrix X^T X [inputs, inputs], in float64, for each linear layer in `modules`,
+        by its name. The matrix X contains the inputs of the linear layer for all samples.
         """
         sums: dict[str, Tensor] = {}
         hooks = []
@@ -90,8 +90,8 @@ class Calibration:
         return sums
 
     def advance(self, stage: Stage) -> None:
-        """Replace the stored activations by the outputs of the layer, which is computed with its
-        present weights."""
+        """Replace the stored activations by the outputs of the layer, computed with its current
+        weights."""
         self.activations = list(self._outputs(stage))
 
     def _outputs(self, stage: Stage) -> Iterator[Tensor]:
@@ -101,7 +101,7 @@ class Calibration:
 
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Add X^T X, for the input X of a linear layer, to the sum that belongs to this linear layer.
+    """Add X^T X to the sum that belongs to a linear layer; X is the input of the linear layer.
     PyTorch calls this function as a hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()

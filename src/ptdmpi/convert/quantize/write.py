@@ -145,7 +145,7 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """The quantized matrices of a model, which this object computes when they are requested. The
+    """The quantized matrices of a model. A matrix is computed when it is requested, and the
     matrices must be requested in the order of the layers.
 
     `description` is the entry QUANTIZATION of the manifest, with the format and the method.
@@ -162,7 +162,7 @@ class Maker:
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
             self.description |= {"samples": samples.count, "sample_tokens": samples.length}
-        # the quantized matrices of one layer: the layer of the last request
+        # the quantized matrices of one layer: the layer of the matrix that was requested last
         self._made: dict[str, Packed] = {}
 
     def matrix(self, name: str) -> Packed:
@@ -217,8 +217,8 @@ def _is_of(name: str, layer: int) -> bool:
 
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
-    """Call `read`, and raise InputError in place of the error Damaged, because the user can replace
-    the damaged file."""
+    """Run the `with` block, and raise InputError in place of the error Damaged, because the user
+    can replace the damaged file."""
     try:
         yield
     except Damaged as error:

@@ -5,8 +5,7 @@ Every expert of a layer is a copy of the layer's MLP, and the router is random. 
 are copied. The experts of a layer become different only during training, because they process
 different tokens. If the router's weights for a token are divided by their sum, the weighted sum of
 the chosen experts' outputs is the output of the dense MLP, whichever experts the router chooses.
-With weights divided by their sum, the first loss of the mixture of experts is the loss of the dense
-model, up to rounding.
+The first loss of the mixture of experts is then the loss of the dense model, up to rounding.
 """
 
 import re
@@ -134,7 +133,7 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
 
 
 def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
-    """Raise InputError for a model that cannot be upcycled. The rules about [model] report all
+    """Raise InputError for a model that cannot be upcycled. The rules about [model] report the
     mistakes that this function does not check."""
     if model.experts:
         raise InputError(

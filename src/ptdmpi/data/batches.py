@@ -13,8 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# The number of samples whose positions are computed by one call of numpy. With this number of
-# samples, the overhead of a call is negligible.
+# The number of samples whose positions are computed by one call of numpy. It is large enough to
+# make the overhead of the call negligible.
 _WINDOW_SAMPLES = 1 << 14
 # Several small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
@@ -32,8 +32,8 @@ class MicrobatchRows(NamedTuple):
 
     inputs: np.ndarray  # int64 [b, s].
     labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token.
-    # float32 [b, s]: weights of the labels in the loss (0 or 1, but any finite numbers from the
-    # user's own datasets); None: all weights are 1
+    # float32 [b, s]: the weight of each label in the loss, 0 or 1 (in the user's own datasets any
+    # finite number); None: all weights are 1
     weights: np.ndarray | None
     # int64 [b]: global sample numbers in training, numbers of the dataset's samples in validation
     samples: np.ndarray
@@ -51,8 +51,8 @@ class MicrobatchRows(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A window of steps: some consecutive steps, and the positions in the datasets of the samples
-    that one rank reads in these steps.
+    """A group of consecutive steps, with the position in the datasets of each sample that one rank
+    reads in these steps.
     """
 
     number: int
@@ -163,12 +163,13 @@ class TrainBatches:
 
 
 class ValidationBatches:
-    """The validation microbatches of one data rank. The data ranks divide the first samples of a
-    dataset among them, in the order of the dataset.
+    """The validation microbatches of one data rank. The first samples of a dataset are divided
+    among the data ranks, in the order of the dataset.
 
     Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
-    number of microbatches (`count`): rows after the last sample repeat this sample, with weights of
-    0. `samples` is the number of samples with weights of 1, over all data ranks.
+    Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
+    number of microbatches (`count`): rows after the dataset's last sample repeat the last sample,
+    with weights of 0. `samples` is the number of samples with weights of 1, over all data ranks.
     """
 
     def __init__(

@@ -103,23 +103,21 @@ class ChatTemplate:
 
     @property
     def asks(self) -> str:
-        """Return the text of a conversation of one user turn that ends with the prompt for an
-        answer. Raise the same errors as `render`."""
+        """Return the text of a conversation with a single user turn and the prompt for an answer.
+        Raise the same errors as `render`."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
         """Return the spaces that the template writes between the prompt for an answer and the
-        answer; empty if it writes any other text between them. Raise the same errors as
-        `render`."""
+        answer; empty if the template writes other text there. Raise the same errors as `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Return the text of the special token that the template writes directly after an answer:
-        the longest of the texts in `special` with which the text after an answer begins. Return
-        None if the text after an answer begins with no special token. Raise the same errors as
-        `render`."""
+        """Return the text of the special token that the template writes directly after an answer.
+        If several texts in `special` match, return the longest; if no text matches, return None.
+        Raise the same errors as `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
@@ -127,10 +125,10 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message]) -> Rendered:
         """Return the text of a conversation, and the positions of the answers in this text.
 
-        Answers are the texts of the template's {% generation %} blocks. Without such blocks, an
-        answer is the text of an assistant's turn after the prompt for this answer, without the
-        white space after the end of the turn. The spaces before an answer belong to the answer,
-        since tokenizers put these spaces into the token of the next word.
+        Answers are the texts of the template's {% generation %} blocks. If the template has no such
+        blocks, an answer is the part of an assistant's turn that follows the prompt for the answer,
+        without the white space at the end of the turn. The spaces before an answer belong to the
+        answer, because tokenizers put these spaces into the token of the next word.
 
         Raise the same errors as `render`. Also raise InputError if the template changes the text of
         earlier turns when a later turn is added.

@@ -106,8 +106,8 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
     """Return a copy of the microbatch in which each token has the number of its document. With
-    these numbers, attention and positions begin anew in each document. If no row contains more than
-    one document, return the microbatch unchanged.
+    these numbers, attention and positions start again in each document. If no row contains more
+    than one document, return the microbatch unchanged.
 
     The label of a document's last token gets the weight 0, because this label is the first token of
     another document.

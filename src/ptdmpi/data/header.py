@@ -33,8 +33,8 @@ PAIRED_VERSION = 3  # the format version of shards with weights whose documents 
 # The name of a file in the folder of shards. The file records from which texts the shards were
 # made, and lists their headers.
 SUMMARY = "tokenize.json"
-# The number of bytes that are searched for texts of attributes at each position where HDF5 may
-# store them.
+# HDF5 may store the texts of attributes at several positions of a file. At each of these positions,
+# this number of bytes is searched for the texts.
 _HEAP_BYTES = 1 << 20
 
 
@@ -328,8 +328,8 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
     no SUMMARY.
 
-    With SUMMARY, a program reads one file at its start, whatever the number of shards is, and opens
-    a shard only when it first reads the shard (`confirmed`). A header is None if SUMMARY lists only
+    With SUMMARY, a program reads one file at its start, however many shards there are, and opens a
+    shard only when it first reads the shard (`confirmed`). A header is None if SUMMARY lists only
     the name of the shard; older versions of ptdmpi wrote such files. Raise InputError if SUMMARY
     cannot be read or is damaged.
     """

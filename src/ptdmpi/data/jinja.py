@@ -120,7 +120,7 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:
-        # Jinja already computes constant expressions when it compiles a template
+        # compiling a template computes constant expressions, so limit the memory here, too
         with at_most(MOST_BYTES):
             template = environment.from_string(source)
     # deep nesting exceeds the recursion limit of Jinja, or of Python's compiler

@@ -51,12 +51,11 @@ class LabelledFile:
 
 @dataclass(frozen=True)
 class LabelledForm:
-    """The form in which a model reads samples: rows of `seq_length` ids, padded with the id `pad`.
-
-    If `first` is True, the model's head reads the activation at the first token, as in a model with
-    bidirectional attention. If `first` is False, the head reads the activation at the last token of
-    each sequence, on which padding has no influence. `last_type` is the token type of the second
-    text.
+    """The format of the samples that a model reads: rows of `seq_length` ids, padded with the id
+    `pad`. If `first` is True, the model's head reads the activation at the first token, as in a
+    model with bidirectional attention. If `first` is False, the head reads the activation at the
+    last token of each sequence, which does not depend on padding. `last_type` is the token type of
+    the second text.
     """
 
     seq_length: int

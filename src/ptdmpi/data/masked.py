@@ -106,9 +106,9 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. The document is the
-        one that contains a randomly chosen token of the window. In a long training, every token is
-        therefore used.
+        The sample's text is the part of one document that is inside the window. The document is
+        chosen by a random token of the window: it is the document that contains this token. In a
+        long training run, every token is therefore used.
         """
         # The number of random numbers that are drawn depends only on the length of the window, even
         # if some of them are not used. A random choice therefore does not change the random numbers

@@ -86,7 +86,7 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
     A Feistel network permutes the range up to the next power of two. An image outside [0, size) is
     permuted again until it is inside (cycle walking). The result is a bijection of [0, size), and
-    an index takes less than two passes of the network on average.
+    an index needs fewer than two passes of the network on average.
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002 (cycle walking).

@@ -40,7 +40,7 @@ _ALIGNMENT_BYTES = 4096
 _PIECE_TOKENS = 1 << 17
 # The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
-_FEW_ENDS = 16  # if a block has fewer ends, plain integers are faster than numpy.
+_FEW_ENDS = 16  # if a block has fewer document ends, plain integers are faster than numpy.
 # whenever this number of bytes was written to the file, ask the kernel to write the bytes to the
 # disk
 _OUT_BYTES = 1 << 23
@@ -161,7 +161,7 @@ class ShardWriter:
         """
         if tokens.size == 0:
             return
-        # for few ends, plain Python integers take a third of the time that numpy takes
+        # for few document ends, plain Python integers take a third of the time that numpy takes
         if document_ends.size < _FEW_ENDS:
             self._ends.extend([self.tokens + end for end in document_ends.tolist()])
         else:

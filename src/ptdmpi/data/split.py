@@ -15,12 +15,12 @@ class SplitOrder(SampleOrder):
     ranks.
 
     Each rank gets a contiguous block of datasets, and reads only the datasets of this block. All
-    ranks get the same number of datasets. The B = `global_size` samples of step k are cut into
-    `ranks` equal blocks, and data rank r trains on block r, as without a split. Each data rank has
-    an order of its own: a `SampleOrder` of its datasets with their weights. In step k it trains on
-    B / ranks samples of this order, beginning with sample k B / ranks. Global sample n is therefore
-    a pure function of seed, n and the number of data ranks, and does not depend on the tensor- and
-    pipeline-parallel sizes.
+    ranks get the same number of datasets. As in a run without this division, the B = `global_size`
+    samples of step k are cut into `ranks` equal blocks, and data rank r trains on block r. Each
+    data rank has an order of its own: a `SampleOrder` of its datasets with their weights. In step k
+    the data rank trains on B / ranks samples of this order, beginning with sample k B / ranks.
+    Global sample n is therefore a pure function of seed, n and the number of data ranks, and does
+    not depend on the tensor- and pipeline-parallel sizes.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 special tokens.
 
 A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
-into tokens. Some vocabularies mark tokens that continue a word (WordPiece, Devlin et al. 2019) or
-tokens that end a word; then these marks decide where words begin. If no token of the vocabulary
-contains a blank, each token is a word. Each start of a run determines from the `tokenizer.json` in
-the folder of the shards where words begin; the byte tokenizer needs no file.
+into tokens. If a vocabulary marks the tokens that continue a word (WordPiece, Devlin et al. 2019)
+or the tokens that end a word, these marks decide where words begin. If no token of the vocabulary
+contains a blank, each token is a word. When a run starts, it reads the `tokenizer.json` in the
+folder of the shards to find out where words begin; the byte tokenizer needs no file.
 """
 
 import json
@@ -89,7 +89,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
-    """Return the special tokens of a vocabulary of `size` tokens; `ids` has the id of each token.
+    """Return the special tokens of a vocabulary of `size` tokens; `ids` maps each token to its id.
     Special tokens that the vocabulary lacks get new ids, from `size` on."""
     special = {}
     for role, names in SPECIAL_NAMES.items():
@@ -100,10 +100,10 @@ def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the content of the dataset's `tokenizer.json`, and the id of each token. If there is
-    no `tokenizer.json`, and it is not `needed`, return an empty content and no ids. Raise
-    InputError if the file cannot be used, or if it is `needed` and missing. The byte tokenizer has
-    no such file."""
+    """Return the content of the dataset's `tokenizer.json`, and the id of each token. For the byte
+    tokenizer, which has no such file, return an empty content and the ids of all bytes. If the file
+    is missing and not `needed`, return an empty content and no ids. Raise InputError if the file
+    cannot be used, or if it is `needed` and missing."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER

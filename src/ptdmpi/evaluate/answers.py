@@ -58,7 +58,7 @@ def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | Non
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Return the text before the first occurrence of any of `until`."""
+    """Return the text before the first occurrence of a string in `until`."""
     ends = [text.find(end) for end in until]
     return text[: min([end for end in ends if end >= 0], default=len(text))]
 
@@ -78,9 +78,10 @@ class Stop:
 
 
 def majority(answers: Sequence[str]) -> str:
-    """Return the most frequent non-empty answer; of several equally frequent answers, the first.
+    """Return the most frequent non-empty answer. If several answers are equally frequent, return
+    the first of them.
 
-    `answers` are in the form that `normalise` returns. Returns "" if all answers are empty.
+    `answers` are in the form that `normalise` returns. Return "" if all answers are empty.
     """
     given = [answer for answer in answers if answer]
     if not given:

@@ -20,12 +20,12 @@ def check_datasets(path: Path, evaluated: Sequence[Path], others: Iterable[Path]
     if evaluated and stored.config().model.masked:
         raise InputError(
             f"--evaluate: {path} is a masked language model, which has no perplexity; legal: "
-            "without it"
+            "no --evaluate"
         )
     if evaluated and stored.tree["model"].get("output_head") == "classes":
         raise InputError(
-            f"--evaluate: {path} has a head for a task, and predicts no tokens; legal: without "
-            "it, and then `ptdmpi evaluate TARGET --tasks FILE`"
+            f"--evaluate: {path} has a head for a task, and predicts no tokens; legal: no "
+            "--evaluate; run `ptdmpi evaluate TARGET --tasks FILE` afterwards"
         )
     for dataset in (*evaluated, *others):
         check_dataset(dataset, stored)
@@ -43,8 +43,8 @@ def perplexities(
     """Return one table for each dataset: the perplexity of the first model (`before`) and of the
     second model (`after`), the number of `tokens`, and the `precision` of the first model.
 
-    All ranks call this function together and get the results. `kind` selects the stored values of
-    the first model: the trained weights, or the moving average of the weights. For the second
+    All ranks call this function together and get the results. For the first model, `kind` selects
+    the stored values: the trained weights, or the moving average of the weights. For the second
     model, the trained weights are always loaded.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)

@@ -36,8 +36,8 @@ def requests(
     separator: str,
     neutral: str,
 ) -> list[Request]:
-    """Return two requests for each choice of each item: for the choice after the context of the
-    item, and for the choice after the text `neutral`."""
+    """Return two requests for each choice of each item: one for the choice after the context of the
+    item, and one for the choice after the text `neutral`."""
     return [
         continuation(text, before, separator + choice, item.place)
         for item, context in zip(items, contexts, strict=True)

@@ -24,8 +24,8 @@ def files_of(
     """Return the form of the model's inputs, and the task files `paths` converted to sequences of
     tokens.
 
-    The texts are encoded by `tokenizer`; if `tokenizer` is None, by the tokenizer of the model
-    `stored`. A sequence has at most as many tokens as `config` allows. Raises InputError if a
+    The texts are encoded by `tokenizer`, or by the tokenizer of the model `stored` if `tokenizer`
+    is None. A sequence has at most as many tokens as `config` allows. Raise InputError if a
     tokenizer or a file cannot be used.
     """
     text = find_text(stored, tokenizer)

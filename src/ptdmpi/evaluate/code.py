@@ -35,7 +35,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples is right.
 
     The estimate is 1 - C(n - c, k) / C(n, k), where c = `right` of n = `samples` are right (Chen et
-    al. 2021, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    al. 2021, equation 1). Raise ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= samples and 0 <= right <= samples):
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right")
@@ -59,7 +59,7 @@ class CodeTask:
 
 
 def read(path: Path) -> list[CodeTask]:
-    """Return the tasks in a file. If a line is not a task, raises InputError with the number of the
+    """Return the tasks in a file. If a line is not a task, raise InputError with the number of the
     line."""
     tasks = []
     for place, line in numbered_lines(path, "task"):
@@ -88,7 +88,7 @@ class CodeAsking:
         """Return pass@k for the tasks. Every rank calls this method, and rank 0 runs the generated
         programs.
 
-        Raises InputError on every rank if `max_new_tokens` leaves no room for a prompt.
+        Raise InputError on every rank if `max_new_tokens` leaves no room for a prompt.
         """
         room = model.seq_length - self.max_new_tokens
         if room < 1:

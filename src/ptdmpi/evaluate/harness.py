@@ -138,7 +138,7 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
     """Return, on rank 0, the results of the harness for the tasks `options["lm_eval"]`. On all
     other ranks, answer the requests and return {}.
 
-    `options["lm_eval_path"]` is a folder with further task files. Raises InputError if the package
+    `options["lm_eval_path"]` is a folder with further task files. Raise InputError if the package
     `lm_eval` is missing, or if the harness does not know a task.
     """
     world = harness.world

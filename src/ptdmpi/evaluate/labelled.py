@@ -31,8 +31,9 @@ class LabelledItem:
     """One sample of a task file, as text.
 
     A sample has one sequence for each text in `seconds`. A sequence consists of the text `first`
-    and this second text ("" means that there is no second text). If there are candidates,
-    `question` is put before each second text. `place` is the file and the line, for error messages.
+    and one text of `seconds`; the text "" means that there is no second text. If there are
+    candidates, `question` is put before each second text. `place` is the file and the line, for
+    error messages.
     """
 
     first: str
@@ -106,7 +107,7 @@ class Framing:
 def framing(text: Text, name: str, model: ModelConfig) -> Framing:
     """Return the form of the sequences of `model` with the tokenizer of `text`.
 
-    `name` is the argument of `load_tokenizer` for this tokenizer. Raises InputError if a sequence
+    `name` is the argument of `load_tokenizer` for this tokenizer. Raise InputError if a sequence
     has no room for one token of each of two texts.
     """
     size = text.tokenizer.vocab_size
@@ -126,8 +127,8 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
     """Return the samples of a file as texts.
 
-    If `task.choices` is 0, all questions must have as many candidates as the first question. Raises
-    InputError that names the line.
+    If `task.choices` is 0, all questions must have as many candidates as the first question. If a
+    line is not a legal sample, raise an InputError that names the line.
     """
     samples: list[LabelledItem] = []
     for place, line in numbered_lines(path, "sample"):
@@ -143,7 +144,7 @@ def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
 
 def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
     """Return the sample for a question that must have `choices` candidates (0: any number above
-    one). Raises InputError if the number of candidates is not legal."""
+    one). Raise InputError if the number of candidates is not legal."""
     legal = choices or max(2, len(item.choices))
     if len(item.choices) != legal:
         raise InputError(
@@ -160,7 +161,7 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
-    """Return the sample for one or two texts with a label. Raises InputError if the label is not
+    """Return the sample for one or two texts with a label. Raise InputError if the label is not
     one of `task.labels`, or if the second text is not a string."""
     label = values.get("label")
     name = label
@@ -173,7 +174,7 @@ def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledI
 
 
 def _text(values: dict[str, Any], key: str, place: str) -> str:
-    """Return the text in the field `key`, or "" if there is no such field. Raises InputError if the
+    """Return the text in the field `key`, or "" if there is no such field. Raise InputError if the
     field contains anything but a text."""
     text = values.get(key, "")
     if not isinstance(text, str):
@@ -184,7 +185,7 @@ def _text(values: dict[str, Any], key: str, place: str) -> str:
 def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
     """Return the samples in a file as sequences of tokens.
 
-    Raises InputError if the file cannot be read, or if a sequence has no room for a candidate. Also
+    Raise InputError if the file cannot be read, or if a sequence has no room for a candidate. Also
     raises the same errors as `items`.
     """
     samples = items(path, task)
@@ -224,7 +225,7 @@ def _with_candidate(item: LabelledItem, number: int, frame: Framing) -> tuple[li
     """Return the tokens of a question and its candidate `number`, cut so that they fit into a
     sequence, and the number of tokens cut off.
 
-    The question is cut at its end. Raises InputError if the candidate alone is too long.
+    The question is cut at its end. Raise InputError if the candidate alone is too long.
     """
     between = "" if frame.model.masked else BETWEEN
     front = ""

@@ -30,8 +30,8 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a shard of `tokens` tokens. The windows together score each token except
-    the first once.
+    """Yield the windows of a shard of `tokens` tokens. Together, the windows score each token
+    except the first exactly once.
 
     The first window scores all of its labels. Each later window scores its last `stride` labels
     (fewer at the end of the shard). The scored labels of all windows except the first have at least
@@ -55,12 +55,12 @@ def perplexity(
 
     `words` is the number of words in the original text. If `words` is given, the result also has
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
-    per word allows comparing models with different tokenizers (Shoeybi et al. 2019,
-    arXiv 1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores, 32 in that paper. If `stride` is None, `seq_length` is used. This takes the shortest
-    time, because only the last window of a shard overlaps another window. Every rank calls this
-    function. Raises InputError on every rank if `stride` is not legal, if the dataset does not fit
-    the model, or if a probability is NaN.
+    per word allows comparing models with different tokenizers (Shoeybi et al. 2019, arXiv
+    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
+    scores; it is 32 in that paper. If `stride` is None, it is `seq_length`. With this stride the
+    computation is fastest, because only the last window of a shard overlaps another window. Every
+    rank calls this function. Raise InputError on every rank if `stride` is not legal, if the
+    dataset does not fit the model, or if a probability is NaN.
     """
     if stride is None:
         stride = model.seq_length
@@ -127,7 +127,7 @@ def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:
 def _batch(
     dataset: Dataset, group: Sequence[Window], model: InferenceModel
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of the windows, each a tensor [tokens, windows]. Raises InputError
+    """Return inputs and labels of the windows, each a tensor [tokens, windows]. Raise InputError
     for a token outside the vocabulary."""
     width = max(window.end - window.first for window in group)
     ids = np.zeros((width, len(group)), dtype=np.int64)

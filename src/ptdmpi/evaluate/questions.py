@@ -56,10 +56,10 @@ class Questions(ABC):
 
     @abstractmethod
     def ask(self, model: "InferenceModel", text: Text, numbers: range) -> list[Any]:
-        """Return the answers of the model to the items `numbers`, in this order. The method
-        `result` takes such answers.
+        """Return the answers of the model to the items `numbers`, in this order, as the method
+        `result` needs them.
 
-        Every rank calls this method and gets the answers. Raises InputError if the model's scores
+        Every rank calls this method and gets the answers. Raise InputError if the model's scores
         are NaN.
         """
 
@@ -138,9 +138,10 @@ def questions(
     asking: Asking,
     limits: Limits,
 ) -> Questions:
-    """Return the questions for some items: each item, after its context, is converted to token ids.
+    """Return the questions for some items. Each item is converted to token ids, together with its
+    context.
 
-    Raises InputError for items that do not fit a model with these `limits`.
+    Raise InputError for items that do not fit a model with these `limits`.
     """
     if items[0].choices:
         return _choices(text, items, contexts, asking=asking, limits=limits)
@@ -169,7 +170,7 @@ def _choices(
     asking: Asking,
     limits: Limits,
 ) -> Choices:
-    """Return multiple-choice items as requests. Raises InputError for a request that does not
+    """Return multiple-choice items as requests. Raise InputError for a request that does not
     fit."""
     wanted = requests(text, items, contexts, separator=asking.separator, neutral=asking.neutral)
     for request in wanted:
@@ -181,7 +182,7 @@ def _choices(
 
 
 def read(path: Path, text: Text, asking: Asking, limits: Limits) -> Questions:
-    """Return the questions in a file, without solved examples before them. Raises InputError if the
+    """Return the questions in a file, without solved examples before them. Raise InputError if the
     file cannot be used, or if an item does not fit the model."""
     items = tasks.read(path)
     contexts = [item.context for item in items]

@@ -31,7 +31,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     """Do all evaluations of `ptdmpi evaluate`, and return the results on every rank. Every rank
     calls this function.
 
-    `options` are the options of the command. Raises InputError on every rank, if possible before
+    `options` are the options of the command. Raise InputError on every rank, if possible before
     anything is computed.
     """
     classifies = world.on_root(lambda: _has_task_head(run, options))
@@ -94,7 +94,7 @@ def _scores(
 def _has_task_head(run: Path, options: Options) -> bool:
     """Return True if the model or its adapter has a head for a task.
 
-    If there is such a head, raises InputError unless `options` ask for `--tasks` and nothing else.
+    If there is such a head, raise InputError unless `options` ask for `--tasks` and nothing else.
     """
     stored = open_model(run)
     adapter = options["adapter"]
@@ -132,7 +132,7 @@ def _read(options: Options) -> Work:
     """Return the items of each task file, and the context of each item. If `--shots` is given, a
     context begins with solved examples.
 
-    Raises InputError for options that contradict each other, and for files that cannot be used.
+    Raise InputError for options that contradict each other, and for files that cannot be used.
     """
     if not any(options[key] for key in ("data", "tasks", "code", "lm_eval")):
         raise InputError("nothing to evaluate: give --data, --tasks, --code or --lm-eval")
@@ -140,11 +140,11 @@ def _read(options: Options) -> Work:
     if options["shots"] and options["shots_from"] is None:
         raise InputError(f"--shots {options['shots']} needs --shots-from FILE")
     if options["shots_from"] is not None and not options["shots"]:
-        raise InputError("--shots-from belongs to --shots N")
+        raise InputError("--shots-from needs --shots N")
     if options["samples"] > 1 and not options["temperature"]:
         raise InputError("--samples above 1 are all the same at --temperature 0")
     if options["words"] is not None and len(options["data"]) != 1:
-        raise InputError("--words belongs to one --data")
+        raise InputError("--words needs exactly one --data")
     if "" in options["until"]:
         raise InputError("--until '' would end every answer before it begins; legal: some text")
     compiled(options["extract"])

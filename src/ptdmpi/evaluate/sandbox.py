@@ -32,7 +32,7 @@ KILLED = "ended"
 def without_network() -> tuple[str, ...]:
     """Return the beginning of a command line that runs another command without network.
 
-    Raises InputError if the system does not allow commands without network.
+    Raise InputError if the system does not allow commands without network.
     """
     tool = shutil.which("unshare")
     user = () if os.geteuid() == 0 else ("--user",)
@@ -66,12 +66,12 @@ class Sandbox:
 
         The outcome PASSED means that the program ran to its end. TIMEOUT means that the program
         took too long. KILLED means that the program ended without a verdict. Any other outcome is
-        the name of the exception that ended the program. Raises the same errors as
+        the name of the exception that ended the program. Raise the same errors as
         `without_network`.
         """
         prefix = () if self.network else without_network()
-        # only `inside.py` should write this word as the verdict: a program cannot guess the random
-        # word, and would have to read it from a pipe
+        # this random word is the verdict for a program that ran to its end: only `inside.py` should
+        # write it. A program cannot guess the word; it would have to read the word from a pipe
         word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
             # if root starts the program, the program runs as the user nobody, who must be able to

@@ -52,7 +52,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
     """Return the score of each request, on every rank. All ranks call this function with the same
     requests.
 
-    A request that is longer than `seq_length` is cut at its beginning. Raises InputError if scored
+    A request that is longer than `seq_length` is cut at its beginning. Raise InputError if scored
     tokens would be cut off, if an id is outside the vocabulary, or if a score is NaN, which cannot
     be compared.
     """
@@ -85,7 +85,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
     """If the request is longer than `seq_length`, remove its first tokens. Return the request.
 
-    Raises InputError if the removed tokens include scored tokens, or if an id is outside the
+    Raise InputError if the removed tokens include scored tokens, or if an id is outside the
     vocabulary.
     """
     ids = request.ids

@@ -35,9 +35,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Scorer(ABC):
-    """A kind of outputs that are stored. The object defines the windows for which a model computes
-    the outputs, and the arrays of each window. A window is a training sample of `length` tokens. If
-    `documents` is True, no token attends to another document.
+    """A kind of stored outputs. It defines the windows for which a model computes the outputs, and
+    the arrays of each window. A window is a training sample of `length` tokens. If `documents` is
+    True, no token attends to another document.
     """
 
     kind: ScoreKind
@@ -64,20 +64,21 @@ class Scorer(ABC):
 
     @abstractmethod
     def arrays(self, batch: MicrobatchRows) -> dict[str, Tensor] | None:
-        """Return the arrays of a batch, each [length, sequences, ...], on a rank with the last
-        stage. The keys are the suffixes of the arrays' file names. Return None on other ranks.
+        """Return the arrays of a batch, each [length, sequences, ...], on a rank that has the last
+        pipeline stage. The keys are the suffixes of the arrays' file names. Return None on other
+        ranks.
         """
 
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
-        """Return the sum of the quantity that the command reports, over the labels of n windows.
-        Only labels for which `counts` [n, length] is True contribute.
+        """Return the sum of a quantity over the labels of n windows; the command reports this
+        quantity. Only labels for which `counts` [n, length] is True contribute.
         """
 
     @abstractmethod
     def mean(self, mean: float) -> dict[str, float]:
-        """Return the printed table's entry for `mean`, the mean of this quantity (see `total`) per
-        label.
+        """Return the entry in the printed table for `mean`, the mean per label of the quantity that
+        `total` sums.
         """
 
     def more(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class ReferenceScorer(Scorer):
             )
         if dataset.row_length > self.model.seq_length:
             raise InputError(
-                f"{path}: has rows of {dataset.row_length} tokens, and the model seq_length = "
+                f"{path}: has rows of {dataset.row_length} tokens, but the model has seq_length = "
                 f"{self.model.seq_length}; legal: ptdmpi-data pairs --seq-length "
                 f"{self.model.seq_length}"
             )
@@ -146,7 +147,7 @@ class TeacherScorer(Scorer):
 
     def check(self, path: Path, dataset: Dataset) -> None:
         if dataset.pairs:
-            raise InputError(f"{path}: holds pairs of answers, which no teacher teaches")
+            raise InputError(f"{path}: holds pairs of answers, which exclude distillation")
         if dataset.row_length and dataset.row_length != self.wanted:
             raise InputError(
                 f"{path}: has rows of {dataset.row_length} tokens; legal: --seq-length "
@@ -255,9 +256,9 @@ def _blocks(
     scorer: Scorer, dataset: Dataset, rows: range
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Compute the windows `rows` of a dataset, and yield their arrays in order, n windows at a
-    time. Each yielded pair has the arrays [n, length, ...] by the suffixes of their file names, and
-    a mask [n, length], which is True for labels that count in the loss. Every rank gets the arrays
-    of all windows.
+    time. Yield pairs: the arrays [n, length, ...] by the suffixes of their file names, and a mask
+    [n, length], which is True for labels that count in the loss. Every rank gets the arrays of all
+    windows.
     """
     model = scorer.model
     each = rows_of(scorer.length, model)

@@ -37,7 +37,7 @@ class TaskItem:
 
 
 def read(path: Path) -> list[TaskItem]:
-    """Return the items in a .jsonl file. Raises InputError if a line is not an item (the message
+    """Return the items in a .jsonl file. Raise InputError if a line is not an item (the message
     has the number of the line), or if some items have choices and other items have answers."""
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
@@ -46,7 +46,7 @@ def read(path: Path) -> list[TaskItem]:
 
 
 def values_of(line: str, place: str, key: str) -> dict[str, Any]:
-    """Return the JSON object in a line, which must have a text in the field `key`. Raises an
+    """Return the JSON object in a line, which must have a text in the field `key`. Raise an
     InputError, whose message begins with `place`, for any other line.
     """
     try:
@@ -63,7 +63,7 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
 
 
 def item_of(line: str, place: str) -> TaskItem:
-    """Return the item in a line. Raises an InputError, whose message begins with `place`, if the
+    """Return the item in a line. Raise an InputError, whose message begins with `place`, if the
     line has no item."""
     values = values_of(line, place, "context")
     if "choices" in values and "answers" in values:
@@ -83,7 +83,7 @@ def item_of(line: str, place: str) -> TaskItem:
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
-    """Return the texts in a field. Raises InputError unless the field is a list of non-empty
+    """Return the texts in a field. Raise InputError unless the field is a list of non-empty
     texts."""
     if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
         raise InputError(f"{place}: {key!r} must be a list of texts that are not empty")

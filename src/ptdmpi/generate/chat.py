@@ -31,7 +31,7 @@ class Chat:
         """Begin an empty conversation. Answers are written to `out` token by token; None means
         stdout.
 
-        Raises InputError on every rank if the chat template cannot be used, or if the option
+        Raise InputError on every rank if the chat template cannot be used, or if the option
         `max_new_tokens` leaves no room for a line.
         """
         self.writer = writer
@@ -81,7 +81,7 @@ class Chat:
         self._shown = ""
 
         def show(new: list[int]) -> bool:
-            """Print the new ids, and return False, so that the answer continues."""
+            """Print the text of the new ids, and return False, so that the answer continues."""
             self._show(self.dialogue.answer(ids, new))
             return False
 
@@ -113,8 +113,8 @@ class Chat:
         named = sorted(name for name in text.special if name in line)
         if named:
             raise InputError(
-                f"the line has the text {named[0]}, which the chat template would make a special "
-                "token of"
+                f"the line has the text {named[0]}, which the chat template would turn into a "
+                "special token"
             )
 
     def _within(self, line: str) -> list[int]:
@@ -144,7 +144,7 @@ class Chat:
 
 def _dialogue(writer: Writer) -> Dialogue:
     """Return the form of conversations (`Dialogue`) for the model of `writer` and its adapters.
-    Raises InputError if the adapters or the chat template cannot be used.
+    Raise InputError if the adapters or the chat template cannot be used.
     """
     path: Path | None = writer.options["adapter"]
     adapter = None

@@ -30,7 +30,7 @@ class Dialogue:
 
         Every token id that ends a text also ends an answer. If there is a chat template, two more
         kinds of ids end an answer: the special token that the template writes after an answer, and
-        the end ids in the config.json of a model from Hugging Face. Raises InputError if one of
+        the end ids in the config.json of a model from Hugging Face. Raise InputError if one of
         these files cannot be used.
         """
         template = find_chat(stored, text, adapter)
@@ -66,8 +66,8 @@ class Dialogue:
     def _left(self) -> int:
         """Return the number of spaces at the end of a prompt that must be left out.
 
-        Many tokenizers encode a space and the next word as one token, such as " word". Spaces at
-        the end of a prompt would then keep the model from choosing this token.
+        Many tokenizers encode a space and the next word as one token, such as " word". If the
+        prompt ended with spaces, the model could not choose such a token.
         """
         if self.template is None:
             return 0

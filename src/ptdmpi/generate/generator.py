@@ -83,9 +83,9 @@ def generate(
 ) -> list[Continuation]:
     """Return the continuation of each prompt, on every rank.
 
-    Every rank calls this with the same prompts. `ends` are the ids that end a text. The prompts are
-    divided into groups of `rows` prompts, and the data ranks continue different groups. Raises
-    InputError for a prompt that `check` refuses, and for logits that are not finite.
+    Every rank calls this function with the same prompts. `ends` are the ids that end a text. The
+    prompts are divided into groups of `rows` prompts, and the data ranks continue different groups.
+    Raise InputError for a prompt that `check` refuses, and for logits that are not finite.
     """
     for prompt in prompts:
         check(prompt, model)
@@ -96,7 +96,8 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # a caller that passes only one group of prompts per call shows its own progress
+    # a caller that passes one group of prompts per call displays its own progress, so no bar is
+    # needed here
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:

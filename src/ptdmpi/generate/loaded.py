@@ -53,7 +53,7 @@ class LoadedModel:
 
     def log_probabilities(self, ids: Sequence[int]) -> list[float]:
         """Return the log probability in nats of each of `ids` except the first, given all ids
-        before it. Raises InputError for fewer than 2 ids, and for more than `seq_length` + 1."""
+        before it. Raise InputError for fewer than 2 ids, and for more than `seq_length` + 1."""
         model = self.model
         most = model.seq_length + 1
         if not 2 <= len(ids) <= most:
@@ -82,8 +82,8 @@ def load(
     model is divided. If `layout` is None, the layout of the training run is used if there are
     enough ranks. `precision` None means the precision of the training run. `adapter` is the
     directory of adapters that are applied to the model. If `ema` is True, the moving average of the
-    weights is loaded. Every rank calls this. Raises InputError, on all ranks, if the model cannot
-    be loaded. After the load, an exception that one rank does not catch ends all ranks.
+    weights is loaded. Every rank calls this function. Raise InputError, on all ranks, if the model
+    cannot be loaded. After the load, an exception that one rank does not catch ends all ranks.
     """
     world = World()
     end_together(world)

@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> list[Given]:
     """Return the prompts in a file, which are its non-blank lines.
 
     In a file whose name ends in .jsonl, each line is a JSON object with the field "prompt". If a
-    line has no valid prompt, raises InputError with the number of the line.
+    line has no valid prompt, raise InputError with the number of the line.
     """
     numbered = numbered_lines(path, "prompt")
     if path.suffix == JSON_LINES:

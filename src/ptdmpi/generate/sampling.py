@@ -69,7 +69,7 @@ def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -
     """Return the token at position `position` of sample number `sample`, sampled from logits
     float32 [vocabulary].
 
-    Raises InputError if logits are NaN or infinite.
+    Raise InputError if logits are NaN or infinite.
     """
     if np.isnan(logits).any() or logits.max() == np.inf:
         raise InputError(NOT_FINITE)

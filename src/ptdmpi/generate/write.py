@@ -26,8 +26,8 @@ CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     """Return `samples` continuations of each prompt on rank 0, and an empty list on other ranks.
 
-    Every rank calls this. `options` are the options of `ptdmpi generate`. If the model or a prompt
-    cannot be used, every rank raises InputError.
+    Every rank calls this function. `options` are the options of `ptdmpi generate`. If the model or
+    a prompt cannot be used, raise InputError on every rank.
     """
     writer = Writer(run, world, options)
     given = [Given(text) for text in options["prompts"] or ("",)]
@@ -39,8 +39,8 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     """Yield the continuations of the prompts in `options["from_file"]`, as lines of JSON.
 
     Rank 0 yields each line as soon as it is complete, in the order of the file; every rank must
-    iterate over it. All prompts are checked before the first one is continued. If the model or a
-    prompt cannot be used, every rank raises InputError.
+    iterate over the result. All prompts are checked before the first one is continued. If the model
+    or a prompt cannot be used, raise InputError on every rank.
     """
     given = world.on_root(lambda: read_prompts(options["from_file"]))
     writer = Writer(run, world, options)
@@ -109,7 +109,7 @@ class Writer:
         return writer
 
     def prepare(self, given: Sequence[Given]) -> list[Prompt]:
-        """Return the prompts for `samples` continuations of each text. Raises InputError for a text
+        """Return the prompts for `samples` continuations of each text. Raise InputError for a text
         that the model cannot continue."""
         prompts: list[Prompt] = []
         for text in given:

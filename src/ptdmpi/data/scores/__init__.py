@@ -1,2 +1,2 @@
-"""Outputs of a model that are stored with a dataset: of a reference model for pairs of answers, or
-of a teacher for distillation."""
+"""Outputs of a model that are stored with a dataset. The model is a reference model for training on
+pairs of answers, or a teacher for distillation."""

@@ -1,8 +1,8 @@
 """Arrays that a model has computed for the tokens of a dataset, in a folder of the dataset.
 
-For each shard, the folder has arrays in numpy's format, one row per token: row i belongs to token
-i, given the earlier tokens. A summary in the folder names the model and the shards, with checksums,
-and is written after the arrays.
+For each shard, the folder has arrays in numpy's format, one row per token. The model computed row i
+for token i, given the earlier tokens. A summary in the folder names the model and the shards, with
+checksums. The summary is written after the arrays.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ class ScoreKind:
 class ScoreWriter:
     """The arrays of one shard while they are written, from the first token to the last.
 
-    Arrays are appended piece by piece, because those of a whole shard may not fit into memory. Used
-    as a context, the writer removes unfinished files at the end.
+    Arrays are appended piece by piece, because the arrays of a whole shard may not fit into memory.
+    At the end of a `with` block, the writer removes unfinished files.
     """
 
     def __init__(self, kind: ScoreKind, header: ShardHeader) -> None:
@@ -144,8 +144,8 @@ class ScoreWriter:
 
 
 class StoredScores:
-    """The stored arrays of one kind for one dataset. `summary` is the summary as it was written,
-    and `model` the name of the model in it."""
+    """The stored arrays of one kind for one dataset. `summary` has the content of the summary, and
+    `model` is the model's name in the summary."""
 
     def __init__(self, kind: ScoreKind, dataset: Dataset) -> None:
         """Read the summary. Raise InputError if there is no summary, or if it was made from other

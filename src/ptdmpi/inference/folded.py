@@ -53,6 +53,6 @@ def require_unpacked(model: ModelConfig) -> None:
     be multiplied by a factor."""
     if query_factor(model) != 1.0 and not model.qk_norm:
         raise InputError(
-            f"model.mup_base_head_size = {model.mup_base_head_size}: the queries change, so they "
-            "cannot stay quantized; legal: to-hf without --packed"
+            f"model.mup_base_head_size = {model.mup_base_head_size}: to-hf multiplies the weights "
+            "of the queries by a factor, so they cannot stay quantized; legal: no --packed"
         )

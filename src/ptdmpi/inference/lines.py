@@ -9,7 +9,7 @@ from ptdmpi.config import InputError
 def numbered_lines(path: Path, what: str) -> list[tuple[str, str]]:
     """Return ("FILE:number", line) for each line of a UTF-8 file that is not blank.
 
-    `what` names the content of a line in error messages. Raises InputError if the file cannot be
+    `what` names the content of a line in error messages. Raise InputError if the file cannot be
     read, is not UTF-8, or has only blank lines.
     """
     try:

@@ -3,8 +3,8 @@
 The ranks with the same data rank have one complete model, divided over the tensor axis and the
 pipeline axis. Different groups of ranks, each with one complete model, compute different batches.
 The model has no gradients, optimizer or schedule: each stage sends its activations to the next
-stage, and then computes its next batch. The weights of the model are loaded from a checkpoint: of a
-run, or of a conversion.
+stage, and then computes its next batch. The weights of the model are loaded from the checkpoint of
+a run or of a conversion.
 """
 
 from collections.abc import Callable, Mapping
@@ -269,7 +269,7 @@ def open_inference(
     adapter: Path | None = None,
     kind: str = WEIGHTS,
 ) -> tuple[InferenceModel, StoredModel]:
-    """Load the model at `path` on all ranks of `world`. Every rank calls this.
+    """Load the model at `path` on all ranks of `world`. Every rank calls this function.
 
     `layout` is text such as "t=2,p=2". If `layout` is None, the model has the tensor and pipeline
     sizes of the training run, provided that these sizes fit the number of ranks; otherwise every
@@ -279,8 +279,8 @@ def open_inference(
     state that is loaded as the weights, for example their moving average. With `adapter`, `kind` is
     a kind of state of the adapters.
 
-    Returns the model, and the description of its files. Raises InputError on every rank if the
-    model cannot be loaded.
+    Return the model, and the description of its files. Raise InputError on every rank if the model
+    cannot be loaded.
     """
     opened = world.on_root(
         lambda: _opened(
@@ -337,7 +337,7 @@ def _opened(
     adapter: Path | None,
     kind: str,
 ) -> _Opened:
-    """Read everything that `open_inference` needs, except the weights. Raises InputError if there
+    """Read everything that `open_inference` needs, except the weights. Raise InputError if there
     is no model at the given path, or if the model does not fit the arguments."""
     stored = open_model(path, kind if adapter is None else WEIGHTS)
     trained = stored.tree.get("precision", {}).get("compute", "fp32")

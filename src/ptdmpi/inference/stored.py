@@ -82,7 +82,7 @@ class StoredModel:
     @property
     def task(self) -> TaskConfig:
         """Return the task of the model's head; its `kind` is "none" if the model has no head for a
-        task. Raises InputError if the section [task] and the model's head contradict each other."""
+        task. Raise InputError if the section [task] and the model's head contradict each other."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
@@ -129,9 +129,9 @@ def kind_of(average: bool) -> str:
 
 
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
-    """Return the manifest of a checkpoint, in which the state of `kind` replaces the weights.
+    """Return the manifest of a checkpoint. State of the kind `kind` takes the place of the weights.
 
-    Raises InputError if the manifest is damaged, or the checkpoint has no state of the kind `kind`.
+    Raise InputError if the manifest is damaged, or the checkpoint has no state of the kind `kind`.
     """
     manifest = sound_manifest(checkpoint)
     if kind == WEIGHTS:
@@ -143,10 +143,10 @@ def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
 
 
 def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
-    """Return the newest complete checkpoint of `path`, with its config.toml.
+    """Return the newest complete checkpoint at `path`, with its config.toml.
 
     `path` is a run directory, a converted model or a checkpoint. State of the kind `kind` is used
-    as the weights. Raises InputError if there is no complete checkpoint, or if it cannot be used as
+    as the weights. Raise InputError if there is no complete checkpoint, or if it cannot be used as
     a model.
     """
     checkpoint = examine.newest(path)
@@ -190,7 +190,7 @@ class StoredAdapter:
         """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 
         If the adapters have a head for a task, the configuration also gets this head, and the
-        sequence length with which it was trained. Raises InputError if the adapters were trained on
+        sequence length with which it was trained. Raise InputError if the adapters were trained on
         another base model.
         """
         self.adapted.require(
@@ -206,7 +206,7 @@ class StoredAdapter:
         """Return the data that the adapters were trained on; None if another program wrote the
         adapters.
 
-        Raises InputError for a damaged manifest.
+        Raise InputError for a damaged manifest.
         """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
 
@@ -223,22 +223,24 @@ class StoredAdapter:
 
     @property
     def model(self) -> ModelConfig:
-        """Return the shape of the base model as it was when the adapters were trained, with their
-        head."""
+        """Return the shape of the base model for which the adapters were trained, with the
+        adapters' head."""
         return ModelConfig.model_validate(self.manifest.said["model"])
 
 
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
-    """Return the adapters in the newest complete checkpoint of `path`.
+    """Return the adapters in the newest complete checkpoint at `path`.
 
-    State of the kind `kind` is used as the weights of the adapters. Raises InputError if the
+    State of the kind `kind` is used as the weights of the adapters. Raise InputError if the
     checkpoint has no adapters, or no state of the kind `kind`.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
     adapted = adapted_of(checkpoint, manifest.said)
     if adapted is None:
-        raise InputError(f"checkpoint {checkpoint} is a whole model, no adapter; legal: as RUN")
+        raise InputError(
+            f"checkpoint {checkpoint} is a complete model, not adapters; legal: give it as RUN"
+        )
     return StoredAdapter(checkpoint, adapted, manifest)
 
 
@@ -254,7 +256,7 @@ def config_of(
     """Return a configuration for using a model without training. `model` has the keys of the
     section [model].
 
-    If `data` is None, the data-parallel size is the one that uses all `ranks`. Raises InputError if
+    If `data` is None, the data-parallel size is the one that uses all `ranks`. Raise InputError if
     the model or the layout is not legal.
     """
     if data is None:
@@ -275,7 +277,7 @@ def loaded_layer(
     """Return one layer of a model on the host, and the buffer that contains its weights.
 
     The first layer also has the embedding, and the last layer the head. `config` must have the
-    precision fp32 or fp64. Raises Damaged if the checkpoint is damaged.
+    precision fp32 or fp64. Raise Damaged if the checkpoint is damaged.
     """
     stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
     host = torch.device("cpu")

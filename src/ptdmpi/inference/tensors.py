@@ -1,4 +1,4 @@
-"""The conversion of a microbatch from the arrays that are read to the tensors that a model uses."""
+"""The conversion of a microbatch from numpy arrays to the tensors that a model uses."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from ptdmpi.model.documents import Documents, Pairs
 
 
 def as_tensors(rows: MicrobatchRows) -> Microbatch:
-    """Return a microbatch of arrays [sequences, positions] as tensors [positions, sequences] on the
-    host, with the positions of all context ranks."""
+    """Convert a microbatch of arrays [sequences, positions] to tensors [positions, sequences] on
+    the host. The result has the positions of all context ranks."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
         """Return the array as a sequence-first tensor (`_sequence_first`); return None if `array`

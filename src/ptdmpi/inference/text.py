@@ -40,7 +40,7 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the prefix.
 
-        Raises InputError if the text cannot be encoded as UTF-8. For example, one half of a UTF-16
+        Raise InputError if the text cannot be encoded as UTF-8. For example, one half of a UTF-16
         surrogate pair cannot be encoded.
         """
         try:
@@ -55,13 +55,13 @@ class Text:
 
     @property
     def special(self) -> frozenset[str]:
-        """Return the names that special tokens have in the text of a chat template."""
+        """Return the names by which a chat template writes special tokens."""
         names: frozenset[str] = getattr(self.tokenizer, "special", frozenset())
         return names
 
     def marked(self, text: str) -> list[int]:
-        """Return the ids of a text made by a chat template, in which special tokens are written as
-        their names."""
+        """Return the ids of a text that a chat template has made. In such a text, special tokens
+        are written as their names."""
         tokenizer = cast(MarkedTokenizer, self.tokenizer)
         return tokenizer.encode_marked([text])[0][0].tolist()
 
@@ -88,8 +88,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
     tokenizer.json; if it is None, the model's own tokenizer is used.
 
-    Raises InputError if no tokenizer is known; the error message ends with the advice `mended`.
-    Also raises InputError if the model was trained with another tokenizer.
+    Raise InputError if no tokenizer is known; the error message ends with the advice `mended`.
+    Also raise InputError if the model was trained with another tokenizer.
     """
     try:
         name = given or name_of(stored)
@@ -139,10 +139,9 @@ def find_chat(
     """Return the chat template with which the model was trained; None if the model was trained
     without a chat template.
 
-    `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`.
-    Without an adapter's template, the result is the template of the conversations on which ptdmpi
-    trained the model, or else the template that came with a model from Hugging Face. Raises
-    InputError if a shard or a template cannot be read.
+    If ptdmpi trained the `adapter` on conversations, the result is their template. Otherwise it is
+    the template of the conversations on which ptdmpi trained the model, or else the template that
+    came with a model from Hugging Face. Raise InputError if a shard or a template cannot be read.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -164,7 +163,7 @@ def name_of(stored: StoredModel) -> str:
     """Return the name or the path of the model's own tokenizer, as an argument of `load_tokenizer`.
 
     A model with a head for a task has the tokenizer that the task names, or else the tokenizer of
-    the model from which its training began. Raises InputError if the tokenizer is not known.
+    the model from which its training began. Raise InputError if the tokenizer is not known.
     """
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
@@ -188,7 +187,7 @@ def name_of(stored: StoredModel) -> str:
 def token_ids(name: str) -> dict[str, int]:
     """Return the id of each token of a tokenizer.json; {} for other tokenizers.
 
-    Raises InputError if the file cannot be used.
+    Raise InputError if the file cannot be used.
     """
     file = tokenizer_file(name)
     if file is None or file.suffix != ".json":
@@ -200,11 +199,11 @@ def token_ids(name: str) -> dict[str, int]:
 
 
 def ends_of(stored: StoredModel) -> set[int]:
-    """Return the ids that end a text, according to the files that came with a model from Hugging
+    """Return the ids that end a text. They are read from files that came with a model from Hugging
     Face.
 
     The files are config.json and generation_config.json of the model, or of the model from which
-    its training began. Raises InputError if one of the files is not JSON.
+    its training began. Raise InputError if one of the files is not JSON.
     """
     kept = kept_files(stored)
     if kept is None:

@@ -28,7 +28,7 @@ def kept_files(stored: StoredModel) -> Path | None:
 def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
     """Return the header of the first shard that the model or the adapters were trained on.
 
-    Returns None if ptdmpi did not train the model or the adapters on shards. Raises InputError if
+    Return None if ptdmpi did not train the model or the adapters on shards. Raise InputError if
     the shards are missing, or if they were made again with another tokenizer after the training.
     """
     if not stored.datasets:
@@ -49,9 +49,8 @@ def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
     were trained.
 
     The file is in the folder of a merged model or of imported adapters, or else in the folder of
-    the shards.
-    Returns None if the shards are plain text, or if ptdmpi did not train the model. Raises the same
-    errors as `shard_header`.
+    the shards. Return None if the shards are plain text, or if ptdmpi did not train the model.
+    Raise the same errors as `shard_header`.
     """
     if (stored.path / TEMPLATE).is_file():
         return stored.path / TEMPLATE
@@ -65,7 +64,7 @@ def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
 def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
     """Return the file of the tokenizer that made a shard of the model.
 
-    Raises InputError if no file with the SHA-256 of this tokenizer is found.
+    Raise InputError if no file with the SHA-256 of this tokenizer is found.
     """
     for path in _candidates(header, stored):
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == (

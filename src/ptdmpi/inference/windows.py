@@ -37,7 +37,7 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
 def open_shards(directory: str | Path, seq_length: int) -> TokenWindows:
     """Return the samples of `seq_length` tokens in a directory of shards.
 
-    Tokens are verified when they are first read. Raises InputError if the directory has no shards,
+    Tokens are verified when they are first read. Raise InputError if the directory has no shards,
     if the shards do not belong together, or if no shard has a complete sample.
     """
     return TokenWindows(Dataset(directory, verified=True), seq_length)

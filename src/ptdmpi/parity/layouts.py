@@ -58,8 +58,8 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
 }
 
-# Keys in addition to the defaults of a kind of model: the features of models after LLaMA, with
-# small values.
+# Keys in addition to the defaults of a kind of model. They switch on features of models published
+# after LLaMA, with small values.
 MORE = {
     "gemma2": {
         "kv_heads": 1,
@@ -75,8 +75,8 @@ MORE = {
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model that is trained in several layouts. Every one of these training runs is compared with
-    one reference run."""
+    """A model that is trained in several layouts. Each of these training runs is compared with the
+    same reference run."""
 
     kind: str = "gpt"
     layers: int = 7
@@ -150,21 +150,21 @@ class ComparedLayout(Layout):
 
     @property
     def reference(self) -> "ComparedLayout":
-        """Return the layout with one rank and the global batch as one microbatch, in which nothing
-        is divided."""
+        """Return the layout in which nothing is divided: it has one rank, and the global batch is
+        one microbatch."""
         return ComparedLayout(micro_size=GLOBAL_SIZE)
 
     @property
     def base(self) -> "ComparedLayout":
-        """Return the plainest layout for which a training run must have the same bits.
+        """Return the simplest layout for which a training run must have the same bits.
 
         This base layout and the given layout have equal values of the settings that determine the
         order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
         unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
-        the two layouts also sum gradients in the same order. They agree on whether gradients are
-        summed over ranks or over microbatches first, and on whether the sum over ranks is first
-        computed within shard groups. Experts are distributed over equally many ranks in both
-        layouts, unless experts on one rank also give these bits.
+        the two layouts also sum gradients in the same order: both sum over ranks first or both over
+        microbatches first, and both or neither compute the sum over ranks within shard groups
+        first. Experts are distributed over equally many ranks in both layouts, unless the results
+        also have these bits with all experts on one rank.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -190,9 +190,9 @@ class ComparedLayout(Layout):
 
     @property
     def sums_by_source(self) -> bool:
-        """Return True if the sums of experts' gradients have the order of data parallelism: experts
-        are distributed over all data ranks, each of which has one microbatch, and nothing is
-        sharded."""
+        """Return True if the gradients of experts are summed in the same order as in data
+        parallelism. This is the case if experts are distributed over all data ranks, each data rank
+        has one microbatch, and nothing is sharded."""
         return (
             self.expert == self.data
             and self.microbatches(GLOBAL_SIZE) == 1
@@ -261,9 +261,9 @@ class Case:
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
-    "zero": "zb-h1 and zb-v postpone what zero 2 and 3 sum at once",
+    "zero": "zb-h1 and zb-v delay gradients that zero 2 and 3 sum at once",
     "shard_group": "several groups of data ranks, each of which shards the state",
-    "partition_mode": "only what full recomputation keeps is partitioned",
+    "partition_mode": "partition_activations divides only what full recomputation keeps",
     "partition_sequence": "sequence parallelism divides activations already",
 }
 # A setting -> the other settings that it needs. `_mildest` adds these other settings to a case that
@@ -353,8 +353,8 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """Return a case with the given values. The other settings have values with which the case
-    violates no rule; so if the case violates a rule, the given values are the reason."""
+    """Return a case with the given values. The other settings have values that violate no rule, so
+    if the case violates a rule, the given values are the reason."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -415,7 +415,7 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases for a model with the features of models after LLaMA.
+    """Return cases for a model with features of models published after LLaMA.
 
     The model has sliding windows, caps, norms of queries and keys, and one key head for all tensor
     ranks. The layouts of these cases divide the model and recompute its activations. In two of the

@@ -1,5 +1,5 @@
-"""Compared models with experts, and the choices of experts, which are recorded in one training run
-and replayed in another.
+"""Compared models with experts. The choices of experts are recorded in one training run and
+replayed in another run.
 
 If two scores of a router are almost equal, a rounding error may change the choice of experts. Two
 layouts then compute different functions, and their losses differ by more than rounding. So a
@@ -58,9 +58,9 @@ class MixtureModel(ComparedModel):
 def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with experts that are distributed over ranks.
 
-    In the first case each rank has one microbatch, so it must have the bits of data parallelism
-    without distributed experts. The other cases add tensor parallelism with recomputation, ZeRO 3,
-    and several chunks per rank.
+    In the first case each rank has one microbatch, so the results must have the same bits as with
+    data parallelism without distributed experts. The other cases add tensor parallelism with
+    recomputation, ZeRO 3, and several chunks per rank.
     """
     model = MixtureModel("llama", layers=4)
     cases = [
@@ -91,12 +91,12 @@ def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 class Chooser:
-    """The choices of experts in a training run. `replaces` is True if the choices `expected` of
-    another run are used. Otherwise the run uses its own choices.
+    """The choices of experts in a training run. `expected` has the choices of another run. If
+    `replaces` is True, the run uses these choices; otherwise it uses its own choices.
 
-    `recorded` has the choices of the run itself, for the tokens of this rank. `flips` is the number
-    of these choices that differ from `expected`, apart from the order of a token's experts; tensor
-    ranks with the same tokens count them once. Without `expected` no choice is counted.
+    `recorded` has the run's own choices, for the tokens of this rank. `flips` is the number of
+    these choices that differ from `expected`, apart from the order of a token's experts. Tensor
+    ranks with the same tokens count a flip only once. Without `expected` no flip is counted.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 A causal model predicts a token at the position before the token. The positions from the token to
 the end of its document attend to the token. In a bidirectional model, all positions of the sample
-attend to the token. A fault changes this set of losses. Examples of faults are labels that are
-shifted at the edge of a slice, a document that attends to another document, and masks at wrong
-positions.
+attend to the token. If the code has a fault, another set of losses changes. Examples of faults are
+labels that are shifted at the edge of a slice, a document that attends to another document, and
+masks at wrong positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,9 +75,9 @@ def run(
     wire: Wire,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Probed]:
-    """Probe the cases `wanted`; small layouts are probed at the same time on different ranks. Every
-    rank calls this with the same arguments. Return the results on rank 0 of the world, [] on other
-    ranks. `say` is called with a line of progress on rank 0."""
+    """Probe the cases `wanted`. Small layouts are probed at the same time on different ranks. Every
+    rank calls this function with the same arguments. Return the results on rank 0 of the world, []
+    on other ranks. `say` is called with a line of progress on rank 0."""
     if wanted and world.rank == 0:
         say(f"parity: perturbed tokens in {len(wanted)} cases")
     blocks = Blocks(world, wire)
@@ -100,11 +100,11 @@ def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
 
 
 def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str]:
-    """Perturb `tokens` (positions) of the first sample of a batch, one after the other. Return one
-    line of text for each token that changes a wrong set of losses.
+    """Perturb the tokens at the positions `tokens` of the first sample of a batch, one after the
+    other. Return one line of text for each token that changes a wrong set of losses.
 
-    All ranks call this. The given batch has all positions of its sequences. Masked tokens of the
-    batch are not perturbed.
+    All ranks call this function. The given batch has all positions of its sequences. Masked tokens
+    of the batch are not perturbed.
     """
     lines = []
     before = losses_of(engine, batch)
@@ -122,7 +122,7 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
     """Return losses in nats: first the loss of each label of the first sample, and then the sum of
     the losses of all other samples. Each loss is computed separately, with weight 0 for all other
-    labels. All ranks call this."""
+    labels. All ranks call this function."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):

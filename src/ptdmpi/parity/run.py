@@ -37,7 +37,7 @@ PROGRESS_EVERY_S = 20.0
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A training run that is needed: a case in one compute type for a number of steps.
+    """A training run that the comparisons need: a case, the compute type, and the number of steps.
 
     `attempt` distinguishes two runs of the same case.
     """
@@ -55,8 +55,8 @@ class TrainingTask:
 
     @property
     def watches_choices(self) -> bool:
-        """Return True if the choices of experts are compared with those of `reference`, or, in
-        float32, are replaced by them."""
+        """Return True if the choices of experts are compared with the choices of `reference`. In
+        float32 the choices of `reference` are also used in place of the run's own choices."""
         is_mixture = isinstance(self.case.model, MixtureModel)
         return is_mixture and self.compute in ("fp64", "fp32") and self != self.reference
 
@@ -67,9 +67,9 @@ class Training:
 
     The results are the loss and the gradient norm of each step, the gradients of the first step as
     the optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
-    copies on several ranks differ (`torn`). If the model has experts, `choices` has the experts of
-    each token in a run on one rank, and `flips` is the number of choices in all other runs that
-    differ from these.
+    copies on several ranks differ (`torn`). If the model has experts, a run on one rank has the
+    experts of each token in `choices`. Every other run has the number of its choices that differ
+    from the run on one rank in `flips`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -163,8 +163,8 @@ def train(
     task: TrainingTask, axes: Axes, known: Mapping[TrainingTask, Choices] | None = None
 ) -> Training | None:
     """Train on the ranks of `axes`. Return the result of the training run on rank 0 of `axes`, and
-    None on all other ranks. `known` has the choices of experts of the runs on one rank, if the task
-    watches them."""
+    None on all other ranks. If the task watches the choices of experts, `known` has the choices of
+    the runs on one rank."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
@@ -220,7 +220,7 @@ class Blocks:
         work: Callable[[TrainingTask, Axes], T | None],
     ) -> dict[TrainingTask, T]:
         """Call `work` for all tasks, which need the same number of ranks. Every rank of the world
-        calls this.
+        calls this method.
 
         Return the results on rank 0 of the world, {} on other ranks. Every PROGRESS_EVERY_S
         seconds, `say` is called with a line that has the number of finished tasks of this block.
@@ -248,7 +248,7 @@ class Blocks:
     def _part(self, ranks: int, block: int) -> World | None:
         """Return this rank's block as a separate world; None if the rank is in no block.
 
-        Every rank of the world calls this in the same order.
+        Every rank of the world calls this method in the same order.
         """
         if ranks not in self._parts:
             control = self.world.control.Split(block, key=self.world.rank)

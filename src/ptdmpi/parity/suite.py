@@ -1,5 +1,4 @@
-"""The comparisons of training runs, and their verdicts. A verdict is a row of the table of
-results."""
+"""Comparisons of training runs, and their verdicts. A verdict is a row of the table of results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
 MODERN = "Windows, caps, and a key head that all tensor ranks share"
 ADAPTED = "Adapters next to a frozen model"
-MUON = "Matrices made orthogonal as wholes"
+MUON = "Matrices that Muon orthogonalizes as a whole"
 EXPERTS = "Experts on several ranks"
 TWICE = "A second run of one layout"
 
@@ -39,8 +38,8 @@ class Comparison:
     """A comparison of a case with another case, `base`. The results of both training runs must have
     the same bits.
 
-    `attempt` is the number of a repetition, if the same training run is done twice and the results
-    are compared.
+    `attempt` is the number of a repetition. It is above 0 if the same training run is done twice
+    and the two results are compared.
     """
 
     section: str
@@ -155,9 +154,10 @@ def run(
     """Do the training runs for the comparisons `wanted`, and compare their results. Small layouts
     are trained at the same time on different ranks.
 
-    Every rank calls this with the same arguments. Returns a verdict for each comparison on rank 0,
-    [] on other ranks. `say` is called with lines about the progress on rank 0. Bits are compared
-    only on an exact transport. Raises InputError if a layout needs more ranks than the world has.
+    Every rank calls this function with the same arguments. Return a verdict for each comparison on
+    rank 0, [] on other ranks. `say` is called with lines about the progress on rank 0. Bits are
+    compared only on an exact transport. Raise InputError if a layout needs more ranks than the
+    world has.
     """
     tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()

@@ -96,11 +96,11 @@ def _describe(row: Verdict) -> str:
 
 
 def _flips(rows: Sequence[Verdict], steps: int) -> list[str]:
-    """Return lines about the choices of experts that differ from those of one rank, for rows with
-    experts."""
+    """Return lines about the choices of experts that differ from the choices of the run on one
+    rank, for rows with experts."""
     lines = [
-        "Choices of experts that differ from those of one rank. In float32 they were replaced by",
-        "the choices of one rank.",
+        "Choices of experts that differ from the run on one rank. In float32 they were replaced by",
+        "the choices of that run.",
     ]
     for row in rows:
         every = steps * GLOBAL_SIZE * SEQ_LENGTH * row.comparison.case.model.layers
@@ -172,13 +172,13 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "tensor, greatest",
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",
-        f"Bars: {bars}; bits: equal (-: this wire promises none).",
+        f"Bars: {bars}; bits: equal (-: this transport is not exact).",
     ]
     if any(isinstance(model, MuonModel) for model in models):
         lines.append(f"Bars of Muon, which iterates in bfloat16: fp32 {_bars(MUON_BARS['fp32'])}.")
     lines += [
         "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
-        "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
+        "z: stage of ZeRO, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
     if any(isinstance(model, MixtureModel) for model in models):
         lines.append("e2: experts on 2 of the ranks with the same layers.")
@@ -186,7 +186,7 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}.")
     names = left_out(models)
     if names:
-        lines.append(f"Left out, for the true gradient is zero: the keys' part of {names[0]}")
+        lines.append(f"Left out, because the true gradient is zero: the keys in {names[0]}")
         lines.append(f"to {names[-1]} (their bits are compared).")
     return lines
 

@@ -34,8 +34,8 @@ DEVICES = "bekman_matmul_flops"
 ATTENTION = "flash_attention2"
 FILES = (RINGS, LAYERS, SMALL, PRODUCTS, DEVICES, ATTENTION)
 HEADER = """\
-# What software reaches of the data sheets. Written by `make calibrate` from published files alone
-# (benchmarks/planning/calibrate.py says which); no value is set by hand.
+# The fractions of the data sheets' rates that software reaches. `make calibrate` computes them from
+# published files only (benchmarks/planning/calibrate.py names the files); no value is set by hand.
 """
 
 

@@ -1,15 +1,16 @@
-"""A trainer of large language models over MPI (PTD-P: Narayanan et al. 2021, arXiv 2104.04473).
+"""A program that trains large language models over MPI, with the method PTD-P ( Narayanan et al.
+2021, arXiv 2104.04473).
 
 From Python: `Run` trains, `load` opens a trained model, `plan` predicts the time and memory of
-layouts, `open_shards` reads token shards. A name is imported when it is first used, so planning
-needs neither torch nor MPI.
+layouts, `open_shards` reads token shards. Each of these names is imported only when it is first
+used, so `plan` can be used without torch and MPI.
 """
 
 from __future__ import annotations
 
 import importlib
 
-# `typing` is not imported at run time: Ctrl-C during this import could not be handled
+# `typing` is not imported at run time, because a Ctrl-C during its import could not be handled
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -47,8 +48,8 @@ _OWNERS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object called `name` from the module that defines it. The module is imported by
-    this call; before the import, the environment variables that MPI and torch need are set."""
+    """Return the object called `name` from the module that defines it. This call imports that
+    module. Before the import, it sets the environment variables that MPI and torch need."""
     if name not in _OWNERS:
         raise AttributeError(f"module 'ptdmpi' has no attribute {name!r}")
     importlib.import_module("ptdmpi.comm.launch").prepare()

@@ -1,10 +1,10 @@
-"""Run the command `ptdmpi`, also by `python -m ptdmpi`."""
+"""The entry point of the command `ptdmpi` and of `python -m ptdmpi`."""
 
 from ptdmpi.base import early
 
 
 def main() -> None:
-    """Run the command line; first prepare the process for signals during its imports."""
+    """Run the command line. Signals that arrive during its imports are handled, too."""
     early.begin("ptdmpi", holding=("run", "train"))
     try:
         from ptdmpi.cli import main as command_line

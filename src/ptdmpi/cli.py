@@ -1,4 +1,5 @@
-"""The command line `ptdmpi`; the module of a subcommand is imported when that subcommand runs."""
+"""The command line `ptdmpi`. The module of a subcommand is imported only when that subcommand
+runs."""
 
 import atexit
 import importlib
@@ -11,9 +12,10 @@ from ptdmpi.terminal.program import CommandGroup, require_own_package, run
 
 
 class CommandLine(NamedTuple):
-    """A command's line in the list of commands. The list is printed without importing the commands.
+    """The line that describes a command in the list of commands. The list can be printed without an
+    import of the commands.
 
-    `all_ranks`: all ranks of a job work on the command; otherwise only rank 0 does.
+    `all_ranks`: True if all ranks of a job run the command, False if only rank 0 runs it.
     """
 
     line: str
@@ -26,7 +28,7 @@ COMMANDS = {
     "submit": CommandLine("Print or submit the job script of a training run."),
     "train": CommandLine("Train a model; start it by mpirun or srun.", all_ranks=True),
     "plan": CommandLine("Predict layouts of a model on a cluster: time, memory, cost."),
-    "ask": CommandLine("Answer questions of cost, time and network."),
+    "ask": CommandLine("Answer questions about cost, time and network."),
     "cluster": CommandLine("Write a cluster file to edit."),
     "probe": CommandLine("Measure the machine; start it by mpirun or srun.", all_ranks=True),
     "schedule": CommandLine("Draw a pipeline schedule, and print its bubble and memory."),
@@ -47,7 +49,8 @@ END_S = 60.0
 
 
 class LazyGroup(CommandGroup):
-    """A group that imports `ptdmpi.commands.NAME` only when NAME runs: planning needs no torch."""
+    """A group that imports `ptdmpi.commands.NAME` only when NAME runs, so planning needs no
+    torch."""
 
     in_parallel = frozenset(name for name, entry in COMMANDS.items() if entry.all_ranks)
 
@@ -78,8 +81,8 @@ class LazyGroup(CommandGroup):
 def group() -> None:
     """Train large language models over MPI: tensor, pipeline and data parallelism.
 
-    The Tab key completes commands and options in bash after this line (in zsh and fish, with
-    zsh_source and fish_source):
+    The following line makes the Tab key complete commands and options in bash (for zsh or fish,
+    write zsh_source or fish_source instead of bash_source):
 
     eval "$(_PTDMPI_COMPLETE=bash_source ptdmpi)"
     """
@@ -88,9 +91,9 @@ def group() -> None:
 def main() -> None:
     """Run the command line.
 
-    After an error in the input this process has nothing left to do, but MPI_Finalize waits for the
-    other ranks and the launcher. If MPI_Finalize takes longer than END_S seconds, SIGALRM ends this
-    process.
+    After an error in the user's input, this process only has to exit. But MPI_Finalize, which runs
+    at the exit, waits for the other ranks and the launcher. If MPI_Finalize takes longer than END_S
+    seconds, SIGALRM ends this process.
     """
     try:
         run(group, "ptdmpi", lists=True)
@@ -101,11 +104,11 @@ def main() -> None:
 
 
 def _end_in_time() -> None:
-    """Set an alarm by which the operating system ends this process after END_S seconds.
+    """Set an alarm (SIGALRM), so that the operating system ends this process after END_S seconds.
 
-    Python calls this function at its exit and not earlier, because a program may call `main` and
-    continue. mpi4py calls MPI_Finalize later, and only the operating system can interrupt that
-    call.
+    Python calls this function at the exit of the process. An earlier alarm could kill a program
+    that calls `main` and continues after the error. mpi4py calls MPI_Finalize after this function,
+    and only the operating system can interrupt MPI_Finalize.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, END_S)

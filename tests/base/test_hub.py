@@ -147,6 +147,6 @@ def test_a_model_is_uploaded_after_its_conversion(tmp_path, uploads):
         convert("other", "--push", "org/shut")
     assert (tmp_path / "other/config.json").exists()
     for bad in ("name", "a/b/c", "../a", ""):
-        with pytest.raises(InputError, match="is no name of a repository on the hub"):
+        with pytest.raises(InputError, match="is not the name of a repository on the hub"):
             convert("none", "--push", bad)
     assert not (tmp_path / "none").exists() and len(uploads) == 1

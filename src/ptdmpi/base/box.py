@@ -1,5 +1,5 @@
-"""Slices of tensors, for all code that cuts tensors into parts. A slice (`Box`) has a range of
-indices in every dim."""
+"""Slices of tensors. A slice (`Box`) has a range of indices in every dim. All code that cuts
+tensors into parts uses this module."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,11 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
-    """Yield slices in ascending order that together contain the elements `start` <= i < `stop` of a
-    tensor, counted in row-major order. For a matrix, the yielded slices are the end of a row,
-    complete rows, and the beginning of a row. In a tensor with more than two dims, an incomplete
-    row is divided in the same way."""
+    """Yield slices that together contain the elements with the numbers `start` <= i < `stop` of a
+    tensor with this shape. The elements are numbered in row-major order, and the slices are in
+    ascending order. For a matrix, the slices are the end of a row, the complete rows, and the
+    beginning of a row. In a tensor with more than two dims, an incomplete row is divided in the
+    same way."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -80,7 +81,8 @@ class Box:
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
     def slabs(self, rows: int) -> Iterator["Box"]:
-        """Yield parts of the slice with `rows` rows each; the last part may have fewer."""
+        """Cut the slice along dim 0, and yield parts with `rows` rows each. The last part may have
+        fewer rows."""
         height = self.size[0]
         for first in range(0, height, rows):
             yield self.rows(first, min(height, first + rows))
@@ -94,13 +96,14 @@ class Box:
         return Box(start, stop)
 
     def relative(self, origin: "Box") -> "Box":
-        """Return the same slice with indices counted from the first element of `origin`. For
-        example, `origin` may be the slice of a tensor that a rank stores."""
+        """Return the same slice, with indices counted from the first element of `origin`. `origin`
+        is a slice of the same tensor, for example the part of the tensor that a rank stores."""
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> "Box":
-        """Return this slice with indices counted from the first element of the full tensor. The
-        indices of this slice are counted from the first element of `origin`."""
+        """Return the same slice, with indices counted from the first element of the full tensor.
+        This method is the inverse of `relative`: the indices of this object are counted from the
+        first element of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> "Box":

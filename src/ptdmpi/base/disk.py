@@ -14,29 +14,29 @@ from typing import BinaryIO, Literal
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the user's home folder: HOME, or the folder in the system's user database. Return "/"
-    if neither is known, as for a user id that only a container has."""
+    if neither is known, for example in a container whose user id is not in the database."""
     home = environ.get("HOME") or os.path.expanduser("~")
     return Path(home if os.path.isabs(home) else "/")
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's cache for ptdmpi, by the XDG base directory specification.
-    The folder need not exist."""
+    """Return the folder of this user's cache for ptdmpi, as defined by the XDG base directory
+    specification. The folder need not exist."""
     folder = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
     return Path(folder) / "ptdmpi"
 
 
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
-    """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
-    while the program computes, and a later `sync` has little left to write. The function calls
-    `posix_fadvise` to declare that these pages will not be needed: Linux then starts writing them,
-    and removes from memory the pages that are already on the disk."""
+    """Start writing bytes [start, end) of a file to the disk in the background. The disk then
+    writes while the program computes, and a later `sync` has little left to write. The function
+    calls `posix_fadvise` with the advice that the program no longer needs these pages of the page
+    cache. Linux then starts writing them, and frees the pages that are already on the disk."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a directory, is on the disk, so that it survives a
-    crash."""
+    """Wait until a file is on the disk, so that it survives a crash. For a directory, wait until
+    its list of file names is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,8 +46,8 @@ def sync(path: Path) -> None:
 
 def put_in_place(temporary: Path, path: Path) -> None:
     """Rename a complete temporary file to `path`, and replace an existing file of that name. The
-    bytes of the file reach the disk before the new name, so a crash leaves no incomplete file under
-    this name. Raises OSError if the disk fails."""
+    content of the file is written to the disk before the file gets its new name, so a crash leaves
+    no incomplete file under this name. Raises OSError if the disk fails."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -61,9 +61,10 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block or the disk fails, the old file at `path` stays, and the temporary file is removed.
     The temporary name contains the process id, so two processes that write the same file do not
     disturb each other. If `path` is a symbolic link to a file, the file is replaced, and the link
-    stays. If `path` is a symbolic link to a directory, the link is replaced, because in earlier
-    versions `latest` was such a link. Raises OSError if the disk fails, or if `path` is a
-    directory, a pipe or a device, which the rename would remove.
+    stays. If `path` is a symbolic link to a directory, the link itself is replaced: in earlier
+    versions of ptdmpi, `latest` was a symbolic link. Raises OSError if the disk fails. Also raises
+    OSError if `path` is a directory, a pipe or a device, because the temporary file must not
+    replace one of these.
     """
     if not (path.is_symlink() and path.is_dir()):
         path = Path(os.path.realpath(path))
@@ -84,16 +85,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write or replace a small file in one step. After a failure or a crash the file has either its
-    old content or the complete `content` (text as UTF-8). Raises OSError if the file cannot be
+    """Write or replace a small file. Text is encoded as UTF-8. After a failure or a crash, the file
+    has either its old content or the complete new content. Raises OSError if the file cannot be
     written."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
-    """Open a file without a buffer. Raise OSError for a pipe or a device, because reading it could
-    block the program for ever, or have no end."""
+    """Open a file without a buffer. Raise OSError for a pipe or a device, because reading from it
+    could block forever or never end."""
     with contextlib.suppress(FileNotFoundError):
         kind = path.stat().st_mode
         # no check for a directory is needed: `open` raises OSError for it

@@ -1,23 +1,24 @@
-"""Signals that arrive while a program starts: before its command can handle them.
+"""Handling of signals that arrive while a program starts, before its command can handle them.
 
-A program spends its first tenths of a second, under load seconds, on imports. In this time Ctrl-C
-would print a traceback of an import, and SIGTERM would end the process with the code of the signal.
-This module is imported first, and imports only `signal`, `os` and `sys`.
+A program spends its first tenths of a second on imports; on a busy machine, seconds. Without this
+module, Ctrl-C would print a traceback during this time, and SIGTERM would end the process with the
+exit code of the signal. This module is imported first, and imports only `signal`, `os` and `sys`.
 """
 
 import os
 import signal
 import sys
 
-# The requests to stop of a batch system or launcher. Commands that save and stop on request handle
-# these signals later.
+# The signals by which a batch system or a launcher requests that a program stops. Commands that
+# save a checkpoint and stop on request install handlers for them later.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130
 
 
 class EndOnInterrupt:
-    """A handler of SIGINT for the time of imports: it prints one line and ends the process at once,
-    because an exception inside an import may be changed into another."""
+    """The handler of SIGINT during imports. It prints one line and ends the process at once. It
+    does not raise KeyboardInterrupt, because a module that is being imported may replace it by
+    another exception."""
 
     def __init__(self, program: str) -> None:
         self._line = f"{program}: interrupted\n".encode()
@@ -33,10 +34,11 @@ class EndOnInterrupt:
 def begin(program: str, holding: tuple[str, ...] = ()) -> None:
     """Prepare the process for signals during its start. SIGINT ends the process with one line.
 
-    If the first argument of the command line is a command in `holding`, REQUESTS wait (they are
-    blocked) until `release` is called; that command must call it when it has its own handlers.
+    If the first argument of the command line is a command in `holding`, the signals in REQUESTS are
+    blocked until `release` is called. That command must call `release` after it has installed its
+    own handlers.
     """
-    # a shell's background jobs ignore SIGINT, and continue to do so
+    # A shell makes its background jobs ignore SIGINT. Do not change that.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EndOnInterrupt(program))
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -45,19 +47,19 @@ def begin(program: str, holding: tuple[str, ...] = ()) -> None:
 
 
 def imported() -> None:
-    """End the time of imports: SIGINT raises KeyboardInterrupt from now on."""
+    """Declare that the imports are done: from now on SIGINT raises KeyboardInterrupt."""
     if isinstance(signal.getsignal(signal.SIGINT), EndOnInterrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def release() -> None:
-    """Deliver the signals that have waited since `begin`, and let later ones through."""
+    """Unblock the signals in REQUESTS. Signals that arrived since `begin` are delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 
 def end() -> None:
-    """Prepare the process for signals during its exit, whose code is decided: SIGINT ends it
-    without a traceback, and no request waits."""
+    """Prepare the process for signals during its exit: SIGINT ends it without a traceback, and no
+    signal is blocked any longer."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     release()

@@ -2,11 +2,11 @@
 
 
 class InputError(Exception):
-    """An error in the user's input. The message is one line: the mistake, its location, and the
-    legal values. The exit code of the program is 2.
+    """An error in the user's input. The message is one line, which gives the mistake, its location,
+    and the legal values. The exit code of the program is 2.
     """
 
 
 class SharedInputError(InputError):
-    """An error in the user's input that all ranks of a job have found and raise together. Only one
-    rank needs to print the message."""
+    """An error in the user's input that all ranks of a job raise together, so only one rank needs
+    to print the message."""

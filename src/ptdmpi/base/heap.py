@@ -1,11 +1,11 @@
-"""Settings of the C library's allocator: freed memory stays in the process, because every training
-step frees and requests the same large tensors.
+"""Settings of the C library's allocator. The process keeps freed memory, because every training
+step frees and requests large tensors of the same sizes.
 
-By default glibc returns freed blocks of memory to the kernel if they are larger than a limit, which
-glibc adapts between 128 KiB and 32 MiB. The next training step requests blocks of the same size
-again. Every page of the new block then causes a page fault, and the kernel fills the page with
-zeros. If glibc keeps freed memory in the process, the page faults happen only once, in the first
-step. The process then always occupies as much memory as at its peak, but every training step
+By default glibc returns a freed block of memory to the kernel if the block is larger than a limit.
+glibc adapts this limit between 128 KiB and 32 MiB. The next training step requests blocks of the
+same size again. Every page of the new block then causes a page fault, and the kernel fills the page
+with zeros. If glibc keeps freed memory in the process, the page faults happen only once, in the
+first step. The process then always occupies as much memory as at its peak, but every training step
 reaches this peak anyway.
 """
 
@@ -39,17 +39,17 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return all memory that is free now to the kernel, once. The preparation of a run may have
-    needed more memory than its training steps need."""
+    """Return all memory that is free now to the kernel. This is useful once, before the first
+    training step, because the preparation of a run may need more memory than the training steps."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def at_most(further_bytes: int) -> Iterator[None]:
-    """Return a context in which this process may allocate at most `further_bytes` in addition to
-    its present memory. Python raises MemoryError if the limit is exceeded. A lower limit that the
-    user has set stays."""
+    """Return a context in which this process may allocate at most `further_bytes` bytes in addition
+    to its present memory. Python raises MemoryError if this limit is exceeded. If the user has set
+    a lower limit, the lower limit remains valid."""
     former, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = _data_bytes() + further_bytes
     limits = [limit for limit in (former, hard, wanted) if limit != resource.RLIM_INFINITY]

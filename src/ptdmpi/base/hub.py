@@ -11,8 +11,8 @@ from ptdmpi.base.errors import InputError
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Endings of file names. If a file with one of these endings is missing, an error is reported, and
-# no repository of this name is searched for on the hub.
+# Suffixes of file names. A name that ends with one of these suffixes is taken for a file, even if
+# the file does not exist. It is not looked up on the hub.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 
@@ -31,7 +31,8 @@ def downloaded(name: str, kind: Kind, patterns: Sequence[str]) -> Path:
     a model, files in subfolders are not included.
 
     Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if the
-    download fails; the message has a command for a machine with network.
+    download fails; the message contains a command that the user can run on a machine with network
+    access.
     """
     from huggingface_hub import snapshot_download
 
@@ -51,14 +52,14 @@ def downloaded(name: str, kind: Kind, patterns: Sequence[str]) -> Path:
 
 
 def converted_at(name: str) -> Path:
-    """Return the folder in the user's cache for the model `name` of the hub, after its conversion
-    to a checkpoint. The folder need not exist."""
+    """Return the folder in the user's cache where the converted checkpoint of the model `name` of
+    the hub is stored. The folder need not exist."""
     return user_cache() / "models" / name.replace("/", "--")
 
 
 def local_model(path: Path) -> Path:
-    """Return the folder of a converted model in the user's cache, if `path` is the name of this
-    model on the hub. Return any other path unchanged."""
+    """If `path` is the name of a model on the hub, and the user's cache contains its converted
+    checkpoint, return the folder of this checkpoint. Return any other path unchanged."""
     if is_hub_name(str(path)) and converted_at(str(path)).is_dir():
         return converted_at(str(path))
     return path
@@ -67,13 +68,15 @@ def local_model(path: Path) -> Path:
 def require_repository(name: str) -> None:
     """Raise InputError unless `name` is the complete name of a repository, such as "org/name"."""
     if not _NAME.fullmatch(name):
-        raise InputError(f"--push {name}: is no name of a repository on the hub, such as org/name")
+        raise InputError(
+            f"--push {name}: is not the name of a repository on the hub, such as org/name"
+        )
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload the files in `folder` into the repository `name` of models, and return its address. A
-    new repository is private. Raise InputError if the upload fails; the message has a command for a
-    machine with network."""
+    """Upload the files in `folder` to the model repository `name` on the hub, and return its
+    address. If the repository does not exist, create a private one. Raise InputError if the upload
+    fails; the message contains a command that the user can run on a machine with network access."""
     from huggingface_hub import HfApi
 
     try:
@@ -102,13 +105,13 @@ def newest_revision(name: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's text without a full stop at its end; the name of the
-    exception's class if it has no text."""
+    """Return the first line of an exception's text, without a full stop or colon at its end. If the
+    exception has no text, return the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
 def _unreachable(name: str, kind: Kind, error: Exception) -> InputError:
-    """Return the error for a repository that cannot be read from the hub."""
+    """Return the exception to raise if a repository cannot be read from the hub."""
     option = " --repo-type dataset" if kind == "dataset" else ""
     return InputError(
         f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "

@@ -1,13 +1,13 @@
-"""Environment variables that are read before MPI is imported: the number of ranks and the rank
-number, which the launcher sets, and the folder for in-memory copies of the training state.
+"""Environment variables that are read before MPI is imported. The launcher sets the number of ranks
+and the rank number. `ptdmpi run` sets the folder for in-memory copies of the training state.
 """
 
 import os
 from collections.abc import Mapping
 
-# The environment variables in which the launchers store the number of ranks that they have started.
-# SLURM_NTASKS is not used, because it is also set in a batch script that starts a program without
-# srun.
+# The environment variables in which launchers store the number of ranks that they have started.
+# SLURM_NTASKS is not used, because Slurm also sets it for programs that a batch script starts
+# without srun.
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"  # set by Open MPI's mpirun
 SIZE_VARIABLES = (
     OPEN_MPI,
@@ -35,7 +35,7 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank that the launcher has given to this process; 0 without a launcher."""
+    """Return this process's rank, which the launcher has set; 0 without a launcher."""
     if launched_size(environ) == 1:
         return 0
     ranks = [environ.get(name, "") for name in RANK_VARIABLES]
@@ -48,8 +48,8 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launcher_kills(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the launcher of this rank kills the rank after Ctrl-C or SIGTERM before the
-    rank can save.
+    """Return True if, after Ctrl-C or SIGTERM, this rank's launcher kills the rank before the rank
+    can save a checkpoint.
 
     Open MPI's mpirun waits only a quarter of a second before it kills its ranks (PRRTE,
     `kill_local_procs` in odls/base). Under `ptdmpi run`, Ctrl-C and SIGTERM do not reach mpirun.

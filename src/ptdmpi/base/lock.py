@@ -14,21 +14,18 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 class FileLock:
     """A lock on a file. A process holds the lock until the file is closed or the process ends.
 
-    The file is made if it does not exist. The content of the file names the process that has the
-    lock. If the file system does not support locks, no process is refused: every process gets the
-    lock.
+    The file is created if it does not exist. The file contains the name of the process that has the
+    lock. If the file system does not support locks, every process gets the lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file without taking the lock. Raises OSError if the file cannot be made."""
+        """Open the file without taking the lock. Raises OSError if the file cannot be created."""
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self) -> bool:
-        """Try to take the lock. Return True if this process has the lock now, False if another
-        process has the lock.
-
-        The call returns at once in both cases.
+        """Try to take the lock, without waiting. Return True if this process has the lock now,
+        False if another process has it.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,8 +50,8 @@ class FileLock:
 
     def still_there(self) -> bool:
         """Return True if the path still names this file. Return False if the file was removed or
-        replaced: another process would then lock the new file, and both processes would work in the
-        directory.
+        replaced. In that case another process can lock the new file, and two processes would work
+        in the directory at the same time.
         """
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
@@ -62,8 +59,8 @@ class FileLock:
             return False
 
     def close(self) -> None:
-        """Release the lock. The file is not removed, because otherwise two processes could lock two
-        different files of the same name."""
+        """Release the lock. The file is not removed: if it were, two processes could hold locks at
+        the same time, one on the removed file and one on a new file of the same name."""
         os.close(self._file)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Suggestions for error messages: the legal numbers that are nearest to an illegal number."""
+"""Suggestions for error messages: the legal numbers that are nearest to an illegal one."""
 
 import math
 from collections.abc import Iterable

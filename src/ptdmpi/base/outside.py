@@ -75,8 +75,8 @@ def _loads_mpi(error: Exception) -> bool:
 def missing(package: str) -> str:
     """Return a message that says how to install a missing package.
 
-    The message names the smallest extra of this project that contains the package, or the package
-    itself.
+    The message names the smallest extra of ptdmpi that contains the package. If no extra contains
+    the package, the message names the package itself.
     """
     extras: dict[str, set[str]] = {}
     for line in importlib.metadata.requires("ptdmpi") or []:
@@ -94,8 +94,8 @@ def missing(package: str) -> str:
 
 @contextmanager
 def mendable_paths() -> Iterator[None]:
-    """Return a context that raises InputError in place of a path error that the user can correct,
-    such as a missing or unreadable file.
+    """Return a context that replaces some OSErrors by InputError: errors about a path that the user
+    can correct, such as a missing or unreadable file.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Objects of other packages that a configuration names: losses, datasets, optimizers, sublayers.
 
-A name is either "module:object", which is imported, or a name that an installed package has
-registered as an entry point of the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optimizers" or
+The name of an object is either "module:object", or a name that an installed package has registered
+as an entry point in the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optimizers" or
 "ptdmpi.sublayers".
 """
 
@@ -18,7 +18,7 @@ IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @functools.cache
 def plugin(group: str, name: str) -> Any:
-    """Return the object called `name`, such as "my_package.losses:smoothed".
+    """Import and return the object called `name`, for example "my_package.losses:smoothed".
 
     `group` is the kind of object: "losses", "datasets", "optimizers" or "sublayers". Raises
     InputError if there is no object with this name, or if its import fails.

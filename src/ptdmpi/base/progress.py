@@ -10,8 +10,8 @@ from ptdmpi.base.launched import launched_rank
 from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
-FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line.
-SOON_S = 2.0  # seconds until the first line, if a user waits for the end of the work.
+FIRST_S = 30.0  # seconds until the first line in a log; work that ends earlier prints no line
+SOON_S = 2.0  # seconds until the first line, if a user waits for the work to end
 EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 
@@ -19,8 +19,8 @@ EVERY_S = 30.0  # the longest time between two lines, in seconds
 def progress(
     what: str, total: float | None, unit: str, first_s: float = FIRST_S
 ) -> Iterator[Callable[[float], object]]:
-    """Show the progress of some work on stderr. Yield a function. The caller calls this function
-    after each part of the work, with the number of units in that part.
+    """Show the progress of some work on stderr. Yield a function, which the caller must call after
+    each part of the work, with the number of completed units in that part.
 
     `what` names the work. `total` is the number of units, or None if it is unknown. `unit` is the
     name of one unit; "B" means bytes. In a log the first line is printed after `first_s` seconds.
@@ -53,7 +53,7 @@ class _Lines:
         self.printed_s = self.begin_s
 
     def update(self, more: float) -> None:
-        """Add `more` completed units. Print a line if the time for the next line has come."""
+        """Add `more` completed units. Print a line if the next line is due."""
         self.done += more
         now_s = time.monotonic()
         if now_s - self.printed_s >= self.wait_s:

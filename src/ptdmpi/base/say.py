@@ -1,5 +1,5 @@
-"""Printing of lines on stdout, and of notes on stderr. Notes are printed only by rank 0, and not
-with --quiet.
+"""Functions that print lines on stdout and stderr. Notes are lines on stderr that only rank 0
+prints, and only without --quiet.
 """
 
 import os
@@ -20,7 +20,7 @@ def quiet() -> bool:
 
 
 def note(line: str) -> None:
-    """Print a note (a line that is not a result of the command) on stderr."""
+    """Print a note on stderr: a line that is not a result of the command."""
     if not (quiet() or launched_rank()):
         put(line, sys.stderr)
 
@@ -34,8 +34,8 @@ def put(line: str, stream: TextIO) -> None:
     except BrokenPipeError:
         raise
     except OSError:
-        # the line is still in the stream's buffer; flush it to /dev/null, because Python would
-        # report an error at its exit otherwise
+        # The line is still in the stream's buffer. Flush it to /dev/null: otherwise Python would
+        # try to write it at exit, and report an error.
         kept = os.dup(stream.fileno())
         send_nowhere(stream)
         stream.flush()

@@ -1,12 +1,13 @@
-"""Reading of TOML that anyone may have written, or a disk may have damaged."""
+"""Reading of TOML files that may contain mistakes or may be damaged."""
 
 import tomllib
 from typing import Any
 
 
 def tables_of(content: bytes) -> dict[str, Any]:
-    """Return the content of a TOML file as nested dicts and lists. Raise ValueError, whose text is
-    the reason, if the content is not TOML, nests too deeply, or has a number of too many digits.
+    """Return the content of a TOML file as nested dicts and lists. Raise ValueError, with the
+    reason as its text, if the content is not TOML, if it is nested too deeply, or if a number has
+    too many digits.
     """
     try:
         return tomllib.loads(content.decode())

@@ -1,11 +1,10 @@
-"""The number of bytes that a rank sends, for each kind of message. The bytes are counted during a
-run, or computed by closed formulas.
+"""The number of bytes that a rank sends, for each kind of message: counted during a run, or
+computed by closed formulas.
 
-The counts of a run and the closed formulas use the same convention for the bytes of a message. The
-convention is independent of the algorithm of a collective and of the transport. For a collective on
-x bytes of tensors, the convention counts the bytes that each of n ranks must send on average
-(Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the
-same way for large n: 2 x for an all-reduce.
+Both use the following convention for the bytes of a message. The convention does not depend on the
+transport, or on the algorithm of a collective. For a collective on x bytes of tensors, it counts
+the bytes that each of n ranks must send on average (Thakur et al. 2005, section 4). For large n, an
+all-reduce counts 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 7).
 
     all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
     all_gather        x (n - 1) / n     each rank has x bytes after the call
@@ -15,14 +14,14 @@ same way for large n: 2 x for an all-reduce.
     send              x                 counted on the sender
     neighbours        x                 counted on the sender, once for each receiver
 
-Only tensors that are sent through a transport are counted. Small objects, votes, heartbeats and
-checkpoints are not counted.
+Only tensors that are sent through a transport are counted. Small Python objects, votes, heartbeats
+and checkpoints are not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# The factor p in the formula p x (n - 1) / n for the bytes of each collective.
+# The factor f in the formula f x (n - 1) / n for the bytes of each collective.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
@@ -33,8 +32,8 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """The messages of one rank in a group of `ranks` ranks, by kind: the number of messages, and
-    the sum of their bytes x (see the module docstring). All numbers are integers, so that sums are
+    """The number of messages of one rank in a group of `ranks` ranks, and the sum of their bytes x
+    (see the module docstring), for each kind of message. All numbers are integers, so sums are
     exact."""
 
     ranks: int
@@ -48,15 +47,15 @@ class Tally:
         self.whole_bytes[kind] += messages * size
 
     def join(self, other: "Tally") -> None:
-        """Add the counts of `other`, which is a tally of a group with the same number of ranks."""
+        """Add the counts of `other`. The groups of both tallies have the same number of ranks."""
         for kind, n in other.messages.items():
             self.messages[kind] += n
             self.whole_bytes[kind] += other.whole_bytes[kind]
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank sends, by kind of message. The bytes follow the
-        convention of this module, and are rounded down.
+        """Return the bytes that this rank sends, by kind of message. The bytes are computed by the
+        convention of this module, and are rounded down to integers.
         """
         n = self.ranks
         return {
@@ -80,26 +79,28 @@ class Tally:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The message counts (`Tally`) of one rank in each of its groups. The keys are the names of the
-    groups: "tensor", "data", "pipeline", "ends".
+    """The message counts (`Tally`) of one rank in each of its groups. The keys of `tallies` are the
+    names of the groups, such as "tensor", "data" and "pipeline".
     """
 
     tallies: Mapping[str, Tally] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> dict[str, dict[str, int]]:
-        """Return group -> kind -> bytes that this rank sends, without empty entries."""
+        """Return a table group -> kind -> bytes that this rank sends. Entries with 0 bytes are left
+        out."""
         return _found({group: tally.sent_bytes for group, tally in self.tallies.items()})
 
     @property
     def messages(self) -> dict[str, dict[str, int]]:
-        """Return group -> kind -> number of messages, without empty entries."""
+        """Return a table group -> kind -> number of messages. Entries with 0 messages are left
+        out."""
         return _found({group: tally.messages for group, tally in self.tallies.items()})
 
     @property
     def by_kind(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return group -> kind -> {"messages": number of messages, "bytes": bytes that this rank
-        sends}, without empty entries."""
+        """Return a table group -> kind -> {"messages": number of messages, "bytes": bytes that this
+        rank sends}. Entries with 0 messages are left out."""
         sent = self.sent_bytes
         return {
             group: {

@@ -1,11 +1,10 @@
-"""Formatting of text for people: numbers with nouns, large numbers, file sizes, and text from
-files, in which control characters are escaped."""
+"""Formatting of text for people: numbers with nouns, large numbers, and file sizes. Control
+characters in text from files are escaped."""
 
 
 def printable(text: str) -> str:
     """Return the text with escapes (such as \\x1b) in place of control characters other than line
-    ends. If the result is shown on a terminal, the terminal executes no control sequence from the
-    text."""
+    ends, so that a terminal does not execute control sequences in the text."""
     return "\n".join(map(printable_line, text.split("\n")))
 
 

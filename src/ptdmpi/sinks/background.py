@@ -1,5 +1,5 @@
-"""A sink that runs in a separate thread, for a tool that sends records to a server: a slow server
-does not delay the training.
+"""A sink that runs in a separate thread. It is for tools that send records to a server, so that a
+slow server does not delay the training.
 """
 
 import queue
@@ -9,8 +9,8 @@ from typing import Any
 
 from ptdmpi.sinks.contract import Sink
 
-MOST_WAITING = 10_000  # Maximum number of records that wait for the server.
-CLOSE_S = 10.0  # Seconds in which the server must accept the last records of a run.
+MOST_WAITING = 10_000  # maximum number of records that wait for the server
+CLOSE_S = 10.0  # seconds within which the server must accept the last records of a run
 
 
 class Background:
@@ -39,8 +39,8 @@ class Background:
             raise TimeoutError(f"{MOST_WAITING} records wait for its server") from None
 
     def close(self) -> None:
-        """Wait until all records are passed on and the other sink is closed. Raise an exception if
-        this takes longer than CLOSE_S seconds, or if the other sink has failed."""
+        """Wait until the thread has passed on all records and has closed the other sink. Raise an
+        exception if this takes longer than CLOSE_S seconds, or if the other sink has failed."""
         try:
             self._waiting.put(None, timeout=CLOSE_S)
         except queue.Full:

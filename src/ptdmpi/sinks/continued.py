@@ -1,5 +1,5 @@
-"""The id that another tool gave to a run. It is stored in the run directory, so that a resumed run
-continues the same run in the other tool."""
+"""The id that another tool, such as wandb, gave to a run. The id is stored in the run directory, so
+that a resumed run continues the same run in that tool."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Delivery of one message about a run: by an HTTP request, or by mail."""
+"""Delivery of one message about a run, by an HTTP request or by e-mail."""
 
 import json
 import smtplib
@@ -15,8 +15,8 @@ DEFAULT_SERVER = "smtp://localhost"
 
 
 def post(address: str, content: Mapping[str, Any]) -> None:
-    """Send `content` as JSON to a web address. Raise an exception if the server does not accept the
-    message."""
+    """Send `content` as JSON to the web address `address`. Raise an exception if the server does
+    not accept the message."""
     body = json.dumps(content).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -24,10 +24,10 @@ def post(address: str, content: Mapping[str, Any]) -> None:
 
 
 def mail(address: str, server: str, subject: str, content: Mapping[str, Any]) -> None:
-    """Send the message as a mail to `address`. `server` is the address of the mail server, in the
-    form smtp://USER:PASSWORD@HOST:PORT or smtps://...; if it is empty, the mail server of this host
-    is used. A password is sent only over an encrypted connection. Raise an exception if the server
-    does not accept the mail.
+    """Send `content` as an e-mail to `address`, with the first line of `subject` as its subject.
+    `server` is the address of the mail server, in the form smtp://USER:PASSWORD@HOST:PORT or
+    smtps://...; if `server` is empty, the mail server on this host is used. A password is sent only
+    over an encrypted connection. Raise an exception if the server does not accept the e-mail.
     """
     place = urlsplit(server or DEFAULT_SERVER)
     user, password = unquote(place.username or ""), unquote(place.password or "")

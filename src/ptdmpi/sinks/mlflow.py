@@ -1,10 +1,10 @@
-"""The sink for MLflow: the server that the environment variable MLFLOW_TRACKING_URI names, or files
-in `runs/NAME/mlflow/`.
+"""The sink for MLflow. It writes to the server whose address is in the environment variable
+MLFLOW_TRACKING_URI. If the variable is not set, it writes files in `runs/NAME/mlflow/`.
 
 This sink needs only the client of MLflow (the package mlflow-skinny). If a run of ptdmpi resumes at
 its last recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it
-begins another MLflow run and writes the remaining records again, because MLflow cannot remove
-single steps.
+begins another MLflow run and writes all earlier records to it, because MLflow cannot remove single
+steps.
 """
 
 import os
@@ -20,7 +20,7 @@ from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
 
 FOLDER = "mlflow"
-# MLflow accepts at most this number of parameters, and this number of metrics, in one request
+# maximum numbers of parameters and of metrics that MLflow accepts in one request
 MOST_PARAMETERS, MOST_METRICS = 100, 1000
 MOST_CHARACTERS = 6000  # maximum number of characters in the value of a parameter
 
@@ -29,7 +29,7 @@ class MlFlow:
     """A sink that writes to a run of MLflow."""
 
     def __init__(self, config: Config, past: Past) -> None:
-        # otherwise the MLflow client sends usage data to its authors
+        # without this variable, the MLflow client sends usage data to its authors
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         folder = past.path / FOLDER
         folder.mkdir(exist_ok=True)
@@ -51,7 +51,8 @@ class MlFlow:
             self._client.update_run(self._run, status="RUNNING")
 
     def _begun(self, config: Config) -> str:
-        """Begin a run of MLflow with the configuration as its parameters. Return its id."""
+        """Begin a run of MLflow, with the configuration as its parameters. Return the id of this
+        run."""
         from mlflow.entities import Param
 
         name = config.log.mlflow_experiment
@@ -69,7 +70,7 @@ class MlFlow:
         return run
 
     def record(self, values: dict[str, Any]) -> None:
-        """Pass one record to MLflow, under the step of the record."""
+        """Pass one record to MLflow, with the step of the record."""
         from mlflow.entities import Metric
 
         now_ms = time.time_ns() // 10**6
@@ -86,13 +87,15 @@ class MlFlow:
 
 
 def _parameters(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the full name and the value of each key of a configuration."""
+    """Yield the full name of each key of a configuration, such as "run.steps", and its value as
+    text."""
     for section, keys in tree.items():
         for key, value in keys.items():
             yield f"{section}.{key}", str(value)
 
 
 def _legal(name: str) -> str:
-    """Return `name`, changed so that MLflow accepts it as the name of a metric."""
+    """Return `name` with the characters and path parts replaced that MLflow does not accept in the
+    name of a metric."""
     parts = re.sub(r"[^\w./ -]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

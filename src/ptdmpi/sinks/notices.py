@@ -1,5 +1,5 @@
-"""Messages about the events of a run (it begins, stops, fails, ends, ...) to the receivers that
-`log.notify` names: web addresses of chat channels, and mail addresses.
+"""Messages about the events of a run (it begins, stops, fails, ends, ...). The messages are sent to
+the receivers that `log.notify` names: web addresses of chat channels, and mail addresses.
 
 A message never delays or ends the training: each receiver has a separate thread, and each delivery
 has a time limit. Web addresses and passwords are secrets, so they are read only from environment
@@ -19,15 +19,15 @@ from typing import Any
 from ptdmpi.config import InputError, LogConfig, RunConfig
 
 BY_VARIABLE, BY_MAIL = "env:", "mailto:"
-SERVER = "PTDMPI_SMTP"  # The environment variable that names the mail server.
-CLOSE_S = 5.0  # Seconds in which waiting messages may still be delivered at the end of a process.
+SERVER = "PTDMPI_SMTP"  # environment variable with the address of the mail server
+CLOSE_S = 5.0  # seconds that the process waits at its end for the delivery of messages
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A message about one event of a run. `step` is the last recorded step (of `steps` steps), and
-    `loss` is the loss of this step (None if no step is recorded). `why` gives the reason for the
-    event, or a further description.
+    """A message about one event of a run. `steps` is the planned number of steps of the run. `step`
+    is the last recorded step, and `loss` is the loss of this step, or None if no step is recorded.
+    `why` is the reason for the event or a further description.
     """
 
     run: str
@@ -46,8 +46,8 @@ class Notice:
         return f"{self.run}: {self.event} at step {self.step} of {self.steps}{loss}{why}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the message as a JSON object with all fields, and with the field `text`, which
-        chat tools show."""
+        """Return all fields of the message as a dict for JSON. The dict also has the key `text`,
+        which chat tools show."""
         return {"text": self.text, **asdict(self)}
 
 
@@ -71,7 +71,8 @@ class Notices:
             atexit.register(self.close)
 
     def send(self, event: str, step: int, loss: float | None = None, why: str = "") -> None:
-        """Send a message to all receivers, without waiting for its delivery."""
+        """Send a message about `event` to all receivers. This method does not wait for the
+        delivery. The other arguments are fields of `Notice`."""
         if not self._receivers:
             return
         host = socket.gethostname()
@@ -88,8 +89,8 @@ class Notices:
             receiver.send(message)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Wait at most `limit_s` seconds until all messages are delivered. Messages that are passed
-        to `send` later are not delivered."""
+        """Wait until all messages are delivered, but at most `limit_s` seconds. Later calls of
+        `send` have no effect."""
         atexit.unregister(self.close)
         end_s = time.monotonic() + limit_s
         receivers, self._receivers = self._receivers, []
@@ -125,7 +126,7 @@ class _Receiver(threading.Thread):
         while (message := self._waiting.get()) is not None:
             try:
                 self._deliver(message)
-            except Exception as error:  # nothing that a server does may disturb the training
+            except Exception as error:  # no error of a server may disturb the training
                 if not warned:
                     self._say(f"warning: log.notify: {self._receiver}: {_reason(error)}")
                 warned = True
@@ -145,8 +146,8 @@ def require_receivers(log: LogConfig, environ: Mapping[str, str] = os.environ) -
             )
         if not environ[variable].startswith(("http://", "https://")):
             raise InputError(
-                f"log.notify: the value of the environment variable {variable} is no web address; "
-                "legal: http://... or https://..."
+                f"log.notify: the value of the environment variable {variable} is not a web "
+                "address; legal: http://... or https://..."
             )
 
 
@@ -166,7 +167,7 @@ def _delivery(name: str, environ: Mapping[str, str]) -> Callable[[Notice], None]
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a delivery failed. The reason does not quote the text of an error that
+    """Return the reason why a delivery failed. The text of the exception is not used, because it
     could contain the web address or the password."""
     code = getattr(error, "code", None) or getattr(error, "smtp_code", None)
     if code is not None:

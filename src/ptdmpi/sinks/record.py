@@ -1,5 +1,4 @@
-"""Conversion of the records of `metrics.jsonl` to numbers with names; every sink uses this
-conversion."""
+"""Conversion of the records of `metrics.jsonl` to named numbers. All sinks use this conversion."""
 
 import json
 import statistics
@@ -24,18 +23,19 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-# keys that sinks do not show: the step is the horizontal axis of all curves, and the numbers of
-# messages and bytes are the same in each step
+# keys that sinks do not show, because the step is the horizontal axis of all curves, and because
+# the numbers of messages and bytes are the same in each step
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
 # entries in the scores of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return every number of a record, except its step, by a name such as "train/loss".
+    """Return a dict of the numbers in a record, without its step. The names are such as
+    "train/loss".
 
-    Each element of a list or a table becomes a number with its own name ("data/epochs/0"). Texts,
-    and numbers that are the same in every record, are left out.
+    Each number in a list or a table has its own name, such as "data/epochs/0". Texts, and numbers
+    that are the same in every record, are left out.
     """
     numbers: dict[str, float] = {}
     for key, value in record.items():
@@ -49,8 +49,8 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers in `value` by name. The name of an element of a list or a table is
-    extended by the index or the key of the element."""
+    """Return a dict of the numbers in `value`. A single number is called `name`. The number at an
+    index of a list, or at a key of a table, is called `name`/INDEX or `name`/KEY."""
     items = {name: value}
     if isinstance(value, dict):
         items = {f"{name}/{key}": item for key, item in value.items()}
@@ -62,15 +62,16 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None.
 
-    Return None if all values are None. For example, the MFU is None if the peak rate of the device
-    is unknown.
+    Return None if all values are None. A value can be None: for example, the MFU is None if the
+    peak FLOP/s of the device are unknown.
     """
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def task_score(values: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of a task file's main score: accuracy, or exact match."""
+    """Return the name and the value of the main score in the results of a task file. The main score
+    is the accuracy, or, for a task without accuracy, the exact match."""
     key = "accuracy" if "accuracy" in values else "exact_match"
     return key.replace("_", " "), float(values[key])
 
@@ -85,8 +86,8 @@ def _group(key: str) -> str:
 
 
 def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in the file `metrics` of a run, in their order. Lines that are not records
-    are skipped."""
+    """Yield the records in the file `metrics`, which is the `metrics.jsonl` of a run, in their
+    order. Lines that are not records are skipped."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -16,9 +16,9 @@ from ptdmpi.sinks.notices import require_receivers
 
 
 def require(log: LogConfig) -> None:
-    """Raise InputError if the package of an enabled sink is not installed, or if the address of a
-    receiver of messages is missing. The error names the extra of ptdmpi to install, or the
-    environment variable to set."""
+    """Raise InputError if the package of an enabled sink is not installed, or if an environment
+    variable with the address of a message receiver is not set. The error message says what to
+    install or to set."""
     if log.tensorboard:
         _require_package("tensorboardX", "tensorboard", "true")
     if log.wandb:
@@ -30,8 +30,8 @@ def require(log: LogConfig) -> None:
 
 
 def _require_package(package: str, key: str, text: str) -> None:
-    """Raise InputError if `package` is not installed. The setting log.`key` = `text` needs this
-    package."""
+    """Raise InputError if `package` is not installed. The error message says that the setting
+    log.`key` = `text` needs this package."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"log.{key} = {text} needs {package}: pip install 'ptdmpi[{key}]', or leave it out"
@@ -62,7 +62,7 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all sinks. Python also calls this method at the end of the process."""
+        """Close all sinks. Python also calls this method when the process exits."""
         atexit.unregister(self.close)
         while self._open:
             name, sink = self._open.popitem()
@@ -72,14 +72,14 @@ class Sinks:
                 self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        # do not print the error, because the address of a server may contain a password
+        # an error message may quote the address of a server: remove the user name and the password
         text = re.sub(r"//[^/@\s]*@", "//", str(error).partition("\n")[0])
         self._say(f"warning: log.{name} is given up: {type(error).__name__}: {text}")
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each enabled sink. This function imports the classes only
-    when it is called, because they need optional packages."""
+    """Return the name and the class of each enabled sink. Only the classes of enabled sinks are
+    imported, because the classes need optional packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

@@ -2,8 +2,8 @@
 TensorFlow.
 
 The events are written with tensorboardX's synchronous `EventsWriter`. The SummaryWriter of
-tensorboardX is not used, because it passes events to a thread through a queue: if a full disk ends
-that thread, the queue fills up and blocks the training.
+tensorboardX is not used, because it passes events through a queue to a thread. If the disk is full,
+that thread ends; the queue then fills up and blocks the training.
 """
 
 import os
@@ -26,9 +26,9 @@ FLUSH_S = 5.0
 class TensorBoard:
     """A sink that writes one event file for each start of a run.
 
-    The file of a later start begins with TensorBoard's own event for a restart at a step;
-    TensorBoard then ignores events of this and later steps in earlier files. The first start of a
-    run that uses this sink also writes the records that the run already has.
+    When the run is resumed, the new file begins with a SessionLog event that marks a restart at a
+    step. TensorBoard then ignores this step and later steps in older files. The first file also
+    contains the records that the run wrote before this sink was enabled.
     """
 
     def __init__(self, config: Config, past: Past) -> None:
@@ -54,8 +54,8 @@ class TensorBoard:
         numbers = scalars(values)
         parts = [scalar(name, number).value[0] for name, number in numbers.items()]
         self._write(Event(step=values["step"], summary=Summary(value=parts)))
-        # flush after a checkpoint, because a run that resumes from it does not record earlier steps
-        # again
+        # Flush after a checkpoint: a run that resumes from this checkpoint does not record earlier
+        # steps again.
         saved = "checkpoint_bytes" in values
         if saved or time.monotonic() - self._flushed_s >= FLUSH_S:
             self._flush()

@@ -1,10 +1,10 @@
-"""The sink for Weights & Biases (wandb): files in `runs/NAME/wandb/`, which are sent to the server
-only with `log.wandb = "online"`.
+"""The sink for Weights & Biases (wandb). It writes files in `runs/NAME/wandb/`. They are sent to
+the server only if `log.wandb` is "online".
 
 A run of wandb has an id, and the step numbers of its records must increase. If a run of ptdmpi
 resumes at its last recorded step, it continues the wandb run with the same id, so the curves
-continue. If the run resumes at an earlier step, it uses a new id in the same group and writes the
-remaining records again, because wandb cannot remove recorded steps.
+continue. If the run resumes at an earlier step, it begins a wandb run with a new id in the same
+group, and writes all earlier records to it, because wandb cannot remove recorded steps.
 """
 
 import secrets
@@ -27,7 +27,7 @@ class WeightsAndBiases:
         known = None if past.dropped else known_id(folder)
         identity = known or secrets.token_hex(4)
         keep_id(folder, identity)
-        # do not record the git commit, and do not copy the output on the terminal
+        # do not record the git commit, and do not record what this process prints
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0
         self._run = wandb.init(
@@ -46,9 +46,10 @@ class WeightsAndBiases:
                 self.record(record)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Pass one record to wandb, under the step of the record."""
-        # The record of an asynchronous save is written late, but has the number of the step that
-        # was saved. wandb's steps must not decrease.
+        """Pass one record to wandb, with the step of the record."""
+        # The record of an asynchronous save is written after the records of later steps, but has
+        # the number of the step that was saved. wandb refuses a step that is smaller than the last
+        # one.
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 

@@ -1,2 +1,2 @@
-"""Common code of the command-line programs `ptdmpi` and `ptdmpi-data`: options, help, exit codes,
+"""Code that the command-line programs `ptdmpi` and `ptdmpi-data` share: options, help, exit codes,
 and one-line error messages."""

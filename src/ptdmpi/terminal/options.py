@@ -1,5 +1,4 @@
-"""Types for the values of command-line options, and options that several commands have in
-common."""
+"""Types for the values of command-line options, and options that several commands share."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ class NamedPath(click.Path):
     DIR would mean the current directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path. Fail with a message if the path is empty."""
+        """Return the path. Raise click.BadParameter if the path is empty."""
         if str(value) == "":
             self.fail("it is empty; a path is needed", param, ctx)
         return super().convert(value, param, ctx)
@@ -51,18 +50,18 @@ _OF_A_TRAINED_MODEL = (
 
 
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command's function with the options that are common to all commands for trained
-    models."""
+    """Add the options that all commands for trained models share to the command `function`, and
+    return it. This function is a decorator."""
     for option in reversed(_OF_A_TRAINED_MODEL):
         function = option(function)
     return function
 
 
 class Number(click.types.FloatParamType):
-    """The type of an option whose value is a finite number above 0. If `least` is given, the value
-    must be an integer from `least` to `most`.
+    """The type of an option whose value is a number: a finite number above 0, or, if `least` is
+    given, an integer from `least` to `most`.
 
-    If `most` is 0, there is no upper limit. Raises a one-line InputError for any other value.
+    If `most` is 0, there is no upper limit.
     """
 
     name = "number"
@@ -72,7 +71,7 @@ class Number(click.types.FloatParamType):
         self.most = most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Return the number in an option's text. Raise InputError if the text is not a legal
+        """Convert the text of the option to a number. Raise InputError if the text is not a legal
         number."""
         try:
             number = float(value) if self.least is None else int(value)
@@ -101,8 +100,8 @@ class NumberList(click.ParamType[list[int]]):
     name = "sizes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        """Return the numbers in an option's text. Raise InputError if the text is not a list of
-        numbers.
+        """Convert the text of the option to a list of numbers. Raise InputError if the text is not
+        such a list.
         """
         parts = str(value).split(",")
         if not all(part.isdigit() and 1 <= int(part) <= MOST_BATCH for part in parts):
@@ -111,15 +110,15 @@ class NumberList(click.ParamType[list[int]]):
 
 
 class ShardGroup(click.ParamType[int | str]):
-    """The type of an option for the number of data ranks among which the training state is sharded.
-    The value is "all", "node" or a number.
+    """The type of the option --shard-group, which sets the number of data ranks that share one copy
+    of the training state. The value is "all", "node" or a number of ranks.
     """
 
     name = "group"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        """Return the option's value: "all", "node" or a number. Raise InputError if the text is
-        none of these.
+        """Convert the text of the option to its value: "all", "node" or a number. Raise InputError
+        for any other text.
         """
         if value in ("all", "node"):
             return str(value)

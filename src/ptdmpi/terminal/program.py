@@ -1,9 +1,9 @@
-"""Common code for all commands of the programs `ptdmpi` and `ptdmpi-data`: shared options, exit
-codes, and one-line error messages.
+"""Code that all commands of the programs `ptdmpi` and `ptdmpi-data` share: options, exit codes, and
+one-line error messages.
 
-Each program is a `CommandGroup` with `Command`s; the function `run` executes a command line of the
-program. Under mpirun or srun only rank 0 prints help and usage errors. A command that needs no MPI
-runs only on rank 0.
+Each program is a `CommandGroup` of `Command` objects, and the function `run` executes the program's
+command line. Under mpirun or srun only rank 0 prints help and usage errors. A command that needs no
+MPI runs only on rank 0.
 """
 
 import importlib.metadata
@@ -69,8 +69,8 @@ def _shared_options() -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command that has the options which all commands share, such as --help. The help text of a
-    command ends with the list of its exit codes."""
+    """A command with the options that all commands share, such as --help. Its help text ends with
+    the list of its exit codes."""
 
     def __init__(self, name: str | None, *, exit_codes: str = EXIT_CODES, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": exit_codes, **options})
@@ -78,7 +78,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of commands that has the options which all commands share.
+    """A group of commands. The group itself also has the options that all commands share.
 
     Commands whose names are in `in_parallel` run on all ranks of a job. All other commands run only
     on rank 0.
@@ -95,8 +95,8 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command by its name, in the same way as click. If the command runs only on rank 0,
-        end all other ranks without a message."""
+        """Find a command by its name, as click does. If the command runs only on rank 0, end all
+        other ranks without a message."""
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()
@@ -148,8 +148,8 @@ def run(
 
 def require_own_package() -> None:
     """Raise InputError if another folder with the name `ptdmpi`, for example in the current
-    directory, hides the package. If such a folder hides the package, Python would not find the
-    files of the package.
+    directory, hides this package. Python would then look for the modules of this package in that
+    folder.
     """
     folder = Path(__file__).parents[1]
     package = sys.modules["ptdmpi"].__file__
@@ -165,10 +165,11 @@ def _flat(text: str) -> str:
 
 
 def _end_all(text: str) -> NoReturn:
-    """Exit because of an error that all ranks have raised. Only rank 0 prints the error.
+    """Exit after an error that all ranks have raised. Only rank 0 prints the error.
 
-    All other ranks exit with code 0. After the first non-zero exit code mpirun kills all ranks, so
-    a non-zero code of another rank could kill rank 0 before it has printed the error.
+    All other ranks exit with code 0. When a rank exits with a non-zero code, mpirun kills all other
+    ranks. If another rank exited with such a code, mpirun could kill rank 0 before rank 0 has
+    printed the error.
     """
     if launched_rank():
         sys.exit(0)

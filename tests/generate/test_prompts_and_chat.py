@@ -114,7 +114,7 @@ def test_bad_input_is_one_line_before_anything_is_written(run, tmp_path, content
         (["--prompts", "a", "--prompt", "b"], "--prompt and --prompts: give one of them"),
         (["--prompts", "a", "--chat"], "--prompts and --chat: give one of them"),
         (["--chat", "--json"], "--json cannot be combined with --chat"),
-        (["--chat", "--samples", "2"], "--samples 2: a --chat has one answer to each line"),
+        (["--chat", "--samples", "2"], "--samples 2: --chat gives one answer to each line"),
     ],
 )
 def test_what_does_not_go_together_is_refused(run, words, message):

@@ -60,7 +60,7 @@ def test_rows_by_name(comm):
     with patch.object(suite, "STEPS", 1), patch.object(suite, "run", wraps=suite.run) as run:
         assert doctor.check_parity(World(comm), short=False, as_json=True, only="2 0, ZB-H1")
     assert {comparison.case.layout.schedule for comparison in run.call_args.args[1]} == {"zb-h1"}
-    with pytest.raises(SharedInputError, match=r"--rows nothing: no row of \d+ has it, such"):
+    with pytest.raises(SharedInputError, match=r"--rows nothing: none of the \d+ rows contains it"):
         doctor.check_parity(World(comm), short=False, as_json=True, only="nothing")
 
 

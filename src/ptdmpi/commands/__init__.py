@@ -1,2 +1,2 @@
-"""The commands of `ptdmpi`, each in one module. `ptdmpi.cli` imports a module only when its command
-runs."""
+"""The commands of `ptdmpi`, one module for each command. `ptdmpi.cli` imports a module only when
+its command runs."""

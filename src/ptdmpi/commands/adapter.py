@@ -1,5 +1,4 @@
-"""`ptdmpi adapter`: merge, split, export and import adapters. The command needs no MPI and no
-GPU."""
+"""`ptdmpi adapter`: merge, split, export and import adapters. Neither MPI nor a GPU is needed."""
 
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from ptdmpi.terminal.program import CommandGroup
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Merge, split, export or import adapters that `ptdmpi train` with [adapt] trained.
+    """Merge, split, export or import adapters, which `ptdmpi train` trains if its configuration has
+    the section [adapt].
 
-    BASE is a whole model, and ADAPTER holds adapters that were trained on it. BASE and ADAPTER are
-    run directories or checkpoints. These commands need no MPI and no GPU.
+    BASE is a complete model, and ADAPTER contains adapters that were trained on this model. BASE
+    and ADAPTER are run directories or checkpoints. These commands need neither MPI nor a GPU.
     """
 
 
@@ -28,9 +28,9 @@ def command() -> None:
 @click.argument("target", type=PATH)
 @EMA
 def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
-    """Merge ADAPTER into BASE and write the whole model into the directory TARGET.
+    """Merge ADAPTER into BASE, and write the complete model to the directory TARGET.
 
-    `ptdmpi train`, `evaluate`, `generate` and `convert to-hf` read TARGET.
+    TARGET can be used with `ptdmpi train`, `evaluate`, `generate` and `convert to-hf`.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
@@ -48,7 +48,7 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("target", type=PATH)
 @click.option("--rank", type=click.IntRange(1), required=True, help="Adapter rank.")
 def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
-    """Write the difference between the models TUNED and BASE into TARGET, as an adapter.
+    """Write the difference between the models TUNED and BASE to TARGET, as an adapter.
 
     The adapter is the best approximation of this difference with the given rank.
     """
@@ -68,10 +68,11 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @PUSH
 @EMA
 def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, ema: bool) -> None:
-    """Write ADAPTER into the directory TARGET, in the format of the package `peft`.
+    """Write ADAPTER to the directory TARGET, in the format of the package `peft`.
 
-    The files name the base model: by default, its name on the Hugging Face hub, if BASE was
-    converted from a model of the hub. A chat template goes with the adapter.
+    The files contain the name of the base model. By default this is its name on the Hugging Face
+    hub, if BASE was converted from a model of the hub. If the run has a chat template, the template
+    is written, too.
     """
     if push is not None:
         require_repository(push)
@@ -92,7 +93,7 @@ def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, em
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
 def of_peft(source: str, base: Path, target: Path) -> None:
-    """Convert the adapter in SOURCE, which the package `peft` wrote, into the directory TARGET.
+    """Convert the adapter SOURCE, which the package `peft` has written, to the directory TARGET.
 
     BASE is the model that the adapter was trained on. SOURCE may also be the name of an adapter on
     the Hugging Face hub, which is downloaded.

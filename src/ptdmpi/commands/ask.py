@@ -1,4 +1,4 @@
-"""`ptdmpi ask`: short answers to questions of cost, time and network before a training run."""
+"""`ptdmpi ask`: short answers to questions about cost, time and network before a training run."""
 
 import json
 from collections.abc import Callable
@@ -30,13 +30,12 @@ RANKS = click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help=
 BATCH = click.option(
     "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: the preset's."
 )
-TOKENS = click.option("--tokens", required=True, type=Number(), help="Length of the training.")
+TOKENS = click.option("--tokens", required=True, type=Number(), help="Tokens to train on.")
 
 
 def _answered(question: Callable[..., Reply]) -> Any:
-    """Turn a function that returns a `Reply` into a command that prints or draws the reply.
-
-    The command has the options --json and --png.
+    """Turn a function that returns a `Reply` into a command that prints the reply. With the option
+    --json it prints JSON, and with --png it also draws the reply.
     """
 
     @wraps(question)
@@ -55,7 +54,8 @@ def _answered(question: Callable[..., Reply]) -> Any:
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Answer questions before node-hours are spent, with predictions of ptdmpi plan.
+    """Answer questions about a training run before node-hours are spent, with the predictions of
+    ptdmpi plan.
 
     docs/explanation/questions.md has an example of each question, with a picture.
     """
@@ -64,7 +64,7 @@ def command() -> None:
 @command.command("ranks")
 @MODEL
 @CLUSTER
-@click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="Upper limit of ranks.")
+@click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="Maximum number of ranks.")
 @BATCH
 @TOKENS
 @click.option("--days", type=Number(), help="Deadline in days.")
@@ -92,7 +92,10 @@ def ranks_command(
 @click.option("--node-days", required=True, type=Number(), help="Days between failures of a node.")
 @click.option("--write-gb-s", required=True, type=Number(), help="Write rate of the file system.")
 @click.option(
-    "--restart-minutes", required=True, type=Number(), help="From a failure to the next step."
+    "--restart-minutes",
+    required=True,
+    type=Number(),
+    help="Minutes from a failure to the next step.",
 )
 @_answered
 def restarts_command(
@@ -105,9 +108,9 @@ def restarts_command(
     write_gb_s: float,
     restart_minutes: float,
 ) -> Reply:
-    """Find the best checkpoint interval, and the cost of failures."""
+    """Find the checkpoint interval with the highest goodput, and the cost of failures."""
     pricer = pricer_of_names(model, cluster, batch)
-    note("ptdmpi ask: searching the fastest layout, for the time of a step")
+    note("ptdmpi ask: searching for the fastest layout, to predict the time of a step")
     step_s = search(pricer, Space(ranks), 1)[0].step_time_s
     return restarts.answer(
         pricer,
@@ -129,7 +132,7 @@ def restarts_command(
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
 ) -> Reply:
-    """Predict step times on a slower, tapered or two-tier network."""
+    """Predict step times on a slower network, a tapered network or a two-tier network."""
     return network.answer(pricer_of_names(model, cluster, batch), ranks, pod)
 
 
@@ -139,7 +142,11 @@ def network_command(
 @RANKS
 @BATCH
 @click.option("--batches", type=NumberList(), help="Sequences per step, such as 256,512,1024.")
-@click.option("--lengths", type=NumberList(), help="Sequence lengths, at the same tokens per step.")
+@click.option(
+    "--lengths",
+    type=NumberList(),
+    help="Sequence lengths, with the same number of tokens per step.",
+)
 @_answered
 def sweep_command(
     *,
@@ -152,7 +159,7 @@ def sweep_command(
 ) -> Reply:
     """Predict step times for other batch sizes or sequence lengths."""
     if (batches is None) == (lengths is None):
-        raise InputError("give --batches or --lengths, one of the two")
+        raise InputError("give either --batches or --lengths")
     if batches is not None:
         pricer = pricer_of_names(model, cluster, batch or batches[0])
         return sweep.answer(sweep.batches(pricer, batches), ranks, "batch")
@@ -164,11 +171,11 @@ def sweep_command(
 @command.command("partition")
 @MODEL
 @CLUSTER
-@click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="Tensor ranks.")
+@click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="Number of tensor ranks.")
 @click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="Micro-batch size.")
 @_answered
 def partition_command(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
-    """Explain why weights are split by columns, then rows."""
+    """Explain why a layer's first matrix is split by columns, and its second by rows."""
     return partition.answer(pricer_of_names(model, cluster, 1), tensor, micro_size)
 
 
@@ -178,13 +185,15 @@ def partition_command(model: str, cluster: str, tensor: int, micro_size: int) ->
 @click.option(
     "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; --layout with d gives it too."
 )
-@click.option("--layout", help="Such as t=8,p=8,d=4,b=1; default: the fastest with zero = 0.")
+@click.option(
+    "--layout", help="A layout such as t=8,p=8,d=4,b=1; default: the fastest without ZeRO."
+)
 @BATCH
 @_answered
 def methods_command(
     *, model: str, cluster: str, ranks: int | None, layout: str | None, batch: int | None
 ) -> Reply:
-    """Predict what communication-efficient methods save."""
+    """Predict how much time communication-efficient methods save."""
     pricer = pricer_of_names(model, cluster, batch)
     if layout is not None:
         chosen = complete(parse(layout), ranks)
@@ -193,7 +202,7 @@ def methods_command(
         return methods.answer(pricer, chosen)
     if ranks is None:
         raise InputError("give --ranks, or a --layout with d")
-    note("ptdmpi ask: searching the fastest layout without ZeRO")
+    note("ptdmpi ask: searching for the fastest layout without ZeRO")
     return methods.answer(pricer, search(pricer, Space(ranks, zero=(0,)), 1)[0].layout)
 
 
@@ -202,8 +211,12 @@ def methods_command(
 @CLUSTER
 @RANKS
 @TOKENS
-@click.option("--days", type=Number(), help="Days that a training took, to get the utilisation.")
-@click.option("--utilisation", type=Number(), help="Fraction of the peak, such as 0.4.")
+@click.option("--days", type=Number(), help="Days that a training took; prints its utilisation.")
+@click.option(
+    "--utilisation",
+    type=Number(),
+    help="Fraction of the peak FLOP/s, such as 0.4; prints the days.",
+)
 @_answered
 def days_command(
     *,
@@ -214,7 +227,7 @@ def days_command(
     days: float | None,
     utilisation: float | None,
 ) -> Reply:
-    """Convert days to utilisation, or utilisation to days."""
+    """Convert the days of a training to its utilisation, or the utilisation to days."""
     pricer = pricer_of_names(model, cluster, 1)
     return inverse.days_answer(pricer, ranks, tokens, taken=days, utilisation=utilisation)
 
@@ -223,5 +236,5 @@ def days_command(
 @click.option("--flops", required=True, type=Number(), help="FLOPs of the training.")
 @_answered
 def size_command(flops: float) -> Reply:
-    """Find the size of a model for a budget of FLOPs."""
+    """Find the best model size for a budget of FLOPs."""
     return inverse.size_answer(flops)

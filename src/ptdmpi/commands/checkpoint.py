@@ -1,5 +1,5 @@
-"""`ptdmpi checkpoint`: inspect, verify, compare and prune checkpoints. The command needs no MPI,
-GPU or torch."""
+"""`ptdmpi checkpoint`: inspect, verify, compare and prune checkpoints, without MPI, GPU or
+torch."""
 
 import json
 import math
@@ -22,8 +22,8 @@ from ptdmpi.terminal.program import CommandGroup
 def command() -> None:
     """Inspect, verify, compare or prune checkpoints, without MPI or a GPU.
 
-    PATH is a checkpoint (runs/NAME/checkpoints/step-00000100), the file `latest` or `best`
-    in its directory, or a whole run directory.
+    PATH is a checkpoint (such as runs/NAME/checkpoints/step-00000100), the file `latest` or `best`
+    in the same directory, or a run directory.
     """
 
 
@@ -47,8 +47,8 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _summary(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest. The entry "problem" of the result is None if
-    the checkpoint is complete."""
+    """Return what `inspect` shows about a checkpoint. The entry "problem" is None if the checkpoint
+    is complete."""
     try:
         manifest = sound_manifest(path)
     except InputError as error:
@@ -77,14 +77,14 @@ def _summary(path: Path, tensors: bool) -> dict[str, Any]:
 
 
 def _quantization(manifest: Manifest) -> str:
-    """Return a text about how the weights are quantized."""
+    """Return a text that describes how the weights are quantized."""
     said = manifest.said[QUANTIZATION]
     more = ", ".join(f"{key} {value}" for key, value in said.items() if key != "codes")
     return f"{said['codes']}, {more}; {len(manifest.in_few_bits)} matrices"
 
 
 def _print(summary: dict[str, Any]) -> None:
-    """Print the summary of a checkpoint. Each entry that is printed is removed from `summary`."""
+    """Print the summary of a checkpoint. Some entries are removed from `summary`."""
     print(summary.pop("path"))
     problem = summary.pop("problem")
     if problem:
@@ -109,8 +109,8 @@ def _shown(key: str, value: Any) -> str:
 def verify(path: Path, as_json: bool) -> None:
     """Read a checkpoint, or each checkpoint of a run, and print what is damaged.
 
-    Checks checksums, headers and sizes. Also checks that the stored blocks of every tensor cover it
-    without gaps or overlaps. Exit code 0: nothing is damaged, 1: something is damaged.
+    Checks checksums, headers and sizes. Also checks that the stored blocks of each tensor cover the
+    tensor without gaps or overlaps. The exit code is 0 if nothing is damaged, else 1.
     """
     damage = {str(checkpoint): check.problems(checkpoint) for checkpoint in check.checkpoints(path)}
     if as_json:
@@ -130,12 +130,12 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("second", type=PATH)
 @AS_JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """Compare two checkpoints, tensor by tensor. Runs with different layouts may have written the
-    checkpoints.
+    """Compare two checkpoints, tensor by tensor. The runs that wrote them may have different
+    layouts.
 
-    For a run directory, its newest complete checkpoint is compared. The relative difference is the
-    greatest difference divided by the greatest magnitude in the tensor. Exit code 0: bitwise
-    equal, 1: different.
+    A run directory stands for its newest complete checkpoint. The relative difference is the
+    greatest difference divided by the greatest magnitude in the tensor. The exit code is 0 if the
+    checkpoints are bitwise equal, else 1.
     """
     first = check.newest(first)
     second = check.newest(second)
@@ -170,18 +170,19 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     "--keep-every",
     type=click.IntRange(min=0),
     default=0,
-    help="Also keep steps that are multiples of this.",
+    help="Also keep each checkpoint whose step is a multiple of this.",
 )
 @click.option(
     "--keep-best",
     type=click.IntRange(min=0),
     default=0,
-    help="Also keep this many with the lowest validation loss.",
+    help="Also keep this many checkpoints with the lowest validation loss.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @AS_JSON
 def prune(path: Path, dry_run: bool, as_json: bool, **keep: int) -> None:
-    """Remove complete checkpoints of the run directory PATH that no --keep option keeps.
+    """Remove the complete checkpoints of the run directory PATH, except those that the --keep
+    options select.
 
     Damaged checkpoints are neither counted nor removed. The checkpoint that the file `best` names
     is kept.

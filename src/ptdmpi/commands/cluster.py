@@ -21,18 +21,18 @@ def command() -> None:
 @click.argument("file", type=PATH, default="cluster.toml")
 @click.option("--from", "source", required=True, help=f"The cluster: {legal_clusters()}.")
 def new(file: Path, source: str) -> None:
-    """Copy a predefined cluster to FILE [default: cluster.toml] for editing, for example
+    """Copy a predefined cluster file to FILE [default: cluster.toml], to be edited, for example
 
     ptdmpi cluster new mine.toml --from dgx-h100
 
-    Every number has its unit in its name, and its source in a comment. ptdmpi probe writes a
-    cluster file from measurements instead.
+    Every number has its unit in its name, and its source in a comment. To get a cluster file with
+    measured numbers instead, use ptdmpi probe.
     """
     preset = preset_file(source)
     if preset is None:
         raise InputError(unknown_cluster(source))
     if file.suffix != ".toml":
-        raise InputError(f"{file}: the name of a cluster file ends in .toml")
+        raise InputError(f"{file}: the name of a cluster file must end in .toml")
     if file.exists():
         raise InputError(f"{file} exists already; give another name")
     name = load_cluster(source).name

@@ -1,5 +1,5 @@
-"""`ptdmpi convert`: convert from and to models of Hugging Face, and turn dense models into mixtures
-of experts. The command needs no MPI and no GPU."""
+"""`ptdmpi convert`: convert models from and to the format of Hugging Face, and turn dense models
+into mixtures of experts. Neither MPI nor a GPU is needed."""
 
 import json
 import sys
@@ -27,12 +27,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Convert from and to Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT; `upcycle` turns
-    a dense model into a mixture of experts.
+    """Convert models from and to the format of Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2,
+    BERT. `upcycle` turns a dense model into a mixture of experts.
 
-    No MPI or GPU is needed. Each conversion from or to Hugging Face checks that both models give
-    the same logits for fixed prompts. If the logits differ, the command writes nothing, and the
-    exit code is 1.
+    Neither MPI nor a GPU is needed. Each conversion from or to Hugging Face checks that both models
+    give the same logits for fixed prompts. If the logits differ, the command writes nothing, and
+    the exit code is 1.
     """
 
 
@@ -44,9 +44,10 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
     """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET.
 
     SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded. Without
-    TARGET, the user's cache keeps the converted model, and all commands know it by its name.
+    TARGET, the converted model is stored in the user's cache, and all commands accept its name on
+    the hub.
 
-    `ptdmpi train`, `evaluate` and `generate` read TARGET.
+    TARGET can be used with `ptdmpi train`, `evaluate` and `generate`.
     """
     launch.prepare()
     from ptdmpi.convert.from_hf import MODEL_FILES, from_hf
@@ -68,7 +69,7 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
 @command.command("to-hf")
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--like", type=PATH, help="Take files, names and types of this from-hf directory.")
+@click.option("--like", type=PATH, help="Use the files, names and types of this from-hf directory.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Type of all weights.")
 @click.option(
     "--packed", is_flag=True, help="Keep quantized matrices quantized (compressed-tensors)."
@@ -81,8 +82,8 @@ def to_hugging_face(
 ) -> None:
     """Convert SOURCE into the model directory TARGET.
 
-    SOURCE is a run directory, a checkpoint or a directory of from-hf. A model that came from
-    Hugging Face keeps its tensor names, files and data types.
+    SOURCE is a run directory, a checkpoint or a directory that from-hf has written. A model that
+    was converted from Hugging Face gets the same tensor names, files and data types again.
     """
     push: str | None = options["push"]
     if push is not None:
@@ -102,27 +103,36 @@ def to_hugging_face(
 @click.argument("target", type=PATH)
 @click.option("--experts", type=click.IntRange(2), required=True, help="Experts of a layer.")
 @click.option(
-    "--experts-per-token", type=click.IntRange(1), default=2, show_default=True, help="Of a token."
+    "--experts-per-token",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Experts of a token.",
 )
 @click.option(
-    "--dense-layers", type=click.IntRange(0), default=0, help="First layers that stay dense."
+    "--dense-layers",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of first layers that stay dense.",
 )
 @click.option(
     "--moe-every", type=click.IntRange(1), default=1, help="Only every M-th layer gets experts."
 )
 @click.option(
-    "--no-normalize", is_flag=True, help="Do not divide the weights of experts by their sum."
+    "--no-normalize", is_flag=True, help="Do not divide a token's expert weights by their sum."
 )
-@click.option("--router-std", type=click.FloatRange(0), help="Of the routers' initial weights.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the routers.")
+@click.option(
+    "--router-std", type=click.FloatRange(0), help="Standard deviation of the routers' weights."
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the routers.")
 @EMA
 @AS_JSON
 def upcycle_to_experts(source: Path, target: Path, **options: Any) -> None:
     """Turn the dense model SOURCE into a mixture of experts, in the directory TARGET.
 
-    Every expert begins as a copy of its layer's MLP, and the routers are random. A run with
-    `checkpoint.initial = "TARGET"` trains it further. SOURCE is a run directory, a checkpoint or a
-    directory of from-hf.
+    Every expert begins as a copy of its layer's MLP, and the routers are random. To train the
+    result, set `checkpoint.initial = "TARGET"`. SOURCE is a run directory, a checkpoint or a
+    directory that from-hf has written.
     """
     launch.prepare()
     from ptdmpi.convert.upcycle.write import ROUTER_STD, Experts, upcycle
@@ -150,7 +160,8 @@ def upcycle_to_experts(source: Path, target: Path, **options: Any) -> None:
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
-    """Convert and print the result. Exit with code 1 if both models give different logits."""
+    """Call `convert`, and print its result. Exit with code 1 if the two models give different
+    logits."""
     from ptdmpi.convert.check import CheckFailed
 
     try:

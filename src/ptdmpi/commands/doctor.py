@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 @click.option(
     "--rows",
     metavar="TEXT",
-    help='With --parity: rows whose section, "t p v d b z", schedule, options or model has TEXT.',
+    help='With --parity: rows with TEXT in section, "t p v d b z", schedule, options or model.',
 )
 @click.option(
     "--report",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write findings and versions into a file to attach to an issue.",
+    help="Write the findings and all versions to a file that can be attached to an issue.",
 )
 @click.option(
     "--coordinates",
@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 def command(
     *, parity: bool, coordinates: Path | None, report: Path | None, as_json: bool, **others: Any
 ) -> None:
-    """Check the machine on all ranks of the job. With --parity, check that training is exact on it.
-    With --coordinates, check that activations do not grow with the width of the model (muP).
+    """Check the machine, on all ranks of the job. With --parity, check that training on this
+    machine is exact. With --coordinates, check that activations do not grow with the width of the
+    model (muP).
 
     mpirun -n 8 ptdmpi doctor --parity
 
     ptdmpi doctor --coordinates config.toml --picture widths.png
 
-    The exit code is 1 if a finding is bad, a row of the table is red, or activations grow.
+    The exit code is 1 if a finding is bad, if a row of the parity table is red, or if activations
+    grow.
     """
     _require_together(parity, coordinates, report, others)
     launch.begin("doctor")
@@ -78,9 +80,11 @@ def command(
 def _require_together(
     parity: bool, coordinates: Path | None, report: Path | None, others: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError for options that do not belong together."""
+    """Raise UsageError if options cannot be combined."""
     if parity and coordinates is not None:
-        raise click.UsageError("--parity and --coordinates are two checks; give one of them")
+        raise click.UsageError(
+            "--parity and --coordinates are different checks; give only one of them"
+        )
     if report is not None and (parity or coordinates is not None):
         raise click.UsageError("--report belongs to the check of the machine")
     for name, usual in (("short", False), ("rows", None), ("wire", "auto")):
@@ -91,10 +95,9 @@ def _require_together(
 
 
 def check_coordinates(world: "World", config: Path, picture: Path | None, *, as_json: bool) -> bool:
-    """Print how the activations of models like that of the file `config` grow with the width.
-
-    One rank calls this. If `picture` is given, also draw them. Return True if they do not grow with
-    muP. Raise InputError for bad input.
+    """Train models of several widths, based on the configuration file `config`, and print how their
+    activations grow with the width. Works on one rank. If `picture` is given, draw the activations
+    into this file. Return True if they do not grow with muP. Raise InputError for bad input.
     """
     from ptdmpi.config import load
     from ptdmpi.plan.show.draw import check_picture
@@ -120,11 +123,11 @@ def check_coordinates(world: "World", config: Path, picture: Path | None, *, as_
 def check_parity(
     world: "World", *, short: bool, as_json: bool, wire: str = "auto", only: str = ""
 ) -> bool:
-    """Train small models in many layouts and print how exactly their results agree.
+    """Train small models in many layouts, and print how exactly their results agree.
 
-    All ranks call this. `wire` is a value of comm.wire. Only rows whose names contain `only` are
-    compared. Returns True on every rank if no row is red. Raises SharedInputError if no row has
-    `only` in its name.
+    All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
+    parity table whose names contain `only` are compared. Return True on every rank if no row is
+    red. Raise SharedInputError if no row has `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table
@@ -134,9 +137,9 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-        """Return the comparisons and the probes of the parity table whose names contain the text of
-        the option --rows. A probe lists the mistakes of one layout. Raise InputError if no name
-        contains this text.
+        """Return the comparisons and the probes of the parity table whose names contain `only`. A
+        comparison or a probe is one row of the table; a probe lists the mistakes of one layout.
+        Raise InputError if no name contains `only`.
         """
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
@@ -144,7 +147,10 @@ def check_parity(
         probes = [case for case in tokens if only.lower() in table.probe_named(case).lower()]
         if not named and not probes:
             example, count = table.named(every[0]), len(every) + len(tokens)
-            raise InputError(f'--rows {only}: no row of {count} has it, such as "{example}"')
+            raise InputError(
+                f"--rows {only}: none of the {count} rows contains it; a row is, for example, "
+                f'"{example}"'
+            )
         return named, probes
 
     wanted, probes = world.on_root(chosen_rows)
@@ -163,10 +169,9 @@ def check_parity(
 
 
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:
-    """Print the findings about the machine, and whether sums over the ranks are correct.
-
-    All ranks call this. If `report` is given, the findings are also written to this file. Returns
-    True on every rank if no finding is bad.
+    """Print the findings about the machine, including whether sums over the ranks are correct. All
+    ranks must call this function. If `report` is given, the findings are also written to this file.
+    Return True on every rank if no finding is bad.
     """
     from ptdmpi.probe.host_check import check_host
     from ptdmpi.probe.issue_report import report_text, save_report

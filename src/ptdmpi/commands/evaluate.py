@@ -15,15 +15,24 @@ from ptdmpi.terminal.program import Command
 @click.command(cls=Command)
 @click.argument("run", type=PATH)
 @click.option("--data", multiple=True, type=PATH, help="Token shards, for perplexity.")
-@click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")
+@click.option(
+    "--stride", type=int, help="Tokens scored per window [default: all; windows do not overlap]."
+)
 @click.option(
     "--words", type=click.IntRange(1), help="Words of the original text, for word perplexity."
 )
-@click.option("--tasks", multiple=True, type=PATH, help="File of choices, answers, labels.")
+@click.option(
+    "--tasks", multiple=True, type=PATH, help="File of items with choices, answers or labels."
+)
 @click.option("--shots", type=click.IntRange(0), default=0, help="Examples before an item.")
 @click.option("--shots-from", type=PATH, help="Take the examples from this .jsonl.")
 @click.option("--separator", default=" ", help="Text before an answer [default: a space].")
-@click.option("--neutral", default="Answer:", show_default=True, help="Context to compare with.")
+@click.option(
+    "--neutral",
+    default="Answer:",
+    show_default=True,
+    help="Neutral context, for scores relative to it.",
+)
 @click.option(
     "--samples",
     type=click.IntRange(1),
@@ -37,7 +46,9 @@ from ptdmpi.terminal.program import Command
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--until", multiple=True, default=["\n"], help="End of answers [default: newline].")
 @click.option("--extract", help="Regular expression: its last match is the answer.")
-@click.option("--code", multiple=True, type=PATH, help="File of tasks with tests: pass@k.")
+@click.option(
+    "--code", multiple=True, type=PATH, help="File of programming tasks with tests, for pass@k."
+)
 @click.option("--k", multiple=True, type=click.IntRange(1), default=[1], help="k of pass@k [1].")
 @click.option(
     "--allow-network", is_flag=True, help="Run programs even if the network cannot be cut off."
@@ -50,7 +61,7 @@ def command(run: Path, **options: Any) -> None:
 
     mpirun -n 4 ptdmpi evaluate runs/demo --data runs/demo-data/valid --layout t=2,p=2
 
-    RUN is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`.
+    RUN is a run directory, a checkpoint, or a directory that `ptdmpi convert from-hf` has written.
     """
     launch.begin("evaluate")
     # this import initializes MPI, which must happen before torch starts its threads
@@ -68,7 +79,8 @@ def command(run: Path, **options: Any) -> None:
 
 
 def _table(result: dict[str, Any]) -> str:
-    """Return the scores as text, with a block for each data set, task file and harness task."""
+    """Return the scores as text, with one block for each data set, each task file and each task of
+    lm-evaluation-harness."""
     checkpoint = result["checkpoint"]
     lines = [f"{checkpoint}: step {result['step']}, {result['layout']}, {result['precision']}"]
     scored = [(scores["dataset"], scores) for scores in result["perplexity"]]
@@ -93,8 +105,8 @@ def _class_line(name: str, scores: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a score, or a word that the harness returns in place of a score, as text. The harness
-    also returns words, such as N/A for a missing standard error."""
+    """Return a score as text. Words are returned unchanged: lm-evaluation-harness returns N/A for a
+    missing standard error."""
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int):

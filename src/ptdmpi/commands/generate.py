@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 @click.argument("run", type=PATH)
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated.")
 @click.option("--prompts", "from_file", type=PATH, help="File with one prompt per line, or .jsonl.")
-@click.option("--chat", is_flag=True, help="Answer each line of standard input until it ends.")
+@click.option(
+    "--chat", is_flag=True, help="Answer each line of standard input, until the input ends."
+)
 @click.option(
     "--batch", type=click.IntRange(1), default=16, show_default=True, help="Prompts at a time."
 )
-@click.option("--max-new-tokens", type=int, help="[default: 100, or what the model has room for]")
+@click.option(
+    "--max-new-tokens", type=int, help="[default: 100, or fewer if the sequence length is reached]"
+)
 @click.option("--samples", type=click.IntRange(1), default=1, help="Continuations of a prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
@@ -35,19 +39,20 @@ if TYPE_CHECKING:
     type=float,
     default=1.0,
     show_default=True,
-    help="Sample from the most likely tokens of this total probability.",
+    help="Sample from the most likely tokens that together have this probability.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @options_of_a_trained_model
 def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
-    """Continue prompts with the newest checkpoint of RUN: a run directory, a checkpoint, or a model
-    that `ptdmpi convert from-hf` wrote. The same seed gives the same text in every layout, for
-    example
+    """Continue prompts with the newest checkpoint of RUN. RUN is a run directory, a checkpoint, or
+    a directory that `ptdmpi convert from-hf` has written. The same seed gives the same text in
+    every layout. An example:
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
 
     With --prompts each continuation is a line of JSON, written as soon as it is complete.
-    With --chat each answer continues the whole conversation, cut to the model's sequence length.
+    With --chat each answer takes the whole conversation into account, cut to the model's sequence
+    length.
     """
     _require_one_way(chat, as_json, options)
     launch.begin("generate")
@@ -79,7 +84,7 @@ def _require_one_way(chat: bool, as_json: bool, options: Mapping[str, Any]) -> N
     if chat and as_json:
         raise InputError("--json cannot be combined with --chat; legal: --prompts FILE")
     if chat and options["samples"] > 1:
-        raise InputError(f"--samples {options['samples']}: a --chat has one answer to each line")
+        raise InputError(f"--samples {options['samples']}: --chat gives one answer to each line")
 
 
 def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
@@ -89,7 +94,7 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
 
     writer = Writer(run, world, options)
     note(
-        f"{writer.stored.checkpoint}: each line gets a likely continuation as its answer; "
+        f"{writer.stored.checkpoint}: the answer to each line is a likely continuation of it; "
         "Ctrl-D ends"
     )
     why = Chat(writer).talk(read_line)

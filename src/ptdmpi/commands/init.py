@@ -1,4 +1,4 @@
-"""`ptdmpi init`: write a first configuration, which trains without changes."""
+"""`ptdmpi init`: write a first configuration, which can be used without changes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ptdmpi.terminal.program import Command
 @click.command(cls=Command)
 @click.argument("file", type=PATH)
 @click.option("--data", required=True, type=PATH, help="Directory of token shards.")
-@click.option("--valid", type=PATH, help="Shards to validate on.")
+@click.option("--valid", type=PATH, help="Token shards for validation.")
 @click.option("--model", "--preset", help=f"A preset, or sizes. [default: {SMALL}]")
 @click.option(
     "--adapt",
@@ -24,8 +24,12 @@ from ptdmpi.terminal.program import Command
     help="Train LoRA adapters of this model (a run, or the result of convert from-hf).",
 )
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--cluster", help="Take the best layout on this cluster (ptdmpi probe measures one).")
-@click.option("--steps", type=click.IntRange(1), help="Default: for one epoch, at most 10,000.")
+@click.option(
+    "--cluster", help="Use the best layout on this cluster (ptdmpi probe writes a cluster file)."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), help="Default: one epoch, but at most 10,000 steps."
+)
 @click.option("--name", help="Name of the run; default: the name of FILE.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
@@ -35,8 +39,9 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
 
     ptdmpi init lora.toml --adapt base --data conversations --ranks 2
 
-    DATA holds shards, or the directories train and valid. Without --cluster the ranks are assumed
-    to share this host, and the layout divides the model among as few ranks as memory allows.
+    The directory of --data contains token shards, or two directories `train` and `valid` with token
+    shards. Without --cluster, all ranks are assumed to run on this host, and the layout divides the
+    model among as few ranks as the memory allows.
     """
     if file.exists() and not force:
         raise InputError(f"{file} exists already; give another name, or --force")
@@ -54,8 +59,8 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
 
 
 def _machine(ranks: int) -> tuple[int, bool]:
-    """Return two values: the number of bytes that a rank may use on this host or its GPUs, and True
-    if the host has GPUs."""
+    """Return two values: the number of bytes that each of `ranks` ranks may use on this host or its
+    GPUs, and True if the host has GPUs."""
     import torch
 
     from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes

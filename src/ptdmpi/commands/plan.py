@@ -28,35 +28,35 @@ LAYOUT_OPTIONS = (
     click.option(
         "--schedule",
         type=click.Choice(SCHEDULES),
-        help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1, zb-v only on request.",
+        help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1 and zb-v are not searched.",
     ),
     click.option("--recompute", type=click.Choice(RECOMPUTE_MODES), help="Default: the fastest."),
     click.option(
         "--recompute-layers",
         type=Number(1, MOST_BATCH),
-        help="With --recompute full: number of layers, from the first on; default: all.",
+        help="With --recompute full: recompute only this number of first layers; default: all.",
     ),
     click.option(
         "--context-method",
         type=click.Choice(CONTEXT_METHODS),
-        help="How attention gets all positions if c > 1; default: the fastest, with --layout: "
+        help="How attention gets all positions if c > 1; default: the fastest; with --layout: "
         "all_gather.",
     ),
     click.option("--first-layers", type=Number(1, MOST_BATCH), help="Layers of the first stage."),
     click.option(
         "--uneven",
         is_flag=True,
-        help="Search fewer layers in the first stage, and partial recomputation, too; slower.",
+        help="Also search layouts with a smaller first stage or partial recomputation; slower.",
     ),
     click.option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
-        help="Divide norms among tensor ranks, too; default: the faster.",
+        help="Also divide norms among tensor ranks; default: the faster setting.",
     ),
     click.option(
         "--scatter-gather/--no-scatter-gather",
         default=None,
-        help="Divide messages between stages among tensor ranks; default: the faster.",
+        help="Divide messages between stages among tensor ranks; default: the faster setting.",
     ),
     click.option(
         "--partition-activations/--no-partition-activations",
@@ -70,7 +70,10 @@ LAYOUT_OPTIONS = (
     ),
     click.option("--zero", type=Number(0, 3), help="Default: the fastest; with --layout: 0."),
     click.option(
-        "--shard-group", type=ShardGroup(), help="ZeRO: all, node or a number; default as --zero."
+        "--shard-group",
+        type=ShardGroup(),
+        help="With ZeRO: ranks that share one copy of the state: all, node or a number; default as "
+        "for --zero.",
     ),
     click.option(
         "--offload",
@@ -102,30 +105,47 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
     default=HEADROOM,
     show_default=True,
     metavar="PERCENT",
-    help="Memory of a device that the search keeps free.",
+    help="Percentage of each device's memory that the search keeps free.",
 )
 @click.option(
     "--order",
     type=click.Choice(layouts.ORDERS),
     default=layouts.ORDERS[0],
     show_default=True,
-    help=f"First layout: the simplest within {TIE:.0%} of the fastest time, or the fastest.",
+    help=f"Layout that is listed first: the simplest within {TIE:.0%} of the fastest time, or the "
+    "fastest.",
 )
-@click.option("--layout", help="Predict t=8,p=8,d=1,v=3,b=1 instead of searching.")
+@click.option(
+    "--layout", help="Predict this layout, such as t=8,p=8,d=1,v=3,b=1, without a search."
+)
 @click.option("--why", metavar="LAYOUT", help="Compare a layout with the best one.")
 @_layout_options
 @click.option(
     "--precision",
-    help="fp16, bf16, fp32 or fp64; default: bf16, or fp16 on a cluster without it.",
+    help="fp16, bf16, fp32 or fp64; default: bf16, or fp16 if the cluster has no bf16.",
 )
 @click.option("--lora", type=Number(1, MOST_BATCH), help="Train only adapters of this rank.")
-@click.option("--base-bits", type=click.Choice(CODES), help="With --lora: frozen matrices.")
-@click.option("--base-block", type=Number(2, 2**20), help="Elements with one scale; default 64.")
-@click.option("--tokens", type=Number(), help="Length of the training: adds days, rank-hours.")
+@click.option(
+    "--base-bits", type=click.Choice(CODES), help="With --lora: quantize the frozen matrices."
+)
+@click.option(
+    "--base-block", type=Number(2, 2**20), help="With --base-bits: elements per scale; default 64."
+)
+@click.option(
+    "--tokens", type=Number(), help="Tokens to train on; adds days and rank-hours to the output."
+)
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
-@click.option("--memory-png", metavar="FILE", help="Draw that layout's memory (.png or .svg).")
-@click.option("--trace", metavar="FILE", help="Write that step for Perfetto or chrome://tracing.")
-@click.option("--write", metavar="FILE", type=PATH, help="Write a configuration of that layout.")
+@click.option(
+    "--memory-png", metavar="FILE", help="Draw the memory of the first layout (.png or .svg)."
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="Write the step of the first layout as a trace for Perfetto or chrome://tracing.",
+)
+@click.option(
+    "--write", metavar="FILE", type=PATH, help="Write a configuration with the first layout."
+)
 @AS_JSON
 def command(
     config: Path | None,
@@ -136,11 +156,12 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Predict layouts of a model on a cluster: time, memory, and what they are spent on.
+    """Predict the time and the memory of a model's layouts on a cluster, and what they are spent
+    on.
 
-    With CONFIG, a file for ptdmpi train, the command previews that run instead, as ptdmpi
-    train --dry-run does: data, sizes, memory, time, the first batch. CONFIG may be combined
-    with --ranks, --cluster and --json only. Nothing is written, and no MPI is needed.
+    With CONFIG, a configuration file for ptdmpi train, the command previews that run instead, like
+    ptdmpi train --dry-run: it shows the data, sizes, memory, time and first batch. CONFIG can be
+    combined only with --ranks, --cluster and --json. Nothing is written, and MPI is not needed.
     """
     if config is not None:
         _preview(config, cluster, options["ranks"], as_json)
@@ -162,17 +183,17 @@ def command(
 
 
 def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
-    """Print the preview of a configuration. Raise InputError if an option is given
-    that only the search for layouts uses."""
+    """Print the preview of a configuration. Raise InputError if the command line has an option that
+    only the search for layouts uses."""
     if str(config) in model_presets() and not config.exists():
         raise InputError(
-            f"{config} is a preset, no configuration; for its layouts: ptdmpi plan --model "
+            f"{config} is a preset, not a configuration file; for its layouts: ptdmpi plan --model "
             f"{config} --cluster NAME --ranks N"
         )
     options = _options_of_the_search()
     if options:
         raise InputError(
-            f"{', '.join(options)}: {config} says what is previewed; legal with a configuration: "
+            f"{', '.join(options)}: cannot be combined with {config}; legal with a configuration: "
             "--ranks, --cluster, --json"
         )
     note("ptdmpi plan: checking configuration, data and memory")
@@ -182,7 +203,7 @@ def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool
 
 
 def _options_of_the_search() -> list[str]:
-    """Return the given options that are not legal in combination with a configuration."""
+    """Return the options on the command line that cannot be combined with a configuration."""
     context = click.get_current_context()
     return [
         param.opts[0]

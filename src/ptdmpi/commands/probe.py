@@ -1,4 +1,5 @@
-"""`ptdmpi probe`: measure the machine under mpirun or srun, for `ptdmpi plan --cluster FILE`."""
+"""`ptdmpi probe`: measure the machine, and write a cluster file for `ptdmpi plan --cluster
+FILE`."""
 
 import json
 import os
@@ -15,8 +16,12 @@ from ptdmpi.terminal.program import Command
 
 
 @click.command("probe", cls=Command)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="A .toml file.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per rank.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="The .toml file to write."
+)
+@click.option(
+    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads per rank."
+)
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
@@ -30,7 +35,8 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
 
     mpirun -n 2 ptdmpi probe --output here.toml
 
-    Start as many ranks as the training will have, because they share memory and network.
+    Start as many ranks as the training will have: ranks share memory and network, so their number
+    changes the results.
     """
     launch.begin("probe")
     # this import initializes MPI, which must happen before torch starts its threads

@@ -32,8 +32,8 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.argument("target", type=PATH)
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
 @click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Block size.")
-@click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4 instead of integers.")
-@click.option("--asymmetric", is_flag=True, help="4 bits: store a minimum for each block.")
+@click.option("--nf4", is_flag=True, help="With --bits 4: the levels of NF4 instead of integers.")
+@click.option("--asymmetric", is_flag=True, help="With --bits 4: store a minimum for each block.")
 @click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
 @click.option("--data", type=PATH, help="gptq: directory of token shards for calibration.")
 @click.option(
@@ -43,17 +43,20 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
     "--length", type=click.IntRange(2), help="gptq: tokens of a sequence [default: seq_length]."
 )
 @click.option(
-    "--evaluate", multiple=True, type=PATH, help="Token shards: perplexity before and after."
+    "--evaluate",
+    multiple=True,
+    type=PATH,
+    help="Token shards on which the perplexity is measured before and after.",
 )
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of --evaluate.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Precision of --evaluate.")
 @EMA
 @AS_JSON
 def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
-    """Quantize the matrices of all layers of SOURCE and write the model into the directory TARGET.
+    """Quantize the matrices of all layers of SOURCE, and write the model to the directory TARGET.
 
-    SOURCE is a run directory, a checkpoint or a directory of `ptdmpi convert from-hf`. `generate`,
-    `evaluate`, `convert to-hf` and `checkpoint.initial` read TARGET. Rank 0 quantizes; all ranks
-    measure perplexities.
+    SOURCE is a run directory, a checkpoint or a directory that `ptdmpi convert from-hf` has
+    written. TARGET can be used with `generate`, `evaluate`, `convert to-hf` and the key
+    `checkpoint.initial`. Rank 0 quantizes the model; all ranks measure the perplexities.
 
     ptdmpi quantize runs/demo runs/demo-int4 --bits 4 --method gptq --data runs/demo-data/train
     --evaluate runs/demo-data/valid
@@ -76,11 +79,11 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
 def work(
     source: Path, target: Path, form: LowBit, *, world: "World", options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Quantize the model at `source` on rank 0, and return the results, which include the
-    perplexities before and after. All ranks call this function and get the results.
+    """Quantize the model at `source` on rank 0. Return the results, including the perplexities
+    before and after. All ranks must call this function, and all get the results.
 
-    `options` are the options of the command. Raises InputError on all ranks for illegal options or
-    inputs, if possible before anything is computed.
+    `options` are the options of the command. Raise InputError on all ranks for illegal options or
+    inputs, before the computation if possible.
     """
     from ptdmpi.convert.quantize.calibration import CalibrationSamples
     from ptdmpi.convert.quantize.write import quantize
@@ -110,7 +113,9 @@ def _check(options: dict[str, Any]) -> None:
     """Raise InputError if options contradict each other."""
     kinds = [f"--{name}" for name in FOUR_BIT_CODES if options[name]]
     if len(kinds) == 2:
-        raise InputError(f"{' and '.join(kinds)} are two kinds of codes; legal: one of them")
+        raise InputError(
+            f"{' and '.join(kinds)} select two different formats; give only one of them"
+        )
     if kinds and options["bits"] != "4":
         raise InputError(f"{kinds[0]} has 4 bits; legal: --bits 4")
     given = [name for name in ("data", "samples", "length") if options[name] is not None]

@@ -18,11 +18,12 @@ from ptdmpi.terminal.program import Command
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--cluster", help="Cluster of the prediction; default: run.cluster of the run.")
+@click.option("--cluster", help="Cluster for the prediction; default: the run's key run.cluster.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for pictures and trace [default: RUN, or . for several runs].",
+    help="Directory for pictures and trace [default: the run directory; for several runs, the "
+    "current directory].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def command(
@@ -32,9 +33,10 @@ def command(
 
     Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html (an
     interactive page in one file) into the run directory, or into --output DIR. If the directory is
-    read-only, only the table is printed. With a cluster file (ptdmpi probe writes one), the command
-    compares the measured step with the predicted step. For several runs, the command prints one
-    table and a list of the settings that differ, and draws comparison.png in the current directory.
+    read-only, only the table is printed. With a cluster file (written, for example, by ptdmpi
+    probe), the command compares the measured step with the predicted step. For several runs, the
+    command prints one table and a list of the settings that differ, and writes comparison.png to
+    the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)
@@ -89,11 +91,10 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 def _written(
     loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Write pictures and trace. Return the paths of the written files, and a line for each file
-    that could not be written.
-
-    Another user's run is often read-only; then only the table is printed. Raise InputError if
-    `output` was given and cannot be written.
+    """Write the pictures and the trace. Return the paths of the written files, and a line for each
+    file that could not be written. By default, an error does not end the command, because another
+    user's run is often read-only. But raise InputError if the directory `output` was given and
+    cannot be written.
     """
     try:
         return report.write(loaded, foreseen, output or loaded.path), []
@@ -110,7 +111,7 @@ def note_all(lines: list[str]) -> None:
 
 
 def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
-    """Compare several runs."""
+    """Print and draw the comparison of several runs."""
     loaded = [report.read(path) for path in runs]
     numbers = [report.summary(run) for run in loaded]
     drawn, unwritten = _compared(loaded, output)
@@ -140,7 +141,8 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
 def _compared(
     loaded: list[report.RecordedRun], output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Draw the comparison. Return the path of the picture, or the reason why it was not written.
+    """Draw the comparison of the runs. Return two lists: the path of the picture, and the reason
+    why the picture was not written. One of them is empty.
 
     Raise InputError if `output` was given and cannot be written.
     """

@@ -1,5 +1,4 @@
-"""`ptdmpi run`: start a training run with its launcher, and start its ranks again if they are
-lost."""
+"""`ptdmpi run`: start a training run with its launcher, and restart the ranks if ranks are lost."""
 
 import sys
 from dataclasses import replace
@@ -24,20 +23,32 @@ Read = TypeVar("Read", bound=Section)
 @click.command(
     cls=Command,
     exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
-    "command goes on), else a failure.",
+    "command continues the run), else a failure.",
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("-n", "ranks", type=click.IntRange(1), help="Ranks [default: the scheduler's].")
-@click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, and ranks on each of them.")
-@click.option("--launcher", default="", help="Launcher and its options [default: the one found].")
+@click.option(
+    "-n", "ranks", type=click.IntRange(1), help="Number of ranks [default: the scheduler's]."
+)
+@click.option(
+    "--hosts", default="", metavar="A:4,B:4", help="Hosts, with the number of ranks on each."
+)
+@click.option(
+    "--launcher",
+    default="",
+    help="Launcher and its options [default: the launcher of this machine].",
+)
 @SET
-@click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
+@click.option(
+    "--layout",
+    type=click.Choice(["auto"]),
+    help="Search for the best layout that fits into memory.",
+)
 @click.option(
     "--restarts",
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Restarts in a row that are allowed without a new step.",
+    help="Maximum number of restarts in a row without a new step.",
 )
 @click.option(
     "--grow-every",
@@ -46,17 +57,17 @@ Read = TypeVar("Read", bound=Section)
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Interval at which a run checks whether lost nodes are back.",
+    help="How often a run checks whether lost nodes are back.",
 )
 def command(config: Path, ranks: int | None, settings: tuple[str, ...], **options: Any) -> None:
-    """Train the model that the TOML file CONFIG describes, and keep it training, for example
+    """Train the model that the TOML file CONFIG describes, and restart after failures, for example
 
     ptdmpi run -n 4 CONFIG --set parallel.tensor=2
 
-    The command starts mpirun, or inside a Slurm allocation srun, with the settings that MPI needs.
-    Ctrl-C stops the run after the present step and saves. If a rank dies, hangs or loses its node,
-    the ranks are started again within the same job and continue from the newest state, on the nodes
-    that are left.
+    The command starts mpirun (in a Slurm allocation: srun) with the settings that MPI needs. After
+    Ctrl-C, the run completes the present step, saves a checkpoint and stops. If a rank dies, hangs
+    or loses its node, the ranks are restarted within the same job. They continue from the newest
+    saved state, on the remaining nodes.
     """
     from ptdmpi.sinks.notices import Notices, require_receivers
     from ptdmpi.supervise.environment import mpi_environment
@@ -73,7 +84,9 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     place = place_of(options["hosts"], environment, options["launcher"])
     wanted = ranks or place.ranks
     if not wanted:
-        raise InputError("how many ranks? legal: -n RANKS, or a job of Slurm or PBS")
+        raise InputError(
+            "the number of ranks is unknown; legal: -n RANKS, or a job of Slurm or PBS"
+        )
     place = place.filled(wanted)
     if options["layout"] is None:
         _require_layout(tree, wanted)
@@ -97,8 +110,9 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
 
 
 def _require_layout(tree: dict[str, Any], ranks: int) -> None:
-    """Raise InputError, before a launcher is started, if the model cannot be trained on `ranks`
-    ranks. The message has all mistakes in the configuration, like the message of `ptdmpi train`."""
+    """Raise InputError if the model cannot be trained on `ranks` ranks. This is checked before the
+    launcher is started. The message lists all mistakes in the configuration, as `ptdmpi train`
+    does."""
     try:
         resolve(tree, ranks)
     except InputError:
@@ -108,8 +122,8 @@ def _require_layout(tree: dict[str, Any], ranks: int) -> None:
 
 
 def _section(config: Path, tree: dict[str, Any], name: str, kind: type[Read]) -> Read:
-    """Return the section `name`. Raise InputError, with a single line, if the section cannot be
-    used."""
+    """Return the section `name` of the configuration. Raise InputError, with a message of one line,
+    if the section has a mistake."""
     try:
         return kind.model_validate(tree.get(name, {}))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`ptdmpi schedule`: draw a pipeline schedule, and print its bubble and its peak of activations."""
+"""`ptdmpi schedule`: draw a pipeline schedule, and print its bubble and its peak activations."""
 
 import json
 import os
@@ -23,18 +23,21 @@ from ptdmpi.terminal.program import Command
 @click.command("schedule", cls=Command)
 @click.option("--kind", help=f"{', '.join(KINDS)}; default: 1f1b at v=1, else interleaved.")
 @click.option("-p", "--pipeline", type=int, required=True, help="Pipeline ranks.")
-@click.option("-v", "--virtual", type=int, default=1, show_default=True, help="Chunks per rank.")
+@click.option(
+    "-v", "--virtual", type=int, default=1, show_default=True, help="Model chunks per rank."
+)
 @click.option("-m", "--microbatches", type=int, required=True, help="Microbatches per step.")
-@click.option("--forward-cost", type=float, default=1.0, show_default=True, help="Of a chunk.")
-@click.option("--backward-cost", type=float, default=2.0, show_default=True, help="Of a chunk.")
+@click.option("--forward-cost", type=float, default=1.0, show_default=True, help="For one chunk.")
+@click.option("--backward-cost", type=float, default=2.0, show_default=True, help="For one chunk.")
 @click.option(
     "--weight-share",
     type=float,
     default=0.5,
     show_default=True,
-    help="Fraction of a split backward's cost for weight gradients.",
+    help="Fraction of the backward cost for gradients of weights, if the schedule splits the "
+    "backward.",
 )
-@click.option("--png", metavar="FILE", help="Draw into FILE (.png or .svg).")
+@click.option("--png", metavar="FILE", help="Draw the schedule into FILE (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @AS_JSON
 def command(
@@ -46,7 +49,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Draw a pipeline schedule, and print its bubble and its activations in flight."""
+    """Draw a pipeline schedule, and print its bubble and the peak number of activations in
+    memory."""
     _require_drawable(pipeline, virtual, microbatches)
     schedule = build(kind or default_schedule(virtual), pipeline, virtual, microbatches)
     costs = Costs(
@@ -73,13 +77,13 @@ def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
     if forwards > MOST_FORWARDS:
         raise InputError(
             f"-p {pipeline} -v {virtual} -m {microbatches}: {forwards} forwards; at most "
-            f"{MOST_FORWARDS} are listed and drawn, so with these stages -m is at most "
+            f"{MOST_FORWARDS} can be listed and drawn, so with these stages -m is at most "
             f"{MOST_FORWARDS // (pipeline * virtual)}"
         )
 
 
 def _closed_form(schedule: Schedule, costs: Costs) -> float:
-    """Return the bubble fraction by the schedule's closed-form formula."""
+    """Return the bubble fraction by the closed formula of the schedule."""
     return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
 
 

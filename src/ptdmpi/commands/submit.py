@@ -26,10 +26,21 @@ SUBMIT = {
 
 @click.command(cls=Command)
 @click.argument("config", type=PATH)
-@click.option("--site", required=True, metavar="NAME", help="A remembered site, or a site file.")
-@click.option("--nodes", type=click.IntRange(1), help="[default: as many as the layout needs]")
+@click.option(
+    "--site",
+    required=True,
+    metavar="NAME",
+    help="Name of a site that ptdmpi remembers, or a site file.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1),
+    help="Number of nodes [default: as many as the layout needs].",
+)
 @SET
-@click.option("--plan", "planned", is_flag=True, help="Search the layout on the site's cluster.")
+@click.option(
+    "--plan", "planned", is_flag=True, help="Search for the best layout on the site's cluster."
+)
 @click.option("--now", is_flag=True, help="Write the script next to CONFIG, and submit it.")
 def command(
     config: Path,
@@ -40,12 +51,13 @@ def command(
     planned: bool,
     now: bool,
 ) -> None:
-    """Print the job script that trains the model of the TOML file CONFIG, for example
+    """Print a job script that trains the model described by the TOML file CONFIG, for example
 
     ptdmpi submit first.toml --site mycluster --nodes 2
 
-    A site file has the scheduler, account, queue, software and nodes of a cluster; ptdmpi remembers
-    it. The script is a filled-in template of jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
+    A site file gives the scheduler, account, queue, software and nodes of a cluster. ptdmpi
+    remembers the site, so that later only its name is needed. The script is made from a template in
+    jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
     """
     from ptdmpi.preview.sites.job import job_of
     from ptdmpi.preview.sites.script import script_of
@@ -64,9 +76,9 @@ def command(
 
 
 def _submit(scheduler: str, file: Path, script: str) -> None:
-    """Write the script and hand it to the scheduler, whose output is printed.
+    """Write the script to `file`, submit it to the scheduler, and print the scheduler's output.
 
-    Raise InputError if the scheduler is not installed, or refuses the job.
+    Raise InputError if the scheduler's command is not installed, or if it refuses the job.
     """
     program, *options = SUBMIT[scheduler]
     if which(program) is None:

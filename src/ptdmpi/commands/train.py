@@ -17,13 +17,23 @@ from ptdmpi.watch.requests import StopRequest
 @click.command(
     cls=Command,
     exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
-    "command goes on), else a failure.",
+    "command continues the run), else a failure.",
 )
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
-@click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
-@click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
-@click.option("--ranks", type=click.IntRange(1), help="With --dry-run, without mpirun.")
+@click.option(
+    "--layout",
+    type=click.Choice(["auto"]),
+    help="Search for the best layout that fits into memory.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Check and show the run without training; write nothing."
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    help="With --dry-run and without mpirun: number of ranks to check for.",
+)
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON, for programs.")
 def command(
     config: Path, settings: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
@@ -32,13 +42,13 @@ def command(
 
     mpirun -n 4 ptdmpi train CONFIG --set parallel.tensor=2
 
-    With --layout auto the sizes of the axes, the schedule, the microbatch and recomputation are
-    the best that ptdmpi plan finds on run.cluster. Without run.cluster this machine is measured
-    first.
+    With --layout auto, the command takes the best layout (sizes of the axes, schedule, microbatch,
+    recomputation) that ptdmpi plan finds on the cluster of the key run.cluster. If run.cluster is
+    not set, the command first measures this machine.
 
     With --dry-run, with or without mpirun, nothing is trained and nothing is written. A dry run
     opens the data, checks sizes and memory, predicts the time, and shows the first batch as text.
-    With --layout auto, a dry run needs run.cluster, because a dry run does not measure the machine.
+    It does not measure the machine, so with --layout auto it needs the key run.cluster.
     """
     if dry_run:
         early.release()  # a dry run has nothing to save

@@ -1,4 +1,5 @@
-"""`ptdmpi watch RUN ...`: show the progress of runs, read from their directories."""
+"""`ptdmpi watch RUN ...`: show the progress of runs. The progress is read from the run
+directories."""
 
 import json
 import time
@@ -18,7 +19,11 @@ from ptdmpi.terminal.program import Command
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
-@click.option("--once", is_flag=True, help="Print plain text once, as without a terminal.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print plain text once; this is the default if the output is not a terminal.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON once, for programs.")
 @click.option("--web", is_flag=True, help="Show the page of one run in a browser on this host.")
 @click.option(
@@ -33,16 +38,16 @@ def command(
     web: bool,
     port: int | None,
 ) -> None:
-    """Watch the run directories RUNS (such as runs/demo) until they are done or stopped.
+    """Watch the run directories RUNS (such as runs/demo) until all runs are done or stopped.
 
     Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. The command
-    only reads the files of the runs. It needs no MPI, torch or GPU, so a login node that sees the
-    files can run it. With --web, a browser shows the page of `ptdmpi report`, which follows the run
-    until Ctrl-C.
+    only reads the files of the runs. It needs no MPI, torch or GPU, so it also works on a login
+    node that shares the file system. With --web, a browser shows the page of `ptdmpi report`, which
+    is updated until Ctrl-C.
     """
     if web:
         if len(runs) > 1 or once or as_json:
-            raise InputError("--web shows one run, and goes with neither --once nor --json")
+            raise InputError("--web shows one run, and cannot be combined with --once or --json")
         _serve(runs[0], port or 0, every)
         return
     if port is not None:
@@ -69,7 +74,7 @@ def command(
 
 
 def _serve(run: Path, port: int, every_s: float) -> None:
-    """Serve the page of a run on this host until Ctrl-C, which the run does not notice."""
+    """Serve the page of a run on this host until Ctrl-C. The run itself continues."""
     with PageServer(Followed(run), port, every_s) as server:
         print(f"{run} is shown at {server.address} on this host only; Ctrl-C ends it", flush=True)
         try:

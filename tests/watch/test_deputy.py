@@ -19,8 +19,8 @@ def test_a_silence_is_warned_of_once_and_its_end_is_told(ranks, tmp_path, capsys
     deputy.hear(131.0)
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "warning: rank 0 (a) was not heard of for 12 s, says rank 1 (b)",
-        "rank 0 (a) is heard of again, after 31 s",
+        "warning: rank 0 (a) has not reported for 12 s, says rank 1 (b)",
+        "rank 0 (a) reports again after 31 s",
     ]
     assert (tmp_path / "log.txt").read_text().splitlines() == said
 
@@ -34,7 +34,7 @@ def test_the_job_is_ended_in_its_place(ranks, tmp_path, capsys, stall_s, after_s
     assert deputy.replaces(100.0 + after_s)
     capsys.readouterr()
     deputy.pronounce(100.0 + after_s)
-    line = f"stall: rank 0 (a) has not been heard for {after_s:.0f} s: its process is stopped"
+    line = f"stall: rank 0 (a) has not reported for {after_s:.0f} s: its process is stopped"
     assert capsys.readouterr().err.startswith(line)
 
 

@@ -88,7 +88,7 @@ def test_rank_0_is_missed_too(tmp_path):
     act = "os.kill(os.getpid(), signal.SIGSTOP)"
     done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
     assert done.returncode not in (0, 2, 75)
-    line = f"stall: rank 0 ({HOST}) has not been heard for "
+    line = f"stall: rank 0 ({HOST}) has not reported for "
     assert line in done.stderr and line in log(tmp_path / "run")
     stacks = {path.name for path in (tmp_path / "run/stacks").glob("rank-*.txt")}
     assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
@@ -332,10 +332,10 @@ def test_the_return_of_a_rank_is_mentioned():
     start_s = time.monotonic()
     rank_0.hear(1, report(0.0), start_s)
     _beats(rank_0, start_s, range(30))
-    assert [line for line in said if "rank 1 (b) was not heard of" in line] == said != []
+    assert [line for line in said if "rank 1 (b) has not reported" in line] == said != []
     rank_0.hear(1, report(30.0), start_s + 30)
     rank_0.look(start_s + 30)
-    assert said[1:] == ["rank 1 (b) is heard of again, after 30 s"]
+    assert said[1:] == ["rank 1 (b) reports again after 30 s"]
 
 
 def test_a_job_that_was_stopped_as_a_whole_is_not_a_stall():

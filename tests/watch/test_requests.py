@@ -328,9 +328,9 @@ def test_ctrl_c_saves_and_the_wish_is_told_once(comm, tmp_path):
     assert saved(tmp_path) == ["step-00000002"]
     lines = log(tmp_path / "run").splitlines()
     assert lines[0].startswith("attention by ")
-    assert lines[1].startswith("to stop and keep all: kill -USR1 ") and "Ctrl-C" in lines[1]
+    assert lines[1].startswith("to save and stop: kill -USR1 ") and "Ctrl-C" in lines[1]
     assert [line for line in lines if "stopped" in line] == [
-        "stopped on request after step 2; the same command goes on"
+        "stopped on request after step 2; the same command continues the run"
     ]
     assert sum("SIGINT on rank 0" in line for line in lines) <= 2  # heard, and saving
 

@@ -73,7 +73,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_the_culprit():
     seen = table({}, at("backward", "B1.1", inside="tensor all_reduce", age_s=6.0))
     seen[2] = Seen(seen[2].report, 994.0)
     assert culprits(seen, RANKS, 1000.0) == [2]
-    assert rows(seen, RANKS, 1000.0, [2])[1].endswith("<-- here (not heard of for 6 s)")
+    assert rows(seen, RANKS, 1000.0, [2])[1].endswith("<-- here (no report for 6 s)")
     seen[2] = Seen(seen[2].report._replace(shown=True), 994.0)  # it has written its stacks since
     assert culprits(seen, RANKS, 1000.0) == []
 
@@ -88,7 +88,7 @@ def test_a_rank_that_is_not_heard_of_is_a_culprit():
     seen = table({}, at("receive", "B1.0", peer=1))
     seen[6] = Seen(at("receive", "F0.0", peer=0), 980.0)
     assert culprits(seen, RANKS, 1000.0) == [6]
-    assert "(not heard of for 20 s)" in rows(seen, RANKS, 1000.0, [6])[1]
+    assert "(no report for 20 s)" in rows(seen, RANKS, 1000.0, [6])[1]
     seen[6] = Seen(at("", leaves=True), 980.0)
     assert not RANKS.silent(seen[6], 1000.0)
 

@@ -1,5 +1,5 @@
-"""The environment variables that MPI programs need. The script `jobs/mpi-env.sh` sets them; no
-other file contains their values."""
+"""The environment variables that MPI programs need. Their values are only in the script
+`jobs/mpi-env.sh`, which this module runs."""
 
 import json
 import os
@@ -13,16 +13,15 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
-# Open MPI passes only its own environment variables to a rank on another host; the rank also needs
-# these variables.
+# Environment variables that a rank on another host also needs. By default, Open MPI passes only its
+# own variables to such a rank.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
 
 
 def jobs_folder() -> Path:
-    """Return the folder of the job scripts: `jobs/` of a clone or of the installed package.
-
-    Raise InputError if neither of these folders exists.
+    """Return the folder of the job scripts, `jobs/` in a clone or in the installed package. Raise
+    InputError if neither folder exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "jobs", package.parents[1] / "jobs"):
@@ -45,7 +44,8 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         str(jobs_folder() / SCRIPT),
     ]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True)
-    # read only the end of the output, because a file that BASH_ENV names may print text before it
+    # use only the last line of the output, because the file that BASH_ENV names may print other
+    # lines
     _, _, last = printed.stdout.rstrip("\n").rpartition("\n")
     try:
         variables: dict[str, str] = json.loads(last)
@@ -56,6 +56,6 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def folder_of_copies() -> str:
-    """Return the path of a folder in the memory of a node (a file system in memory) that no other
-    job uses."""
+    """Return the path of a folder in a node's memory (in the in-memory file system /dev/shm). No
+    other job uses the same path."""
     return str(MEMORY / f"ptdmpi-{os.getuid()}-{uuid.uuid4().hex}")

@@ -1,11 +1,11 @@
-"""A guard process: it ends the ranks of a job after the supervisor has been killed.
+"""A guard process, which ends the ranks of a job if the supervisor is killed.
 
-A launcher notices that its supervisor has been killed only when it passes on the next line of
-output. While the ranks start, hang or compute a long step, they print no line: they would keep the
-run directory locked, and the copies in memory would remain. The supervisor starts one guard for
-each start of the ranks, and holds a pipe to it. The system closes the pipe when the supervisor
-ends, however it ends. The file `guard.py` is also the program of the guard, so it imports only the
-standard library.
+If the supervisor is killed, the launcher notices this only when it passes on the next line of
+output. But ranks print no line while they start, hang or compute a long step. Without a guard, such
+ranks would keep the run directory locked, and their in-memory copies of the state would remain. The
+supervisor starts one guard each time it starts the ranks, and opens a pipe to it. The operating
+system closes the pipe when the supervisor ends, even if it is killed. The file `guard.py` is also
+the program of the guard process, so it imports only the standard library.
 """
 
 import contextlib
@@ -18,20 +18,21 @@ import time
 from pathlib import Path
 
 POLL_S = 0.05  # pause between two checks whether processes have ended
-# After the supervisor's end the ranks get SAVE_S seconds to finish their step and save, then the
-# launcher gets END_S seconds to end them. Then the guard kills the processes that remain.
+# If the supervisor has ended, the ranks get SAVE_S seconds to complete their step and save. Then
+# the launcher gets END_S seconds to end them. Then the guard kills the remaining processes.
 SAVE_S = 20.0
 END_S = 2.0
 KILL_S = 5.0
 
 
 class Guard:
-    """The guard of one start of the ranks. `leader` is the process id of the launcher, which leads
-    a session of the operating system. `copies` is the folder of copies in memory on this machine.
+    """The guard for one start of the ranks. `leader` is the process id of the launcher, which is
+    the first process of a session of the operating system. `copies` is the folder of the in-memory
+    copies on this machine.
     """
 
     def __init__(self, leader: int, copies: str) -> None:
-        """Start the guard, in a session of its own."""
+        """Start the guard in its own session."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(leader), copies],
             stdin=subprocess.PIPE,
@@ -41,20 +42,21 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """End the guard, because the supervisor itself has seen the end of the ranks."""
+        """End the guard. The supervisor calls this method after it has ended the ranks itself."""
         with contextlib.suppress(OSError):  # the guard was killed
             self._process.communicate(b".")
 
 
 def main(leader: int, copies: str) -> None:
-    """Wait until the supervisor dismisses this guard or ends. If it ends, end the session of the
-    launcher `leader` within SAVE_S + END_S + KILL_S seconds, and remove the folder `copies` ("": no
-    folder)."""
+    """Wait until the supervisor dismisses this guard or ends. If the supervisor ends, end the
+    session of the launcher `leader` within SAVE_S + END_S + KILL_S seconds, and remove the folder
+    `copies` (if it is not "")."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(sys.stdin.fileno(), 1):
         return
-    # the launcher passes SIGUSR1 on to all ranks, which then save and end; at SIGTERM it ends them
+    # the launcher passes SIGUSR1 to all ranks, which then save and exit; after SIGTERM the launcher
+    # kills the ranks
     for number, limit_s in ((signal.SIGUSR1, SAVE_S), (signal.SIGTERM, END_S)):
         if leader in session(leader):
             send(leader, number)
@@ -66,8 +68,8 @@ def main(leader: int, copies: str) -> None:
 
 
 def ended(leader: int, limit_s: float) -> bool:
-    """Wait until no process of a session is left, at most `limit_s` seconds. Return True if none is
-    left."""
+    """Wait until all processes of the session of `leader` have ended, but at most `limit_s`
+    seconds. Return True if all have ended."""
     end_s = time.monotonic() + limit_s
     while session(leader):
         if time.monotonic() > end_s:
@@ -77,7 +79,8 @@ def ended(leader: int, limit_s: float) -> bool:
 
 
 def kill_session(leader: int, limit_s: float) -> None:
-    """Kill the processes of a session, and wait at most `limit_s` seconds until they have ended."""
+    """Kill all processes of the session of `leader`. Wait until they have ended, but at most
+    `limit_s` seconds."""
     end_s = time.monotonic() + limit_s
     while left := session(leader):
         for pid in left:

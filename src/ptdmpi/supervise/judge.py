@@ -1,5 +1,5 @@
-"""The decision after the ranks of a run have ended: the run is over, or its ranks are started
-again.
+"""The decision after the ranks of a run have ended: either the run ends, or its ranks are
+restarted.
 """
 
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from ptdmpi.base.words import counted
 from ptdmpi.supervise.start import Ended
 
-STOPPED = 75  # exit code of a run that stopped on request after a save (see watch/requests.py)
+STOPPED = 75  # exit code of a run that has saved and stopped on request (see watch/requests.py)
 BAD_INPUT = 2
 CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)
 class Starts:
-    """The facts that the supervisor stores about earlier starts of the ranks.
+    """What the supervisor knows about earlier starts of the ranks.
 
-    `furthest` is the largest step that has been recorded so far in any start of the ranks. `idle`
-    is 1 if the last start recorded a new step, and otherwise increases by 1 with each start.
-    `failed_at` is the step after which the last start ended because of an exception or a hang of
-    the program; None if the start ended for another reason.
+    `furthest` is the largest step that any start has recorded. `idle` counts starts: it is set to 1
+    by a start that recorded a new step, and is increased by 1 by any other start. If the last start
+    ended because of an exception or a hang, `failed_at` is the last step before it; otherwise
+    `failed_at` is None.
     """
 
     furthest: int = 0
@@ -27,7 +27,8 @@ class Starts:
     failed_at: int | None = None
 
     def after(self, ended: Ended, step: int) -> "Starts":
-        """Return the updated facts after one more start, which ended after `step`."""
+        """Return the updated values after one more start, which ended as `ended` says, with `step`
+        as its last step."""
         idle = self.idle + 1
         if step > self.furthest:
             idle = 1
@@ -36,8 +37,8 @@ class Starts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision after the ranks have ended: `code` is the exit code of the run, or None if its
-    ranks are started again. `why` is the reason for the decision, as text.
+    """The decision after the ranks have ended. `code` is the exit code of the run, or None if the
+    ranks must be restarted. `why` is the reason for the decision, as text.
     """
 
     code: int | None
@@ -45,20 +46,20 @@ class Judgement:
 
 
 def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: int) -> Judgement:
-    """Decide whether the ranks are started again. Their last start ended after `step`, before the
-    run was complete.
+    """Decide whether the ranks are restarted. The ranks have ended before the run was complete, and
+    `step` is the last recorded step.
 
-    `asked` is True if a stop was requested. `restarts` is the maximum number of consecutive
-    restarts that train no new step. If a further restart would be needed, the run ends.
+    `before` is the state before this end of the ranks. `asked` is True if a stop was requested.
+    `restarts` is the maximum number of consecutive restarts without a new step. If one more restart
+    would be needed, the run ends.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)
-    # code 0 counts as a failure here, because mpirun can end with exit code 0 after it has lost a
-    # node
+    # exit code 0 counts as a failure here, because mpirun can exit with 0 after it has lost a node
     code = ended.code or 1
     if asked:
-        # a signal kills a rank that has not yet installed its signal handlers; in this case the run
-        # has trained nothing
+        # a rank that has not yet installed its signal handlers is killed by the signal; such a run
+        # has not trained any step, so it counts as stopped on request
         return Judgement(STOPPED if code in (128 + 10, 128 + 15) else code)
     now = before.after(ended, step)
     if ended.failed and before.failed_at == step:

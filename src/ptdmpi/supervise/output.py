@@ -1,5 +1,5 @@
-"""The output of a launcher and its ranks. Lines of the ranks are printed at once. Lines of the
-launcher itself are stored, and printed at the end if no rank has reported why the job ended.
+"""The output of a launcher and its ranks. Lines from the ranks are printed at once. Lines from the
+launcher itself are stored. They are printed at the end if no rank has reported why the job ended.
 """
 
 import re
@@ -10,32 +10,32 @@ from typing import IO, TextIO
 
 from ptdmpi.base.say import put
 
-# A launcher prints a line of dashes before and after each of its notices. If a rank itself
-# prints a line of dashes, the line is a part of a table, and is not hidden.
+# A launcher prints a line of dashes before and after each of its notices. The pattern matches only
+# lines that begin with dashes, so lines of dashes that a rank prints inside a table are not hidden.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"
     r"|srun: (error|Job step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
-# Beginnings of the lines in which a rank itself reports why the job ends.
+# how the lines begin in which a rank reports why the job ends
 FAILED = r"stall: |stopped: (more than|a weight|adapt\.base) "
 SAID = re.compile(rf"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|{FAILED}")
 TRACEBACK = re.compile(rf"\[rank \d+ on [^]]*\] Traceback|{FAILED}")
 
 
 class LauncherOutput:
-    """The output of the ranks and their launcher in one start. Threads print the output line by
+    """The output of the launcher and the ranks, in one start of the ranks. Threads print it line by
     line.
 
-    `said` is True if a rank has printed the reason why it ends. `failed` is True if the reported
+    `said` is True if a rank has printed the reason why the job ends. `failed` is True if this
     reason was an exception or a hang of the program. `on_unread` is called when no process reads
-    the output of this process any more.
+    the output of this process any longer.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], TextIO]], on_unread: Callable[[], None]) -> None:
-        """Start one thread for each pair of files. The thread reads the first file until its end,
-        and prints the lines to the second file."""
+        """Start one thread for each pair of files in `pipes`. The thread reads the first file of
+        the pair until its end, and prints the lines to the second file."""
         self.said = False
         self.failed = False
         self._on_unread = on_unread
@@ -48,13 +48,14 @@ class LauncherOutput:
             thread.start()
 
     def finish(self, limit_s: float) -> None:
-        """Wait until all lines are printed, at most `limit_s` seconds for each pipe. A process that
-        outlives the launcher may keep a pipe open."""
+        """Wait until all lines are printed, but at most `limit_s` seconds for each pipe, because a
+        process that outlives the launcher may keep a pipe open."""
         for thread in self._threads:
             thread.join(limit_s)
 
     def tell(self) -> None:
-        """Print the launcher's notices, because no rank has reported why the job ended."""
+        """Print the stored lines from the launcher. This method is called if no rank has reported
+        why the job ended."""
         for line in self._held:
             self._print(line, sys.stderr)
         self._held.clear()

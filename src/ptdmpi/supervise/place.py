@@ -1,8 +1,9 @@
-"""The nodes on which a job may start ranks, and the command line that starts ranks on these nodes.
+"""The nodes on which a job may start ranks, and the command line of the launcher that starts ranks
+on these nodes.
 
-In an allocation of a scheduler, the scheduler determines the nodes. In Slurm, `srun` starts the
-ranks; in PBS, mpirun starts them on the nodes of the node file. Without a scheduler, the job uses
-the hosts that the user names, or only this machine.
+In a scheduler's allocation, the scheduler determines the nodes. In Slurm, srun starts the ranks; in
+PBS, mpirun starts them on the nodes in the node file. Without a scheduler, the job uses the hosts
+that the user names, or only this machine.
 """
 
 import math
@@ -21,21 +22,20 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node is treated as lost if it cannot start the program `true` within PROBE_S seconds. Each node
-# is tested twice, because the first test may fail while an earlier launcher still cleans up on the
-# node.
+# A node counts as lost if the program `true` cannot be run on it within PROBE_S seconds. If the
+# test fails, it is repeated once, because an earlier launcher may still be cleaning up on the node.
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
-# A larger number of ranks must be a typing mistake: no machine has 2^24 cores, and no host has
-# 4,096 cores.
+# Larger numbers of ranks must be typing mistakes: no machine has 2^24 cores, and no host has 4,096
+# cores.
 MOST_RANKS = 1 << 24
 MOST_ON_HOST = 4096
 
 
 @dataclass(frozen=True)
 class LaunchHost:
-    """A host, and the number of ranks to start on it. If `ranks` is 0, the ranks are divided
+    """A host, and the number of ranks to start on it. If `ranks` is 0, the job's ranks are divided
     equally among the hosts."""
 
     name: str
@@ -44,13 +44,13 @@ class LaunchHost:
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The nodes of a job, and the launcher. Ranks are placed on the nodes in the order of `nodes`.
-    If `nodes` is empty, the ranks start on this machine.
+    """The nodes of a job, and its launcher. Ranks are placed on the nodes in the order of `nodes`.
+    If `nodes` is empty, all ranks are placed on this machine.
 
     `launcher` is "mpirun" (with Open MPI's options), "mpiexec" (with the options of MPICH and PALS)
     or "srun". `program` is the name or path of the launcher's program, if it differs from
-    `launcher`. `options` are added to every command line of the launcher. `ranks` is the number of
-    ranks for which the scheduler has reserved the nodes; 0 if it is not known.
+    `launcher`. `options` are added to the command line that starts the ranks. `ranks` is the number
+    of ranks for which the scheduler has reserved the nodes, or 0 if it is unknown.
     """
 
     launcher: str
@@ -60,10 +60,11 @@ class LaunchPlace:
     program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return a copy of this place that says how many of `ranks` ranks start on each node.
+        """Return a copy of this object in which each node has the number of ranks to start on it,
+        for a job of `ranks` ranks.
 
-        Raise InputError if the nodes have room for fewer than `ranks` ranks, or if `ranks` is
-        larger than any machine allows.
+        Raise InputError if fewer than `ranks` ranks fit on the nodes, or if `ranks` is larger than
+        on any existing machine.
         """
         if ranks > MOST_RANKS:
             raise InputError(f"-n {ranks}: no machine takes so many; legal: 1 to {MOST_RANKS}")
@@ -89,8 +90,8 @@ class LaunchPlace:
         return sum(node.ranks for node in nodes)
 
     def command(self, ranks: int, nodes: Sequence[LaunchHost]) -> list[str]:
-        """Return the command line that starts `ranks` ranks. The command uses only the first of the
-        `nodes`, as many as are needed."""
+        """Return the command line that starts `ranks` ranks on the first nodes in `nodes`. It uses
+        only as many nodes as are needed."""
         used: list[LaunchHost] = []
         for node in nodes:
             if self.room(used) < ranks:
@@ -109,7 +110,7 @@ class LaunchPlace:
         return [*words, "--host", hosts]
 
     def on(self, node: LaunchHost, *program: str) -> list[str]:
-        """Return the command line that starts a program once on one node."""
+        """Return the command line that starts one process of `program` on the node `node`."""
         launcher = self.program or self.launcher
         if self.launcher == "srun":
             options = ["--overlap", "--mpi=none", "-n", "1", "-N", "1", "--nodelist", node.name]
@@ -119,20 +120,19 @@ class LaunchPlace:
         return [launcher, "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
-        """Return the nodes of the job on which a program can be started now. All nodes are tested
-        at the same time."""
+        """Return the nodes of the job on which a program can be started now. The test runs on all
+        nodes at the same time."""
         alive = self._on_each(environment, "true", times=PROBES)
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
     def remove(self, folder: str, environment: Mapping[str, str]) -> None:
-        """Remove a folder on every node that can be reached."""
+        """Remove the folder `folder` on every node that can be reached."""
         shutil.rmtree(folder, ignore_errors=True)
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
-        """Start a program on all nodes at the same time. If the program fails on a node, start it
-        there again, at most `times` times in all. Return a bool for each node: True if the program
-        succeeded there.
+        """Start `program` on all nodes at the same time, up to `times` times on each node until it
+        succeeds. Return one bool for each node: True if the program has succeeded on the node.
         """
 
         def works(node: LaunchHost) -> bool:
@@ -165,8 +165,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
 
     `launch` is the name of a launcher with options, such as "mpiexec --cpu-bind depth". If `launch`
     is empty, an installed launcher is chosen. Raise InputError if no launcher is installed, if a
-    quotation mark in `launch` is not closed, or if a host has a colon without a number of ranks
-    after it.
+    quotation mark in `launch` is not closed, or if a host in `hosts` has a colon that is not
+    followed by a number of ranks.
     """
     try:
         words = shlex.split(launch)
@@ -192,8 +192,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
 
 
 def _found(hosts: str, environment: Mapping[str, str]) -> str:
-    """Return the name of an installed launcher. In a Slurm allocation, return srun, unless the user
-    names `hosts`. In all other cases return mpirun or mpiexec."""
+    """Return the name of an installed launcher: srun in a Slurm allocation, if the user has not
+    given `hosts`; otherwise mpirun or mpiexec."""
     path = environment.get("PATH")
     if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
         return "srun"
@@ -227,10 +227,10 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 
 
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
-    """Return a place with the nodes of a Slurm allocation, and with the options that `srun` needs.
-    The job step must not end as soon as one rank exits with an error, because ranks do not stop at
-    the same moment. Therefore srun ends the remaining ranks 60 s after the first rank has ended.
-    `asked` has the options that the user has given; these options are not added again.
+    """Return a `LaunchPlace` with the nodes of a Slurm allocation and the options that srun needs.
+    Ranks do not stop at the same moment, so the job step must not end as soon as one rank exits
+    with an error. Therefore srun is told to end the remaining ranks 60 s after the first rank has
+    ended. If the user has given --mpi in `asked`, this option is not added again.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
@@ -239,13 +239,13 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
         text=True,
     ).stdout.split()
     ranks = int(environment.get("SLURM_NTASKS", "0"))
-    # job steps may overlap, because a job step that has lost a node may occupy the cores of its
-    # other nodes for a while
+    # --overlap lets job steps share cores: a job step that has lost a node may still occupy the
+    # cores of its other nodes for a while
     options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
     if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        # since Slurm 22.05, srun does not take this value from sbatch
+        # since Slurm 22.05, srun does not inherit this value from sbatch
         options.append(f"--cpus-per-task={cores}")
     share = math.ceil(ranks / max(1, len(names)))
     return LaunchPlace(

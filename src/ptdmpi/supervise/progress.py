@@ -1,4 +1,4 @@
-"""The progress of a run while its ranks are supervised, read from its run directory."""
+"""The progress of a run, which the supervisor reads from the run directory."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ptdmpi.base.disk import open_file, read_file
 
 TAIL_BYTES = 1 << 16
-SAVE = "SAVE"  # name of the file by which the ranks are asked to save
+SAVE = "SAVE"  # name of the file that asks the ranks to save
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class RecordedStep:
 
 
 class FileVersion(NamedTuple):
-    """The inode, size in bytes and time of the last change (in nanoseconds) of a file. A file that
-    was written again has another version."""
+    """A file's inode, size in bytes and time of the last change in nanoseconds. If a file is
+    written again, its version changes."""
 
     inode: int
     size: int
@@ -39,8 +39,7 @@ Versions = Mapping[str, FileVersion | None]  # the versions of files, by their n
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of the run in the directory `path`. `steps` is the number of steps of the
-    complete run."""
+    """The progress of the run in the directory `path`. The complete run has `steps` steps."""
 
     path: Path
     steps: int
@@ -58,15 +57,15 @@ class RunProgress:
         return RecordedStep()
 
     def done(self) -> int | None:
-        """Return the number of steps of a complete run; None if the run is not complete."""
+        """If the run is complete, return its number of steps; otherwise return None."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads(read_file(self.path / "done"))["steps"])
         return None
 
     def why(self, before: Versions) -> str:
-        """Return the reason why the run ended, if the ranks have recorded it. `before` has the
-        versions of the files before this start of the ranks. Return "" if the ranks have recorded
-        no reason, because they were killed."""
+        """Return the reason that the ranks have recorded for the end of the run. `before` has the
+        versions of the files in REASONS before the last start of the ranks. Return "" if the ranks
+        have not recorded a reason, for example because they were killed."""
         for name, reason in REASONS.items():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
                 if self.version(name) not in (None, before[name]):
@@ -74,14 +73,14 @@ class RunProgress:
         return ""
 
     def versions(self) -> Versions:
-        """Return the version of each file in which a start records the reason for its end."""
+        """Return the version of each file in REASONS."""
         return {name: self.version(name) for name in REASONS}
 
     def version(self, name: str) -> FileVersion | None:
         """Return the version of a file in the run directory; None if there is no such file.
 
-        Versions are only tested for equality, because the clocks of hosts and file systems differ,
-        and may jump.
+        Versions may only be tested for equality: times cannot be compared, because the clocks of
+        hosts and file systems differ and may jump.
         """
         with contextlib.suppress(OSError):
             status = (self.path / name).stat()
@@ -89,8 +88,8 @@ class RunProgress:
         return None
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
-        """Return the name of the newest checkpoint and the time of its save, in nanoseconds. Return
-        None if the run has no checkpoint."""
+        """Return the name of the newest checkpoint, and the time at which it was saved, in
+        nanoseconds. Return None if the run has no checkpoint."""
         latest = self.path / "checkpoints" / "latest"
         with contextlib.suppress(OSError):
             name = read_file(latest).decode(errors="replace").strip()
@@ -99,14 +98,14 @@ class RunProgress:
         return None
 
     def ask_to_save(self) -> None:
-        """Ask the ranks to save a checkpoint, by a file in the run directory; do nothing if the
-        disk is full."""
+        """Ask the ranks to save a checkpoint, by creating the file SAVE in the run directory. Do
+        nothing if the file cannot be created."""
         with contextlib.suppress(OSError):
             (self.path / SAVE).touch()
 
     def withdraw(self) -> None:
-        """Remove a request to save that no rank has seen, so that the next start of the ranks does
-        not obey it."""
+        """Remove the file SAVE if no rank has seen it, so that the ranks do not carry out the
+        request after their next start."""
         with contextlib.suppress(OSError):
             (self.path / SAVE).unlink()
 
@@ -119,19 +118,20 @@ class RunProgress:
 
 
 def _heading(table: list[bytes]) -> str:
-    """Return the first line of the table of ranks, which the ranks write if one of them failed."""
+    """Return the first line of the table of ranks, without "failed: ". Rank 0 writes this table
+    after a failure or a stall."""
     return table[0].decode(errors="replace").removeprefix("failed: ")
 
 
 def _recorded_reason(history: list[bytes]) -> str:
-    """Return the reason in the last line of a history file. Raises KeyError if this line records
-    the beginning of an attempt, not its end."""
+    """Return the reason for the end of an attempt, from the last line of the history file. Raises
+    KeyError if this line records the beginning of an attempt."""
     why = str(json.loads(history[-1])["why"])
     return why.removeprefix("failed: ").removeprefix("stopped: ")
 
 
-# The files in which a start records the reason for its end, and the functions that read the reason
-# from the last lines.
+# The files in which the ranks record why they end. The function for each file reads the reason from
+# its last lines.
 REASONS: Mapping[str, Callable[[list[bytes]], str]] = {
     "stacks/table.txt": _heading,
     "history.jsonl": _recorded_reason,
@@ -139,8 +139,8 @@ REASONS: Mapping[str, Callable[[list[bytes]], str]] = {
 
 
 def _last_lines(path: Path) -> list[bytes]:
-    """Return the lines in the last TAIL_BYTES bytes of a file; the beginning of the first of these
-    lines may be missing. Raises OSError if the file cannot be read."""
+    """Return the lines in the last TAIL_BYTES bytes of a file. The first of these lines may be
+    incomplete. Raises OSError if the file cannot be read."""
     with open_file(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))

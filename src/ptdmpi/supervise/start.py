@@ -1,5 +1,5 @@
-"""One start of the ranks: the process of the launcher, the signals that it gets, and the way in
-which it ended."""
+"""One start of the ranks: the launcher's process, the signals that are sent to it, and how it
+ended."""
 
 import contextlib
 import signal
@@ -12,15 +12,15 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.supervise.guard import Guard, kill_session
 from ptdmpi.supervise.output import LauncherOutput
 
-# Number of seconds in which ranks must end after their launcher has ended.
+# number of seconds within which the ranks must end after their launcher has ended
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The way in which one start of the ranks ended. `code` is the launcher's exit code, or 128 + N
-    if signal N ended the launcher. `failed` is True if a rank has reported an exception or a hang
-    of the program.
+    """How the ranks ended after one start. `code` is the launcher's exit code, or 128 + N if signal
+    N ended the launcher. `failed` is True if a rank has reported an exception or a hang of the
+    program.
     """
 
     code: int
@@ -28,9 +28,9 @@ class Ended:
 
 
 class LauncherStart:
-    """A launcher with its ranks, in a separate session of the operating system, so that Ctrl-C does
-    not reach the launcher. Open MPI's launcher would kill its ranks a quarter of a second after
-    Ctrl-C."""
+    """A launcher with its ranks. The launcher runs in a separate session of the operating system,
+    so that Ctrl-C does not reach it: Open MPI's launcher would kill its ranks a quarter of a second
+    after Ctrl-C."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command`; raise OSError if it cannot be started."""
@@ -50,12 +50,12 @@ class LauncherStart:
         self.output = LauncherOutput(pipes, self.ask_to_stop)
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to save and stop after the current step. The launcher gets the signal
-        SIGUSR1, which it passes to the ranks."""
+        """Ask the ranks to save and stop after the present step. This method sends SIGUSR1 to the
+        launcher, which passes the signal to the ranks."""
         self._send(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Make the launcher end its ranks at once, by SIGTERM."""
+        """Make the launcher end its ranks at once, by sending it SIGTERM."""
         self._send(signal.SIGTERM)
 
     def running(self) -> bool:
@@ -63,12 +63,12 @@ class LauncherStart:
         return self.process.poll() is None
 
     def finish(self, quiet: bool) -> Ended:
-        """Wait until the launcher and all processes of its session on this machine have ended.
-        Return a description of how the launcher ended.
+        """Wait until the launcher has ended, and kill the remaining processes of its session on
+        this machine. Return how the ranks ended.
 
-        The launcher's notices are printed if no rank has reported why the job ended. The notices
-        are not printed if `quiet` is True, or if the exit code says that the run is complete, has
-        an input error, or stopped on request.
+        If no rank has reported why the job ended, print the launcher's notices. Do not print them
+        if `quiet` is True, or if the exit code says that the run is complete, has bad input or
+        stopped on request.
         """
         code = self.process.wait()
         # ranks that outlive the launcher would keep the run directory locked

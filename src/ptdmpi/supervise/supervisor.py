@@ -1,9 +1,8 @@
-"""The supervisor of a job. It starts the ranks, and if some of them are lost, it starts the ranks
-again.
+"""The supervisor of a job. It starts the ranks, and restarts them if some of them are lost.
 
-The supervisor is one process, which runs the launcher and has no training state. After a restart
-the run continues from a checkpoint, or from copies of the state in the memory of the nodes. These
-copies in memory remain when the ranks end.
+The supervisor is one process, which starts the launcher and has no training state. After a restart,
+the run continues from a checkpoint, or from copies of the state in the memory of the nodes, which
+remain when the ranks end.
 """
 
 import contextlib
@@ -30,9 +29,9 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import Ended, LauncherStart
 
-CONFIG = "config.toml"  # the file of the complete configuration, which the ranks write
-AGAIN_S = 5.0  # A second request to stop has an effect only after this number of seconds.
-# Exit code -> the event in the last message; every other code is a failure.
+CONFIG = "config.toml"  # the file to which the ranks write the complete configuration
+AGAIN_S = 5.0  # a further request to stop has an effect only after this number of seconds
+# exit code -> name of the event in the last message; every other code is a failure
 EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -42,9 +41,9 @@ class SupervisedJob:
     """The job to run on `ranks` ranks. `tree` is the content of the configuration file `config`,
     with the values of `settings`.
 
-    If `searched` is True, the ranks search the best layout at their first start. `restarts` is the
-    allowed number of consecutive restarts without a new step. `grow_s` is the number of seconds
-    between two checks whether lost nodes are available again.
+    If `searched` is True, the ranks search for the best layout at their first start. `restarts` is
+    the maximum number of consecutive restarts without a new step. If nodes are lost, the supervisor
+    checks every `grow_s` seconds whether they are available again.
     """
 
     config: str
@@ -59,8 +58,8 @@ class SupervisedJob:
 
 @dataclass(frozen=True)
 class SavedBefore:
-    """The newest checkpoint (a result of `RunProgress.newest_checkpoint`) at the time at which the
-    ranks are asked to save."""
+    """The newest checkpoint (a result of `RunProgress.newest_checkpoint`) when the supervisor asks
+    the ranks to save."""
 
     checkpoint: tuple[str, int] | None
 
@@ -77,11 +76,11 @@ class Supervisor:
         tell: Callable[[str, int, float | None, str], None],
     ) -> None:
         """Prepare the supervisor of `job`. `tell` is a function that sends a message about an event
-        of the run. Its arguments are the name of the event, the last step, the loss of this step,
-        and the reason."""
+        of the run. The arguments of `tell` are the name of the event, the last step, the loss of
+        this step, and the reason."""
         self.job = job
         self._send = tell
-        self._why = ""  # the reason if the supervisor itself ends the run
+        self._why = ""  # the reason, if the supervisor ends the run
         self.place = place
         self.environment = {**environment, COPIES: folder_of_copies()}
         self.progress = RunProgress(Path(job.run.dir), job.run.steps)
@@ -95,15 +94,15 @@ class Supervisor:
         self._requests = 0
         self._asked_s = 0.0
         self._growing = False
-        # To start more ranks, the supervisor first asks for a save. This is the newest checkpoint
-        # before that save; None if no such save was asked for.
+        # Before more ranks are started, the supervisor asks the ranks to save. `_saving_since` is
+        # the newest checkpoint at the time of this request, or None without a request.
         self._saving_since: SavedBefore | None = None
         self._looked_s = 0.0
-        # the last step that was recorded before the ranks were started this time
+        # the last recorded step before the present start of the ranks
         self._first_after = 0
 
     def run(self) -> int:
-        """Start the ranks, again and again until the run has ended; return the exit code of the
+        """Start the ranks, and restart them until the run has ended. Return the exit code of the
         run."""
         for number in REQUESTS:
             signal.signal(number, self._request)
@@ -128,9 +127,9 @@ class Supervisor:
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
-            # The ranks were asked to stop so that more ranks can be started. If the ranks could not
-            # save at the stop, they have the checkpoint that was saved before the stop was
-            # requested.
+            # If `_growing` is True, the ranks were asked to stop so that more ranks can be started.
+            # Even if they could not save when they stopped, the run can continue from the
+            # checkpoint that was saved before.
             if not self._growing or ended.code not in (STOPPED, BAD_INPUT):
                 verdict = self._judge(ended)
                 if verdict is not None:
@@ -161,7 +160,7 @@ class Supervisor:
         self.starts += 1
         self._start = start
         self._first_after = self.progress.newest().step
-        # the request to stop came before the launcher was started, so pass it on now
+        # a request to stop may have arrived before the launcher was started: pass it on now
         if self._requests:
             start.ask_to_stop()
         self._looked_s = time.monotonic()
@@ -175,9 +174,9 @@ class Supervisor:
         return start.finish(quiet=self._requests > 0)
 
     def _words(self) -> list[str]:
-        """Return the arguments of `ptdmpi train` that name the configuration and its settings. If
-        the ranks have searched the layout at their first start, later starts read the layout from
-        the run directory, so that the search and its measurements are not repeated.
+        """Return the arguments of `ptdmpi train` for the configuration and its settings. If the
+        first start has searched for a layout, later starts read this layout from the run directory,
+        so that the search and its measurements are not repeated.
         """
         settings = [word for setting in self.job.settings for word in ("--set", setting)]
         if not self.job.searched:
@@ -187,9 +186,9 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the settings that this start of the ranks has in addition to the settings of the
-        first start. A later start resumes the run, may use a layout for fewer ranks, and does not
-        measure kernels again.
+        """Return the settings that this start needs in addition to the settings of the first start.
+        A later start resumes the run, does not measure kernels again, and may use a layout for
+        fewer ranks.
         """
         settings = []
         if self.starts:
@@ -210,7 +209,7 @@ class Supervisor:
         return done is not None and (ended.code == 0 or done >= self.job.run.steps)
 
     def _judge(self, ended: Ended) -> int | None:
-        """Return the exit code of the run if the ranks are not started again; otherwise return
+        """Return the exit code of the run if the ranks must not be restarted; otherwise return
         None."""
         step = self.progress.newest().step
         asked = self._requests > 0
@@ -222,17 +221,16 @@ class Supervisor:
             self._say(verdict.why)
         return verdict.code
 
-    # -- fewer ranks after a loss, and more ranks later
-    # ---------------------------------------------
+    # -- fewer ranks after a loss, and more ranks later ------------------------------------------
 
     def _fitting(self, room: int) -> int:
-        """Return the largest number of ranks on which the run can continue. This number is at most
-        `room`, and at most the number of ranks of the job. Return 0 if the run cannot continue on
-        any number of ranks.
+        """Return the largest number of ranks on which the run can continue: at most `room`, and at
+        most the number of ranks of the job. Return 0 if the run cannot continue on any of these
+        numbers.
 
-        With fewer ranks only the data axis becomes smaller, so the optimizer's update stays the
-        same. If the data-parallel method lets replicas differ, the number of ranks cannot shrink,
-        because the method depends on the number of replicas.
+        With fewer ranks, only the data axis becomes smaller, so the optimizer's updates stay the
+        same. If replicas may differ under the data-parallel method, the number of ranks must not
+        change, because the results of the method depend on the number of replicas.
         """
         if room >= self.job.ranks:
             return self.job.ranks
@@ -244,8 +242,8 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """If ranks or nodes were lost before, and more ranks fit again, ask the ranks to save.
-        After this save, ask the ranks to stop, so that more ranks can be started."""
+        """If ranks or nodes were lost, and more ranks fit again now, ask the ranks to save. After
+        this save, ask them to stop, so that more ranks can be started."""
         if self._growing or self._requests:
             return
         before = self._saving_since
@@ -268,9 +266,8 @@ class Supervisor:
             self.progress.ask_to_save()
 
     def _training(self) -> int:
-        """Return the number of ranks that train now. This number is smaller than the number of
-        started ranks if ranks were lost and the run has continued without them (`run.on_failure =
-        "shrink"`).
+        """Return the number of ranks that train now. If ranks were lost and the run has continued
+        without them (`run.on_failure = "shrink"`), it is smaller than the number of started ranks.
         """
         newest = self.progress.newest()
         if newest.step > self._first_after:
@@ -278,15 +275,14 @@ class Supervisor:
         return self._that_train(self.ranks)
 
     def _that_train(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks train. The other ranks are spare ranks."""
+        """Return how many of `ranks` ranks train. The others are spare ranks."""
         return ranks - self.job.run.spare_ranks
 
-    # -- requests to stop, and lines that the supervisor prints
-    # -------------------------------------------------------
+    # -- requests to stop, and lines that the supervisor prints ----------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: pass the request to stop on to the ranks. After the third request, end
-        the ranks at once."""
+        """Handle a signal: ask the ranks to stop. After the third request, end the ranks at
+        once."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return
@@ -298,7 +294,7 @@ class Supervisor:
             start.ask_to_stop()
         elif start is not None:
             start.end()
-        # print last, because printing waits for the reader of the output
+        # print last, because printing may block until the output is read
         if self._requests == 1:
             self._say(f"{name}: stopping after this step, and saving; once more stops it at once")
 
@@ -320,7 +316,7 @@ class Supervisor:
     def _say(self, line: str) -> None:
         text = f"ptdmpi run: {line}"
         self.progress.log(text)
-        # Python raises RuntimeError if a signal has interrupted the printing of another line
+        # Python raises RuntimeError if the signal arrived while another line was being printed
         with contextlib.suppress(BrokenPipeError, RuntimeError):
             put(text, sys.stderr)
 

@@ -1,9 +1,9 @@
 """The heartbeat: a thread of each rank that reports the rank's progress to rank 0, even if the main
 thread hangs.
 
-Rank 0 has a table with the newest reports of all ranks. After a stall or a failure, rank 0 prints
-what each rank is doing, and for which ranks the others wait. Rank 0 also makes every rank write the
-stacks of its threads, and then ends the job. Rank 1 watches rank 0 (`deputy`).
+Rank 0 has a table with the newest report of each rank. After a stall or a failure, rank 0 prints
+what each rank is doing, and for which ranks it waits. Rank 0 also makes every rank write the stacks
+of its threads to a file. Then rank 0 ends the job. Rank 1 monitors rank 0 (`deputy.py`).
 """
 
 import atexit
@@ -44,14 +44,14 @@ from ptdmpi.watch.whereabouts import (
 from ptdmpi.watch.wires import Wires
 
 # Waiting counts as a stall only if it takes more than STALL_STEPS times as long as the longest of
-# the last training steps. During a save, a validation or the start-up, a single operation may take
-# long without an error, so the time limit is PATIENCE times longer.
+# the last training steps. During the start-up, a save or a validation, the time limit is PATIENCE
+# times longer, because a single operation may take long there without an error.
 STALL_STEPS = 5
 PATIENCE = 10
-# Some launchers deliver a signal twice. If a signal arrives more than SECOND_SIGNAL_S seconds after
-# the first signal, the user has sent a second request.
+# Some launchers deliver a signal twice. Only a signal that arrives at least SECOND_SIGNAL_S seconds
+# after the first signal counts as a second request of the user.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # Signals to one rank within this number of seconds are treated as one signal.
+DUPLICATE_S = 0.5  # signals to one rank within this number of seconds count as one signal
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
 # the messages that rank 0 sends to the other ranks
@@ -59,8 +59,8 @@ ALIVE, WRITE_STACKS = "I am alive", "write your stacks"
 
 
 class Heartbeat:
-    """The heartbeat thread of one rank, and the data that the thread uses. All ranks create their
-    `Heartbeat` together; after that, each rank calls `start`."""
+    """The heartbeat thread of one rank, and the data that the thread uses. All ranks must create
+    their `Heartbeat` at the same time; then each rank calls `start`."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Heartbeat:
         thread."""
         if not Mailbox.works_in_a_thread():
             return False
-        # MPI is finalized at exit, and no thread may call it afterwards
+        # MPI is finalized at exit, and no thread may call MPI afterwards
         atexit.register(self.close)
         if self.axes.world.rank == 1:
-            # rank 0 is alive now, because it has just created its heartbeat together with all ranks
+            # rank 0 is alive now, because all ranks have just created their heartbeats together
             self.deputy.hear(time.monotonic())
         self._thread.start()
         return True
@@ -109,8 +109,7 @@ class Heartbeat:
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        # if this rank's transports were aborted because of a failure, this failure may have caused
-        # `error`
+        # the failure after which this rank's transports were aborted may have caused `error`
         wires = self.wires.failed
         cause = f"; {wires}" if wires not in first else ""
         self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")
@@ -119,24 +118,23 @@ class Heartbeat:
             self._thread.join(COLLECT_S + 3 * BEAT_S)
 
     def finish(self) -> None:
-        """End the heartbeat normally, after the training. All ranks call this method; rank 0 waits
-        for the last report of every rank."""
+        """End the heartbeat normally, after the training. All ranks must call this method. Rank 0
+        waits for the last report of each rank."""
         if not self._thread.is_alive():
             return
         self.close()
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # while this rank was still training, the thread may already have received the last reports
-        # of other ranks
+        # the thread may have received the last reports of some ranks while rank 0 was still
+        # training
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:
-        """End the thread without sending a message to other ranks. `close` may be called several
-        times."""
+        """End the thread without a message to other ranks. `close` may be called several times."""
         self._ended.set()
         if self._thread.is_alive():
             self.signals.wake()
@@ -149,9 +147,9 @@ class Heartbeat:
             try:
                 self._beat()
             except MPI.Exception:
-                # MPI raises an exception if a rank was lost. The remaining ranks make a new world,
-                # with a new heartbeat. The transports are aborted, because the main thread may be
-                # waiting for its device, and the device may be waiting for the lost rank.
+                # MPI raises an exception if a rank was lost. The remaining ranks then create a new
+                # world with a new heartbeat. Abort the transports: the main thread may be waiting
+                # for its device, and the device may be waiting for the lost rank.
                 self.axes.abort()
                 return
             except Exception as error:  # a device that has failed raises an error at every call
@@ -160,10 +158,9 @@ class Heartbeat:
                 self._ignore_device(error)
 
     def _ignore_device(self, error: Exception) -> None:
-        """Report an error of the device, or of the device's library, as this rank's failure. After
-        this call, the heartbeat queries only the host, not the device.
-
-        The main thread either raises the same error or hangs.
+        """Report an error of the device, or of the device's library, as the failure of this rank.
+        The main thread either raises the same error or hangs. After this call, the heartbeat
+        queries only the host, not the device.
         """
         self.wires.deaf = True
         self.place.forget_device()
@@ -173,8 +170,8 @@ class Heartbeat:
         self.axes.abort()
 
     def _beat(self) -> None:
-        """Wait for a signal or the next heartbeat. Then report to rank 0 and receive messages; rank
-        0 also looks for failures and stalls.
+        """Wait until a signal arrives or a heartbeat is due. Then send a report to rank 0 and
+        receive messages. Rank 0 also looks for failures and stalls.
         """
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
@@ -208,7 +205,7 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job from rank 1, because rank 0 is silent. Before this, give all other ranks time
+        """End the job from rank 1, because rank 0 is silent. Before that, give all other ranks time
         to write their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
@@ -218,8 +215,8 @@ class Heartbeat:
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
-        """Carry out the decisions of rank 0's judge: request stacks, print the table, or end the
-        job."""
+        """On rank 0, do what the judge has decided: request the stacks of all ranks, print the
+        table, or end the job."""
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
                 self.mailbox.send(WRITE_STACKS, rank)
@@ -254,8 +251,8 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
-        """Write the stacks of this rank's threads, unless the disk is full or fails. The table of
-        ranks must be printed even if the stacks cannot be written."""
+        """Write the stacks of this rank's threads to a file. An error of the disk is ignored,
+        because the table of ranks must be printed even if the stacks cannot be written."""
         with contextlib.suppress(OSError):
             self._write_stack_file(self.deputy.directory / "stacks")
 
@@ -271,11 +268,11 @@ class Heartbeat:
 
 
 class Judge:
-    """Rank 0's table of the reports of all ranks, and the decision whether the job must end. Other
-    ranks have no such table. `say` prints and logs a line.
+    """The table with the newest report of each rank, and the decision whether the job must end.
+    Only rank 0 has a `Judge`. `say` is a function that prints and logs a line.
 
-    If `stall_s` is 0, waiting is never treated as a stall. `step_s` is the duration in seconds of
-    the longest of the last steps.
+    `stall_s` is the number of seconds of waiting after which the job must end; if it is 0, waiting
+    never counts as a stall. `step_s` is the duration of the longest of the last steps, in seconds.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
@@ -312,8 +309,8 @@ class Judge:
         self._awake_s = 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
-        """Store a report of `rank` in the table, and react to new signals and failures in the
-        report."""
+        """Store a report of `rank` in the table. If the report has new signals or a failure, react
+        to them."""
         known = len(self.table[rank].report.signals)
         self.table[rank] = Seen(report, now_s)
         for number, age_s in report.signals[known:]:
@@ -322,8 +319,8 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Look for failures and stalls in the table. Return True exactly once: when a failure or a
-        stall is found, so that all ranks must write their stacks."""
+        """Look for failures and stalls in the table. Return True when the first failure or stall is
+        found, and False in all later calls. After True, all ranks must write their stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
@@ -345,8 +342,8 @@ class Judge:
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Return True if every rank that still reports has written its stacks, or if the time limit
-        for writing stacks is over.
+        """Return True if every rank that still sends reports has written its stacks, or if the time
+        limit for writing stacks has passed.
         """
         begun_s = self._deadline_s - COLLECT_S
         missed_s = MISSED_BEATS * self.ranks.beat_s
@@ -384,8 +381,8 @@ class Judge:
         self.ended(headings[0])
 
     def compute_s(self) -> dict[int, float]:
-        """Return the seconds of each rank's own work in a step, by rank. Return an empty table
-        until all ranks have reported these seconds."""
+        """Return a dict: rank -> seconds of the rank's own work in a step. Return an empty dict
+        until all ranks have reported this number."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 
@@ -393,7 +390,7 @@ class Judge:
         return self.table[rank].report.failure or (0.0, "")
 
     def _stalls(self, now_s: float) -> bool:
-        """Return True if, for longer than the limit, no rank has begun a new activity."""
+        """Return True if no rank has begun a new activity for longer than the time limit."""
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
         quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
         frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)
@@ -402,15 +399,15 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # a rank that reports may be busy for long without an error; a frozen rank no longer
-        # reports, so its phase is out of date
+        # Outside the training, a rank may be busy for a long time without an error. The phase of a
+        # frozen rank is not used: it no longer sends reports, so its phase is out of date.
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
     def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
-        """Print a line for the first signal that the user sends. After a second signal, decide to
-        stop the job at once."""
+        """Print a line after the user's first signal. After the second signal, decide to stop the
+        job at once."""
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
@@ -428,12 +425,12 @@ class Judge:
         for rank in sorted(silent - self._called_silent.keys()):
             seen = self.table[rank]
             self.say(
-                f"warning: {self.ranks.name(rank)} was not heard of for {now_s - seen.at_s:.0f} s; "
+                f"warning: {self.ranks.name(rank)} has not reported for {now_s - seen.at_s:.0f} s; "
                 f"last in step {seen.report.step}: {describe(seen.report)}"
             )
         for rank in sorted(self._called_silent.keys() - silent):
             away_s = now_s - self._called_silent.pop(rank)
-            self.say(f"{self.ranks.name(rank)} is heard of again, after {away_s:.0f} s")
+            self.say(f"{self.ranks.name(rank)} reports again after {away_s:.0f} s")
         for rank in silent:
             self._called_silent.setdefault(rank, self.table[rank].at_s)
 
@@ -445,4 +442,4 @@ def _answer(number: int) -> str:
             "stops after this step, unless mpirun kills the ranks before: it waits a quarter of a "
             "second; `ptdmpi run` waits until the state is saved"
         )
-    return "stops after this step; one more from 5 s on stops it at once"
+    return "stops after this step; a second signal after 5 s stops it at once"

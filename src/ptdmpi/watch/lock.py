@@ -7,18 +7,20 @@ from pathlib import Path
 from ptdmpi.base.lock import FileLock
 from ptdmpi.config import InputError
 
-# A job that Slurm has requeued may start before the previous job has ended. NFS releases the locks
-# of a dead node after 90 s.
+# A run waits this long for the lock. A job that Slurm has requeued may start before the previous
+# job has ended, and NFS releases the locks of a dead node only after 90 s.
 WAIT_S = 100.0
 POLL_S = 0.5
 
 
 class RunLock:
-    """The lock on the file `lock` in a run directory, until `close` or the end of the process.
+    """A lock on the file `lock` in a run directory. The process holds the lock until `close` is
+    called or the process ends.
 
-    The file contains the name of the process that has the lock. On a file system that has no locks,
-    every process gets the lock. The constructor raises InputError if another run keeps the lock for
-    `wait_s` seconds, or if the directory cannot be written.
+    The file contains the name of the process that has the lock. If the file system does not support
+    locks, every process gets the lock. The constructor waits up to `wait_s` seconds for the lock.
+    It raises InputError if another run still has the lock after this time, or if the directory
+    cannot be written.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None], wait_s: float = WAIT_S) -> None:

@@ -1,5 +1,5 @@
-"""The monitoring of a run on one rank: the rank's progress, its heartbeat, requests to stop or
-save, the lock of the run directory, and the search for slow ranks."""
+"""The monitoring of a run on one rank: progress, heartbeat, requests to stop or save, the lock of
+the run directory, and the search for slow ranks."""
 
 import os
 import statistics
@@ -22,10 +22,11 @@ LAST_STEPS = 100  # number of last steps whose durations are stored
 
 class Lookout:
     """The objects that monitor a run on one rank: the heartbeat, the requests to stop or save, and
-    the lock of the run directory. All ranks create their `Lookout` together.
+    the lock of the run directory. All ranks must create their `Lookout` at the same time.
 
-    `place` is the present activity of the rank, which the training loop and the engine record.
-    `durations` has the durations of the last steps in seconds. `say` prints and logs a line.
+    `place` is the present activity of the rank; the training loop and the engine update it.
+    `durations` is a list of the durations of the last steps, in seconds. `say` is a function that
+    prints and logs a line.
     """
 
     def __init__(
@@ -72,22 +73,23 @@ class Lookout:
         world.last_words = self.heartbeat.failed
 
     def take_lock(self) -> None:
-        """Lock the run directory, before a file in it is read. Only rank 0 calls this method.
+        """Lock the run directory. Only rank 0 calls this method, before it reads a file in the
+        directory.
 
-        Raise InputError if another run has the lock, because that run may be writing into the
+        Raise InputError if another run has the lock, because that run may be writing to the
         directory.
         """
         self._lock = RunLock(self.path, self.requests.signals.show)
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
-        """Record a completed step. `compute_s` is the number of seconds of this rank's own work,
-        and `elapsed_s` the number of seconds of the whole step."""
+        """Record a completed step. The step took `elapsed_s` seconds, and this rank's own work in
+        the step took `compute_s` seconds."""
         self.place.compute_s.append(compute_s)
         self.requests.stepped(elapsed_s)
 
     def usual_s(self, elapsed_s: float) -> float:
-        """Record a step that took `elapsed_s` seconds. Return the median duration of the last
-        steps."""
+        """Record that a step took `elapsed_s` seconds. Return the median duration of the last
+        steps, in seconds."""
         self.durations.append(elapsed_s)
         if self.judge is not None:
             self.judge.step_s = max(self.durations)
@@ -99,11 +101,11 @@ class Lookout:
         return [] if self.slow is None else self.slow.after(step)
 
     def vote(self, memory_bytes: int) -> Asked:
-        """Vote with all ranks, after a step, whether to stop and whether to save. Return the result
-        of the vote, which is the same on all ranks.
+        """Let all ranks vote, after a step, whether to stop and whether to save. All ranks must
+        call this method. Return the result, which is the same on all ranks.
 
-        `memory_bytes` is the peak memory of this rank; the result has the greatest peak memory of
-        all ranks. A vote needs only one small collective message.
+        `memory_bytes` is the peak memory of this rank; the result contains the greatest peak memory
+        of all ranks. A vote needs only one small collective.
         """
         world = self.axes.world
         ballot = self.requests.mine(world.rank)
@@ -117,8 +119,8 @@ class Lookout:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Record that the training loop prints the reason for the stop, so that rank 0's judge does
-        not print it again."""
+        """Record that the training loop prints the reason for the stop. The judge on rank 0 then
+        does not print it again."""
         if self.judge is not None:
             self.judge.stopping = True
 
@@ -128,8 +130,8 @@ class Lookout:
         self.heartbeat.finish()
 
     def close(self) -> None:
-        """End the heartbeat's thread and release the run directory, independently of all other
-        ranks. `close` may be called several times."""
+        """End the heartbeat thread and release the lock of the run directory, without communication
+        with other ranks. `close` may be called several times."""
         self.heartbeat.close()
         if self._lock is not None:
             self._lock.close()

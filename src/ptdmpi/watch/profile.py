@@ -1,5 +1,5 @@
-"""Profiles of a few steps: a trace by torch's profiler and a memory history for each chosen
-rank."""
+"""Profiles of a few steps: a trace of torch's profiler and a memory history, for each rank in
+`run.profile_ranks`."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ class Profile:
     """The profiler of one rank, which records a few steps. If `run.profile_steps` is "10:12", the
     profile covers steps 10 to 12.
 
-    The profile is written into the folder `profile/` of the run directory. If the profile cannot be
+    The profile is written to the folder `profile/` in the run directory. If the profile cannot be
     written, the profiler prints a warning, and the run continues.
     """
 
@@ -91,8 +91,9 @@ class Profile:
 
 
 def memory_events(trace: Path) -> list[dict[str, Any]]:
-    """Return each allocation and release of memory in a trace, in the order of time. Each entry is
-    (time in microseconds, bytes, new total in bytes); the bytes are negative for a release."""
+    """Return all allocations and releases of memory in a trace, sorted by time. Each entry is a
+    dict with the keys "us" (time in microseconds), "bytes" (negative for a release) and
+    "total_bytes" (the new total)."""
     events = json.loads(trace.read_bytes())["traceEvents"]
     memory = [
         {"us": event["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}

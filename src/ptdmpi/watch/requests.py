@@ -1,8 +1,8 @@
 """Requests to stop the run or to save a checkpoint. A request comes from a signal, from a file in
 the run directory, or from the time limit of the run.
 
-Each rank records the requests that it receives. After each step, all ranks vote by one small
-collective message, so that they stop after the same step.
+Each rank records the requests that it receives. After each step, all ranks vote in one small
+collective, so that all stop after the same step.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from ptdmpi.config import SharedInputError
 # the exit code (EX_TEMPFAIL) of a run that has saved and stopped on request; the same command
 # resumes the run
 STOPPED_EXIT_CODE = 75
-# SIGINT comes from Ctrl-C, and SIGHUP from a closed terminal. Under a launcher, only the launcher
-# gets these two signals.
+# SIGINT is sent by Ctrl-C, and SIGHUP when a terminal is closed. If a launcher started the ranks,
+# only the launcher gets these two signals.
 SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-# Seconds between two checks of rank 0 for the files STOP and SAVE. On a parallel file system each
-# check sends a message over the network.
+# Rank 0 checks at most once per LOOK_S seconds whether the files STOP and SAVE exist, because on a
+# parallel file system each check sends a message over the network.
 LOOK_S = 1.0
-# Fraction of `max_minutes` that is reserved for a save until the duration of a save is known.
+# fraction of `max_minutes` that is reserved for a save, as long as no save has been timed
 FIRST_SAVE_SHARE = 0.05
 
-# In a vote, each reason to stop is a number, and the greatest number is the result. The numbers
-# from _FIRST_SIGNAL on stand for signals.
+# In a vote, each reason to stop is a number, and the result is the greatest number. Numbers from
+# _FIRST_SIGNAL on represent signals.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
@@ -57,25 +57,25 @@ class Save(IntEnum):
     number of all ranks."""
 
     NO = 0
-    DUE = 1  # `save_minutes` have passed; treated like a save at a multiple of `every_steps`.
-    NOW = 2  # A user has requested a save; if the save fails, the run continues.
-    LAST = 3  # The run ends after this save, and fails if the save fails.
+    DUE = 1  # `save_minutes` have passed; treated like a regular save every `every_steps` steps
+    NOW = 2  # a user has requested a save; if the save fails, the run continues
+    LAST = 3  # the run ends after this save; if the save fails, the run fails
 
 
 class StopRequest:
-    """A context in which this process records the signals in SIGNALS, instead of being ended by
-    them.
+    """A context in which the signals in SIGNALS do not end this process, but are recorded.
 
-    After the context, the process ignores these signals. A signal that the process already ignores
-    (because of nohup, or in a shell's background) stays ignored. A signal handler in Python runs
-    only after the main thread has returned from MPI, which may never happen. Therefore each signal
-    also writes a byte to a pipe, which the heartbeat's thread reads.
+    After the context, the process ignores these signals. If the process already ignores SIGHUP or
+    SIGINT (because of nohup, or because it is a background job of a shell), the signal remains
+    ignored. Python runs a signal handler only after the main thread has returned from an MPI call,
+    which may never happen. Therefore each signal also writes a byte to a pipe, which the heartbeat
+    thread reads.
     """
 
     def __init__(self) -> None:
-        # The first signal that this process has received.
+        # the first signal that this process has received
         self.received: signal.Signals | None = None
-        self.unread = False  # True if no process reads the output of this process.
+        self.unread = False  # True if no process reads the output of this process any longer
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
         # a full pipe must not block a signal handler (signal.set_wakeup_fd requires this)
@@ -97,8 +97,7 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # the process is about to end, and a late duplicate of a signal must not change its exit
-        # code
+        # the process is about to end: a late duplicate of a signal must not change its exit code
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
@@ -109,8 +108,8 @@ class StopRequest:
     def show(self, line: str) -> None:
         """Print a line.
 
-        If no process reads the output any more (for example after `| head`), request that the run
-        stops, and discard all further output.
+        If no process reads the output any longer (for example after `| head`), record a request to
+        stop the run, and discard all further output.
         """
         try:
             put(line, sys.stdout)
@@ -122,8 +121,7 @@ class StopRequest:
         """Return the signals that were received since the last call. If no signal was received,
         wait until a signal arrives, until `wake` is called, or until `limit_s` seconds have passed.
 
-        Only a single thread may call this method. The thread that calls this method must not be the
-        main thread.
+        Only one thread may call this method, and it must not be the main thread.
         """
         select.select([self._out], [], [], limit_s)
         try:
@@ -133,7 +131,7 @@ class StopRequest:
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 
     def wake(self) -> None:
-        """Make a call of `wait` in another thread return now."""
+        """Make a running call of `wait` in another thread return at once."""
         os.write(self._in, b"\0")
 
 
@@ -147,7 +145,8 @@ class Ballot(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """The result of a vote. `stop` is the reason to stop; it is empty if the run continues."""
+    """The result of a vote. `stop` is the reason to stop; it is empty if the run continues.
+    `peak_memory_bytes` is the greatest peak memory of all ranks."""
 
     stop: str
     save: Save
@@ -155,20 +154,20 @@ class Asked:
 
 
 class _Files(NamedTuple):
-    """The files that request something: `stop` is True if the file STOP is in the run directory,
-    `save` if the file SAVE is."""
+    """The request files in the run directory: `stop` is True if the file STOP exists, and `save` is
+    True if the file SAVE exists."""
 
     stop: bool
     save: bool
 
 
 class Requests:
-    """The requests to stop or save that this rank has received. Rank 0 also checks the clock and
-    looks for the files STOP and SAVE.
+    """The requests to stop or save that this rank has received. Rank 0 also checks the time limits,
+    and looks for the files STOP and SAVE.
 
-    `directory` is the run directory. `max_minutes` (0: no limit) is the time limit from the start
-    of the process; the run stops when another step and a save would no longer fit into the limit. A
-    save is due each time that `save_minutes` minutes have passed (0: never).
+    `directory` is the run directory. `max_minutes` is the time limit, counted from the start of the
+    process (0: no limit). The run stops if another step and a save would exceed the limit. A save
+    is due every `save_minutes` minutes (0: never).
     """
 
     def __init__(
@@ -226,8 +225,8 @@ class Requests:
         return [reason for reason, applies in reasons.items() if applies]
 
     def reason(self, stop: int) -> str:
-        """Return a text for the reason to stop that is the result of a vote. `stop` is the greatest
-        `stop` of all ballots.
+        """Return the reason to stop, as text. `stop` is the result of the vote: the greatest `stop`
+        of all ballots.
 
         Raise SharedInputError, on every rank, if the run directory no longer exists.
         """
@@ -254,10 +253,8 @@ class Requests:
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """On rank 0, remove the file `name` from the run directory, so that its request is obeyed
-        only once.
-
-        A directory with this name is not a request, and is not removed.
+        """On rank 0, remove the request file `name` from the run directory, so that the request is
+        carried out only once. A directory with this name is not a request, and is not removed.
         """
         with contextlib.suppress(OSError):
             (self.directory / name).unlink()
@@ -287,7 +284,7 @@ class Requests:
     def _late(self) -> bool:
         """Return True if one more step, with a save after it, might end after the time limit.
 
-        Return False before the first step, so that a run that is started repeatedly makes progress.
+        Return False before the first step, so that each start of a run trains at least one step.
         """
         if not self.limit_s or not self.steps:
             return False

@@ -1,4 +1,4 @@
-"""Detection of ranks that compute slowly, compared with ranks that do the same work."""
+"""Detection of slow ranks: ranks that compute more slowly than other ranks with the same work."""
 
 import math
 import statistics
@@ -12,18 +12,18 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-# a rank is slow if its own work takes this many times as long as the median work of its peers
+# a rank is slow if its own work takes more than this many times the median of its peers
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0  # minimum number of seconds between two printed lines about slow ranks
 MOST_PRINTED = 8
 
 
 class SlowRanks:
-    """Rank 0's search for slow ranks. It compares the times that all ranks have reported for their
-    own work.
+    """The search for slow ranks, on rank 0. It compares the time of each rank's own work, which all
+    ranks report.
 
-    If `shares_cores` is True, no rank is reported as slow. In that case there are more threads than
-    cores, and the operating system slows down different ranks at different moments.
+    If `shares_cores` is True, a host has more threads than cores, and no rank is reported as slow,
+    because the operating system then slows down different ranks at different times.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class SlowRanks:
         self._said_s = -math.inf
 
     def after(self, step: int) -> list[dict[str, Any]]:
-        """Return the slow ranks, for the record of `step`. Print a line about the slow ranks, at
-        most every SLOW_EVERY_S seconds."""
+        """Return the slow ranks, for the record of `step`. Also print a line about them, but at
+        most once per SLOW_EVERY_S seconds."""
         # compare once in COMPUTE_STEPS steps, so that two consecutive medians of COMPUTE_STEPS
         # steps have no step in common
         if step % COMPUTE_STEPS or self.shares_cores:
@@ -60,12 +60,12 @@ class SlowRanks:
 def slow_ranks(
     compute_s: Mapping[int, float], grid: Grid, threshold: float
 ) -> list[tuple[int, float]]:
-    """Return (rank, factor) for each slow rank, the slowest first; the factor says how many times
-    as long the rank takes as its peers.
+    """Return (rank, factor) for each slow rank, the slowest first. The factor is the time of the
+    rank divided by the median time of its peers.
 
-    `compute_s` maps each rank to the seconds of the rank's own work in a step. A slow rank takes
-    more than `threshold` times the median of its peers, which are the ranks at the same position of
-    the pipeline axis. The median is the lower median, so that in a pair of ranks the slower rank is
+    `compute_s` maps each rank to the seconds of the rank's own work in a step. The peers of a rank
+    are all ranks at the same position of the pipeline axis. A rank is slow if its factor is greater
+    than `threshold`. The median is the lower median, so that in a pair of ranks the slower one is
     compared with the faster one.
     """
     peers: dict[int, list[int]] = defaultdict(list)
@@ -73,8 +73,7 @@ def slow_ranks(
         peers[grid.coordinates(rank)["pipeline"]].append(rank)
     slow: list[tuple[int, float]] = []
     for group in peers.values():
-        # the median is used instead of the mean, because a slow rank would increase the mean with
-        # which it is compared
+        # use the median and not the mean, because a slow rank would increase the mean
         usual_s = statistics.median_low(compute_s[rank] for rank in group)
         slow += [
             (rank, compute_s[rank] / usual_s)

@@ -1,5 +1,5 @@
-"""Time measurement of the work of a rank as spans, and the rank's present activity, which the
-heartbeat reports."""
+"""Measurement of a rank's work as a list of spans of time, and the rank's present activity, which
+the heartbeat reports."""
 
 import time
 from collections import deque
@@ -8,25 +8,25 @@ from typing import NamedTuple
 from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
 
-COMPUTE_STEPS = 20  # number of steps; the time of a rank's own work is the median over these steps
+COMPUTE_STEPS = 20  # the time of a rank's own work is the median over this number of steps
 
 
 class Doing(NamedTuple):
     """What a rank does at one moment.
 
-    `kind` and `op` have the same meaning as in a `Span`. `peer` is the pipeline rank from which
-    this rank waits for a message, or None.
+    `kind` and `op` have the same meaning as in `plan.schedule.simulate.Span`. If the rank waits for
+    a message, `peer` is the pipeline rank that must send it; otherwise `peer` is None.
     """
 
     kind: str
     op: str
     peer: int | None
-    since_s: float  # the time when the activity began, by time.perf_counter
+    since_s: float  # time at which the activity began, as returned by time.perf_counter
 
 
 class _UnderWay(NamedTuple):
-    """Work that the host has given to a device: the host's activity `doing` at that time, and the
-    marks (device events) before and after the work.
+    """Work that the host has launched on a device. `doing` is the activity of the host at that
+    time. `begin` and `end` are marks (device events) before and after the work.
     """
 
     doing: Doing
@@ -38,9 +38,9 @@ class Place:
     """The present activity of a rank in its run. The main thread writes the attributes, and the
     heartbeat's thread reads them.
 
-    `doing` is the activity of the host. The attribute `doing` is always replaced by a new object,
-    so a reader never sees an inconsistent one. `phase` is "start-up", "training", "validation",
-    "saving" or "ending"; `step` is the number of the present step, from 1 on; `compute_s` are the
+    `doing` is the activity of the host. A change always replaces the whole object, so a reader
+    never sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or
+    "ending". `step` is the number of the present step, counted from 1. `compute_s` lists the
     seconds of this rank's own work in each of the last steps.
     """
 
@@ -52,18 +52,18 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Store the two marks (device events) around work that the host has given to the device,
-        until the device has finished this work."""
+        """Store the marks (device events) before and after work that the host has launched on the
+        device. They are removed when the device has finished the work."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
             self._under_way.append(_UnderWay(doing, begin, end))
 
     def now(self) -> Doing:
-        """Return the activity of the oldest work that the device has not finished; if there is no
-        such work, return the activity of the host.
+        """Return the present activity. If the device has unfinished work, return the activity of
+        the oldest such work; otherwise return the activity of the host.
 
-        Any thread may call this method, which never waits for the device.
+        Any thread may call this method. It never waits for the device.
         """
         # copy the queue in a single operation of the interpreter, because the main thread may
         # change it at any time
@@ -74,18 +74,19 @@ class Place:
         return self.doing
 
     def forget_device(self) -> None:
-        """Let all later calls of `now` return only the activity of the host."""
+        """Ignore the device from now on: all later calls of `now` return the activity of the
+        host."""
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
-        """Begin `phase`. Until the next span begins, the recorded activity is empty."""
+        """Begin the phase `phase`. The recorded activity is empty until the next span begins."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 
 
 class Spanned:
-    """A context that measures the work inside it as one span. This is a class and not a generator,
-    because a generator would be slower, and a rank has thousands of spans per second."""
+    """A context that measures the work inside it as one span. It is a class and not a generator
+    function, because a generator would be slower, and a rank has thousands of spans per second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 
@@ -105,8 +106,8 @@ class Spanned:
 
 
 class _Marked(NamedTuple):
-    """A span whose times may not be known yet, because the device has not finished the span's
-    work."""
+    """A span whose times may still be unknown, because the device has not finished the work of the
+    span."""
 
     kind: str
     op: str
@@ -136,7 +137,7 @@ class Stopwatch:
 
     @property
     def spans(self) -> list[Span]:
-        """Return all spans in the order of their ends. Call this method only after the device has
+        """Return all spans, sorted by their ends. Call this method only after the device has
         reached the marks (device events) of all spans."""
         return [
             Span(rank=self.rank, kind=kind, op=op, start_s=begin.at_s(), end_s=end.at_s())
@@ -145,6 +146,6 @@ class Stopwatch:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds that the rank has spent in ops of the pipeline schedule. Call this
+        """Return the seconds that the rank has spent on the ops of the pipeline schedule. Call this
         method only after the device has reached the marks (device events) of all spans."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 from ptdmpi.plan.layout.grid import Grid
 
-# A rank reports once per BEAT_S seconds. If there are many ranks, each rank reports less often, so
-# that rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about 20
-# microseconds, so rank 0 needs at most half a percent of one core's time for reading.
+# A rank sends a report every BEAT_S seconds. If there are many ranks, each rank sends reports less
+# often, so that rank 0 reads at most REPORTS_PER_S reports per second. Reading a report takes about
+# 20 microseconds, so rank 0 spends at most 0.5 % of one core on reading.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats is called silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed this number of heartbeats is treated as stopped (suspended):
-# its last report is ignored, so it is not treated as waiting for another rank. Rank 0 does not wait
-# for the stacks of such a rank.
+# In a stall, a rank that has missed this number of heartbeats counts as stopped (suspended). Its
+# last report is ignored, so it does not count as waiting for another rank. Rank 0 does not wait for
+# the stacks of a stopped rank.
 MISSED_BEATS = 3
-# A busy machine may delay a thread by this number of seconds, so a shorter silence does not
-# indicate an error.
+# A busy machine may delay a thread by up to this number of seconds, so a shorter silence is not a
+# sign of an error.
 LEAST_SILENCE_S = 5.0
 # Maximum number of rows of the table that is printed on the terminal. The table in the file has all
 # rows.
@@ -32,21 +32,21 @@ TERMINAL_ROWS = 40
 class Report(NamedTuple):
     """A rank's report about its own activity.
 
-    Instead of times, a report contains ages in seconds at the moment of sending, because the clocks
-    of the hosts differ.
+    A report does not contain points in time, because the clocks of the hosts differ. It contains
+    ages: seconds from an event to the sending of the report.
     """
 
     phase: str
     step: int
     kind: str  # kind of the present span: "forward", "receive", ...
     op: str
-    peer: int | None  # The pipeline rank from which this rank waits for a message.
-    axis: str  # The group (such as an axis) in whose collective the rank is now, or "".
+    peer: int | None  # the pipeline rank whose message this rank waits for
+    axis: str  # name of the group (such as an axis) whose collective the rank is in, or ""
     collective: str
-    age_s: float  # Seconds since the rank began the activity (`kind`, `op`).
-    # Seconds of the rank's own work in a step: the median over the last steps; 0 if unknown.
+    age_s: float  # seconds since the rank began the activity (`kind`, `op`)
+    # seconds of the rank's own work in a step, the median over the last steps; 0 if unknown
     compute_s: float = 0.0
-    # The signals that the rank has received: (number, age).
+    # the signals that the rank has received: (number, age in seconds)
     signals: tuple[tuple[int, float], ...] = ()
     # the failure of the rank: (time by the wall clock, error message)
     failure: tuple[float, str] | None = None
@@ -56,13 +56,14 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """A report of a rank, and the time by rank 0's clock at which the report arrived."""
+    """A report of a rank, and the time on rank 0's clock at which the report arrived."""
 
     report: Report
     at_s: float
 
     def age_s(self, now_s: float) -> float:
-        """Return the seconds since the rank began its activity, assuming that it continues."""
+        """Return the seconds from the beginning of the rank's activity to `now_s`, assuming that
+        the activity has not changed since the report."""
         return self.report.age_s + now_s - self.at_s
 
 
@@ -75,8 +76,8 @@ class Ranks:
 
     @property
     def beat_s(self) -> float:
-        """Return the seconds between two reports of a rank. With many ranks, this interval is
-        longer than BEAT_S.
+        """Return the number of seconds between two reports of a rank. With many ranks it is greater
+        than BEAT_S.
         """
         return max(BEAT_S, self.grid.size / REPORTS_PER_S)
 
@@ -85,36 +86,38 @@ class Ranks:
         return f"rank {rank} ({self.hosts[rank]})"
 
     def silent(self, seen: Seen, now_s: float) -> bool:
-        """Return True if the rank has been silent so long that a warning is due."""
+        """Return True if the rank has been silent for so long that a warning is due."""
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
     def stopped(self, seen: Seen, now_s: float) -> bool:
-        """Return True if a rank is treated as stopped in the search for the cause of a stall.
+        """Return True if a rank counts as stopped in the search for the cause of a stall.
 
-        A rank that has written its stacks is not treated as stopped, because its machine may only
-        be busy.
+        A rank that has written its stacks does not count as stopped: if its reports are late, its
+        machine may only be busy.
         """
         missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s
         return missed and not (seen.report.leaves or seen.report.shown)
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds since the newest activity of all ranks began."""
+    """Return the number of seconds since any rank last began an activity."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 
 def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
-    """Return the ranks for which `rank` waits; an empty list if `rank` is busy with its own work.
+    """Return the ranks for which `rank` waits. Return an empty list if `rank` is busy with its own
+    work.
 
-    If `rank` is in a collective, the result has the ranks of the axis that have not entered the
-    collective, or all other ranks of the axis if all have entered it.
+    If `rank` is in a collective, the result is the list of the ranks in the group that have not
+    entered the collective. If all have entered it, the result is the list of all other ranks in the
+    group.
     """
     report = table[rank].report
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
         # Collectives are compared only by their names. So a rank that is already in the next
-        # all_reduce is treated as if it were in this all_reduce.
+        # all_reduce seems to be in this all_reduce.
         absent = [
             peer
             for peer in group
@@ -127,8 +130,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
 
 
 def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]:
-    """Return the ranks that cause a stall: the ranks that wait for no other rank, and the silent
-    ranks. They are in descending order of the time since their activity began.
+    """Return the ranks that cause a stall: the stopped ranks, and the ranks that do not wait for
+    another rank. The rank with the oldest activity comes first.
 
     The list is empty if the ranks wait for each other in a circle.
     """
@@ -141,7 +144,8 @@ def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]
 
 
 def describe(report: Report) -> str:
-    """Return a report as text: "F2.0", "waits for B3.1", "F2.0, in all_reduce (tensor)"."""
+    """Return the activity in a report as text, such as "F2.0", "waits for B3.1" or "F2.0, in
+    all_reduce (tensor)"."""
     words = {"receive": f"waits for {report.op}", "send": "finishing sends"}
     work = words.get(report.kind, report.op or report.kind or report.phase)
     if report.phase not in ("training", work):
@@ -152,8 +156,8 @@ def describe(report: Report) -> str:
 
 
 def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[int]) -> list[str]:
-    """Return a table as lines: a line of headings, and one line for each rank, beginning with the
-    ranks in `first`."""
+    """Return the lines of the table that shows the activity of each rank: one line of headings, and
+    one line for each rank. The ranks in `first` come first."""
     order = [*first, *sorted(set(table) - set(first))]
     cells = [("rank", "host", "step", "doing", "for", "needs", "")]
     for rank in order:
@@ -164,7 +168,7 @@ def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[
             text += f" and {len(needs) - 4} more"
         note = "<-- here" if rank in first else ""
         if ranks.stopped(seen, now_s):
-            note += f" (not heard of for {now_s - seen.at_s:.0f} s)"
+            note += f" (no report for {now_s - seen.at_s:.0f} s)"
         if seen.report.failure:
             note += f" ({seen.report.failure[1]})"
         age = f"{seen.age_s(now_s):.0f} s"

@@ -1,10 +1,10 @@
-"""The state of one rank's transports, which the heartbeat reports: the collective that the rank
-executes, and failures.
+"""The state of one rank's transports, which the heartbeat reports: the collective that the rank is
+in, and failures.
 """
 
 from ptdmpi.comm.world import Axes
 
-# time limit for the main thread to leave its wait after its transports were aborted
+# time limit in seconds: after an abort of its transports, the main thread must stop waiting
 PATIENCE_S = 5.0
 
 
@@ -12,22 +12,21 @@ class Wires:
     """The communicators of one rank, which the heartbeat's thread queries. All methods of this
     class return immediately, without waiting.
 
-    This class is needed because the main thread cannot query the communicators while it waits for
-    its device, which it does once in each step.
+    The heartbeat thread queries the communicators because the main thread cannot do so while it
+    waits for its device. The main thread waits for its device once in each step.
     """
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # The failure after which the transports were aborted.
-        self.deaf = False  # True if only the host is queried, because the device has failed.
+        self.failed = ""  # the failure after which the transports were aborted
+        self.deaf = False  # True if the device has failed, so only the host is queried
         self._ended_s = 0.0
 
     def inside(self) -> tuple[str, str]:
         """Return the axis and the name of the collective that this rank is in.
 
-        If the host of the rank waits in a collective, return this collective; otherwise return the
-        collective that the device of the rank executes. Both returned texts are empty outside a
-        collective.
+        If the host waits in a collective, return this collective; otherwise return the collective
+        that the device executes. If the rank is in no collective, both returned texts are empty.
         """
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read `busy` only once, because the main thread may change it
@@ -39,11 +38,11 @@ class Wires:
 
     def stuck(self, now_s: float) -> str:
         """Abort all transports of this rank if one of them has failed. Return the failure if the
-        main thread does not raise an error in time.
+        main thread does not react.
 
-        After the abort, the main thread leaves its wait and raises an error. If the main thread has
-        not raised an error PATIENCE_S seconds after the abort, return the failure; otherwise return
-        an empty text.
+        After the abort, the main thread should stop waiting and raise an error. If this method is
+        still called PATIENCE_S seconds after the abort, it returns the failure; before that it
+        returns an empty text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

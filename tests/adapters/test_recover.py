@@ -29,9 +29,9 @@ def test_adapters_go_on_without_ranks_that_were_lost(undisturbed):
     runs, kills = undisturbed.parent, [(0, "op", 2), (2, "save", 4)]
     disturbed(runs.parent, 3, kills, "run.name=twice", *LORA)
     first, second = losses(runs / "twice")
-    assert "lost in step 2; 2 ranks go on: t=1,p=1,d=2" in first
+    assert "lost in step 2; 2 ranks continue: t=1,p=1,d=2" in first
     assert "from live state of step 1, " in first
-    assert "lost in step 4; 1 rank goes on: t=1,p=1,d=1" in second
+    assert "lost in step 4; 1 rank continues: t=1,p=1,d=1" in second
     assert "from live state of step 4, " in second
     check_same(runs / "twice", undisturbed)
     assert all(".lora_" in name for name in tensors(undisturbed / "checkpoints/step-00000006"))
@@ -44,5 +44,5 @@ def test_a_base_of_which_half_is_lost_is_read_again(undisturbed):
     settings = ("run.name=shards", "run.reproducible=false", "parallel.zero=3", *LORA)
     disturbed(runs.parent, 2, [(1, "gather", 3)], *settings)
     (line,) = losses(runs / "shards")
-    assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint{LOST} of step 2" in line
+    assert f"1 rank continues: t=1,p=1,d=1,v=1,b=1 from checkpoint{LOST} of step 2" in line
     check_close(runs / "shards", undisturbed)

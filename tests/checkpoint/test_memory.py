@@ -66,7 +66,7 @@ def test_a_run_goes_on_from_its_copy(comm, tmp_path, nodes, zero):
     os.environ["PTDMPI_COPIES"] = str(folder_of(comm, tmp_path, nodes))
     expected = train_until(comm, tmp_path, changes, 4)
     with loop(comm, tmp_path, changes) as made:
-        assert made.attempt.how == "goes on from the copy in memory of step 4"
+        assert made.attempt.how == "continues from the copy in memory of step 4"
         same(state_of(made), expected)
 
 
@@ -150,12 +150,12 @@ def test_a_damaged_copy_is_not_used(comm, tmp_path, name):
 
 @parallel([4])
 def test_another_layout(comm, tmp_path):
-    """A copy is a checkpoint: fewer or more ranks go on from it."""
+    """A copy is a checkpoint: fewer or more ranks continue from it."""
     os.environ["PTDMPI_COPIES"] = str(folder_of(comm, tmp_path, 2))
     changes = {**EVERY, "parallel.zero": 1}
     train_until(comm, tmp_path, changes, 4)
     with loop(comm, tmp_path, {**EVERY, "parallel.tensor": 2, "parallel.zero": 3}) as made:
-        assert made.attempt.how == "goes on from the copy in memory of step 4"
+        assert made.attempt.how == "continues from the copy in memory of step 4"
         assert all(np.isfinite(flat.numpy()).all() for flat in made.engine.state.flats)
 
 

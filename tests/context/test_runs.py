@@ -41,7 +41,7 @@ def test_a_context_rank_is_lost_and_two_go_on(corpus, undisturbed, method):
     name = f"live-{method}"
     disturbed(corpus, 4, [(1, "op", 3)], f"run.name={name}", *shared_by(method))
     (line,) = losses(corpus / "runs" / name)
-    assert "2 ranks go on (1 spare): t=1,c=2,p=1,d=1" in line and "from live state of" in line
+    assert "2 ranks continue (1 spare): t=1,c=2,p=1,d=1" in line and "from live state of" in line
     check_close(corpus / "runs" / name, undisturbed)
 
 
@@ -74,5 +74,5 @@ def test_a_killed_context_rank_is_started_anew(tmp_path, method):
         job.wait_for("step 10/24")
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.wait() == 0, job.text()
-    assert "goes on from the copy in memory of step" in job.text()
+    assert "continues from the copy in memory of step" in job.text()
     _job.same(folder / "killed", folder / "whole")

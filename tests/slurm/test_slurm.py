@@ -212,7 +212,7 @@ def test_supervised_job_goes_on_without_a_lost_node(whole, folder, straight, ann
     whole.cut(hosts[1])
     announce("node lost under ptdmpi run, to the next step", run.wait_for_attempt(2))
     wait_until((run.path / "done").exists, COMPLETE_LIMIT_S, f"done\n{run.log}")
-    assert f"lost: {hosts[1]}" in run.log and "goes on from the copy in memory" in run.log
+    assert f"lost: {hosts[1]}" in run.log and "continues from the copy in memory" in run.log
     assert whole.job(run.job)["Restarts"] == "0"
     assert_same_bits(run, straight)
 

@@ -52,7 +52,7 @@ def test_killed_rank_goes_on_from_memory(folder, undisturbed):
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.wait() == 0, job.text()
         copies = job.copies
-    assert "goes on from the copy in memory of step" in job.text()
+    assert "continues from the copy in memory of step" in job.text()
     assert not copies.exists()
     same(folder / "memory", undisturbed)
 

@@ -31,9 +31,11 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     kills = [(0, "op", 2), (2, "record", 5)]
     disturbed(corpus, 3, kills, "run.name=twice")
     first, second = losses(corpus / "runs/twice")
-    assert first.startswith("rank 0 (") and "lost in step 2; 2 ranks go on: t=1,p=1,d=2" in first
+    assert first.startswith("rank 0 (") and "lost in step 2; 2 ranks continue: t=1,p=1,d=2" in first
     assert "from live state of step 1, " in first
-    assert second.startswith("rank 2 (") and "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
+    assert (
+        second.startswith("rank 2 (") and "lost in step 5; 1 rank continues: t=1,p=1,d=1" in second
+    )
     assert "from live state of step 5, " in second
     check_same(corpus / "runs/twice", undisturbed)
     kept = records(corpus / "runs/twice")
@@ -73,9 +75,9 @@ def test_a_rank_is_lost_while_the_disk_is_full(corpus, undisturbed):
     kills = [(1, "op", 4)]
     settings = ("run.name=full", "checkpoint.every_steps=6", "log.validate_every_steps=6")
     done = disturbed(corpus, 3, kills, *settings, first=FULL_DISK)
-    assert "the run goes on with its state in memory" in done.stdout
+    assert "the run continues with its state in memory" in done.stdout
     (line,) = losses(corpus / "runs/full")
-    assert "lost in step 4; 2 ranks go on" in line and "from live state of step 3, " in line
+    assert "lost in step 4; 2 ranks continue" in line and "from live state of step 3, " in line
     kept = [record["loss"] for record in records(corpus / "runs/full") if "loss" in record]
     alone = [record["loss"] for record in records(undisturbed) if "loss" in record]
     assert kept == alone
@@ -88,7 +90,7 @@ def test_a_spare_rank_takes_over_from_the_checkpoint(corpus, undisturbed):
         corpus, 3, [(1, "save", 4)], "run.name=stage", "run.spare_ranks=1", "parallel.pipeline=2"
     )
     (line,) = losses(corpus / "runs/stage")
-    assert "lost in step 4; 2 ranks go on: t=1,p=2,d=1" in line
+    assert "lost in step 4; 2 ranks continue: t=1,p=2,d=1" in line
     assert "from checkpoint of step 2, " in line
     check_same(corpus / "runs/stage", undisturbed)
 
@@ -100,7 +102,7 @@ def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, und
     disturbed(corpus, 4, kills, "run.name=meanwhile", "run.spare_ranks=1", "parallel.data=3")
     (line,) = losses(corpus / "runs/meanwhile")
     assert line.startswith("ranks 1 (") and ", 3 (" in line
-    assert "lost in step 4; 2 ranks go on: t=1,p=1,d=2" in line
+    assert "lost in step 4; 2 ranks continue: t=1,p=1,d=2" in line
     assert "from live state of step 4, " in line
     check_same(corpus / "runs/meanwhile", undisturbed)
 
@@ -114,9 +116,9 @@ def test_split_backwards_go_on_from_the_live_state(corpus):
     settings += ("run.name=zb-v", "parallel.pipeline=2", "run.spare_ranks=1")
     disturbed(corpus, 5, [(2, "weights", 2), (0, "weights", 4)], *settings)
     first, second = losses(folder / "zb-v")
-    assert "lost in step 2; 4 ranks go on: t=1,p=2,d=2" in first
+    assert "lost in step 2; 4 ranks continue: t=1,p=2,d=2" in first
     assert "from live state of step 1, " in first
-    assert "lost in step 4; 2 ranks go on (1 spare): t=1,p=2,d=1" in second
+    assert "lost in step 4; 2 ranks continue (1 spare): t=1,p=2,d=1" in second
     assert "from live state of step 3, " in second
     check_same(folder / "zb-v", folder / "alone-zb-v")
 
@@ -144,9 +146,9 @@ def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
     settings += ("data_parallel.method=decentralized", "data_parallel.consensus_every=1")
     disturbed(corpus, 3, [(1, "op", 2), (2, "mixing", 5)], *settings)
     first, second = losses(corpus / "runs" / name)
-    assert "lost in step 2; 2 ranks go on: t=1,p=1,d=2" in first
+    assert "lost in step 2; 2 ranks continue: t=1,p=1,d=2" in first
     assert overlap == "true" or "from live state of step 1, " in first
-    assert "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
+    assert "lost in step 5; 1 rank continues: t=1,p=1,d=1" in second
     assert "from checkpoint of step 4, " in second
     kept = [r for r in records(corpus / "runs" / name) if "loss" in r]
     assert [r["step"] for r in kept] == [1, 2, 3, 4, 5, 6]
@@ -172,8 +174,8 @@ def test_methods_that_tell_less_go_on_without_lost_replicas(corpus, method):
     settings += (f"data_parallel.method={method}",)
     disturbed(corpus, 3, [(1, "op", 2), (2, place, step)], *settings)
     first, second = losses(corpus / "runs" / f"less-{method}")
-    assert "2 ranks go on: t=1,p=1,d=2,v=1,b=1 from live state of step 1" in first
-    assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint of step {saved}, " in second
+    assert "2 ranks continue: t=1,p=1,d=2,v=1,b=1 from live state of step 1" in first
+    assert f"1 rank continues: t=1,p=1,d=1,v=1,b=1 from checkpoint of step {saved}, " in second
     kept = [record for record in records(corpus / "runs" / f"less-{method}") if "loss" in record]
     assert [record["step"] for record in kept] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(record["loss"]) for record in kept)
@@ -210,11 +212,13 @@ def test_a_lost_shard_comes_from_the_checkpoint_in_fewer_shards(corpus, eight_un
     disturbed(corpus, 4, kills, *settings)
     first, second = losses(corpus / "runs/fewer")
     assert (
-        "lost in step 3; 2 ranks go on (1 spare): t=1,p=1,d=2,v=1,b=1, ZeRO 1 in 2 shards from"
+        "lost in step 3; 2 ranks continue (1 spare): t=1,p=1,d=2,v=1,b=1, ZeRO 1 in 2 shards from"
         in first
     )
     assert f"from checkpoint{LOST} of step 2, " in first
-    assert "lost in step 6; 2 ranks go on: t=1,p=1,d=2,v=1,b=1, ZeRO 1 in 2 shards from" in second
+    assert (
+        "lost in step 6; 2 ranks continue: t=1,p=1,d=2,v=1,b=1, ZeRO 1 in 2 shards from" in second
+    )
     assert f"from checkpoint{LOST} of step 4, " in second
     check_same(corpus / "runs/fewer", eight_undisturbed)
 
@@ -234,8 +238,8 @@ def test_another_group_holds_the_lost_shard(corpus, eight_undisturbed, zero, pla
     disturbed(corpus, 5, [(2, place, 3), (0, "op", 5)], *settings)
     first, second = losses(corpus / "runs" / name)
     layout = f"v=1,b=1, ZeRO {zero} in 2 shards"
-    assert f"4 ranks go on: t=1,p=1,d=4,{layout} from live state of" in first
-    assert f"2 ranks go on (1 spare): t=1,p=1,d=2,{layout} from live state of" in second
+    assert f"4 ranks continue: t=1,p=1,d=4,{layout} from live state of" in first
+    assert f"2 ranks continue (1 spare): t=1,p=1,d=2,{layout} from live state of" in second
     assert LOST not in first + second
     check_close(corpus / "runs" / name, eight_undisturbed)
 
@@ -251,7 +255,7 @@ def test_beside_stages_and_a_spare_rank(corpus, eight_undisturbed, zero, place):
     disturbed(corpus, 5, [(3, place, 4)], *settings)
     (line,) = losses(corpus / "runs" / name)
     layout = f"t=1,p=2,d=2,v=1,b=1, ZeRO {zero} in 2 shards"
-    assert f"4 ranks go on: {layout} from checkpoint{LOST} of step 2" in line
+    assert f"4 ranks continue: {layout} from checkpoint{LOST} of step 2" in line
     (check_same if zero == 1 else check_close)(corpus / "runs" / name, eight_undisturbed)
 
 
@@ -262,7 +266,7 @@ def test_both_holders_of_a_shard_are_lost(corpus, eight_undisturbed):
     disturbed(corpus, 4, kills, *settings)
     line = losses(corpus / "runs/both")[-1]
     assert (
-        f"2 ranks go on: t=1,p=1,d=2,v=1,b=1, ZeRO 3 in 2 shards from checkpoint{LOST} of step 2"
+        f"2 ranks continue: t=1,p=1,d=2,v=1,b=1, ZeRO 3 in 2 shards from checkpoint{LOST} of step 2"
         in line
     )
     check_close(corpus / "runs/both", eight_undisturbed)
@@ -274,7 +278,7 @@ def test_one_rank_is_left_of_three_shards(corpus, eight_undisturbed):
     settings = (EIGHT, "run.name=one", "run.reproducible=false", "parallel.zero=3")
     disturbed(corpus, 2, [(0, "gather", 3)], *settings)
     (line,) = losses(corpus / "runs/one")
-    assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint{LOST} of step 2" in line
+    assert f"1 rank continues: t=1,p=1,d=1,v=1,b=1 from checkpoint{LOST} of step 2" in line
     check_close(corpus / "runs/one", eight_undisturbed)
 
 
@@ -287,7 +291,8 @@ wires.WIRES["mpi"] = "tests.comm._stand_in:StandInCommunicator"
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "pipeline", "left"), [(3, 1, "2 ranks go on"), (4, 2, "2 ranks go on (1 spare)")]
+    ("ranks", "pipeline", "left"),
+    [(3, 1, "2 ranks continue"), (4, 2, "2 ranks continue (1 spare)")],
 )
 def test_streams_of_a_device_are_connected_anew(corpus, ranks, pipeline, left):
     """Messages wait in streams of their own when a rank dies; the bits are those of a run on `mpi`

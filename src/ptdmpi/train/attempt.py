@@ -1,5 +1,5 @@
-"""One attempt of a run, which is one start of the training: the state from which the attempt
-begins, its first log lines, and its entries in the history file."""
+"""One attempt of a run. An attempt is one start of the training. This module determines the state
+from which the attempt begins, its first log lines, and its entries in the history file."""
 
 import contextlib
 import os
@@ -35,10 +35,10 @@ from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
 def _measured(config: Config) -> Entries:
-    """Return the fastest kernels according to the file that `run.kernels` names. If it names no
-    file, use the cluster file that `run.cluster` names. Return {} if there is no such file, or if
-    the file has no measurements of kernels. If `run.kernels` is "default", return PyTorch's own
-    kernels, without regard to measurements."""
+    """Return the fastest kernels according to a file with measurements: the file that `run.kernels`
+    names, or else the cluster file that `run.cluster` names. Return {} if neither key names a file,
+    or if the file has no measurements of kernels. If `run.kernels` is "default", return PyTorch's
+    own kernels."""
     wish = config.run.kernels
     if wish == "default":
         return BY_PYTORCH
@@ -54,17 +54,16 @@ def _measured(config: Config) -> Entries:
 
 
 class Attempt:
-    """One attempt of a run, which is one start of the training on all ranks. Rank 0 writes the
-    history file.
+    """One attempt of a run: one start of the training on all ranks. Rank 0 writes the history file.
 
     `first` is the number of steps that were trained before this attempt. If `idle` is True, nothing
     is left to train, and this attempt writes nothing. `over` is the reason why the run has ended
-    before its last step; otherwise it is empty. `how` describes the state from which this attempt
-    begins. `why` is the reason why the attempt ended; it is empty before the end. `event` is the
-    name of this end in messages. `live` is True if the state came from the
-    memory of ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` lists the
-    checkpoints that could not be read, and the reasons. `choice` has the kernels with which the
-    engine computes; None means that no kernels are chosen yet.
+    before its last step; it is empty if the run has not ended early. `how` describes the state from
+    which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
+    `event` is the name of the end in messages. `live` is True if the state came from the memory of
+    ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` lists the
+    checkpoints that could not be read, with the reasons. `choice` is the choice of kernels for the
+    engine, or None before the choice.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class Attempt:
         self.history: History | None = None
         self.directory: RunDirectory | None = None
         self.choice: Choice | None = None
-        # The engine's `steps_done` is None until the state is loaded completely. If a rank is lost
-        # during the loading, no survivor may continue from the incomplete state.
+        # `steps_done` of the engine is None until the state is completely loaded. If a rank is lost
+        # before that, no survivor may continue from the incomplete state.
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
@@ -110,15 +109,15 @@ class Attempt:
             self.first = self._from_checkpoint(start, fresh)
         else:
             self.first = start.load(engine)
-            self.how = f"goes on from live state of step {self.first}"
+            self.how = f"continues from the live state of step {self.first}"
             if start.answer is not None:
                 self.course.go_on(start.answer)
         world.on_root(self.course.check)
         engine.steps_done = self.first
 
     def choose(self, engine: Engine, memory: Memory, say: Callable[[str], None]) -> None:
-        """Choose the kernels with which the engine computes. The choice is the same on all ranks.
-        Do nothing if no step is left to train.
+        """Choose the kernels for the engine. The choice is the same on all ranks. Do nothing if no
+        step is left to train.
 
         `memory` limits the choice to kernels whose working memory fits into the rank's memory.
         """
@@ -135,9 +134,9 @@ class Attempt:
             engine.compute_by(self.choice)
 
     def _measures_kernels(self, engine: Engine) -> bool:
-        """Return True if this attempt measures which kernels are fastest. Kernels are measured only
-        on a CPU, if the run has no kernels yet, and if the configuration allows different kernels
-        on different machines."""
+        """Return True if this attempt must measure which kernels are fastest. Kernels are measured
+        only on a CPU, only if the run has no kernels yet, and only if the configuration allows
+        different kernels on different machines."""
         run = self.config.run
         return (
             run.kernels == "auto"
@@ -149,8 +148,8 @@ class Attempt:
 
     def take_owed(self, owed: bool) -> None:
         """Set `pending` to True if `owed` is True and the run directory has no file `done`. `owed`
-        is True if a stop has interrupted the validation, or the evaluation of tasks, after the last
-        step. Every rank calls this method."""
+        is True if a stop has interrupted the validation or the evaluation of tasks after the last
+        step. Every rank must call this method."""
         if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
             self.pending = True
 
@@ -163,14 +162,14 @@ class Attempt:
         """Load the training state that the keys `checkpoint.resume` and `checkpoint.initial` name.
         Return the number of steps for which this state was trained.
 
-        `fresh` lists the parameters of the task head that the base model `adapt.base` does not
-        have. The parameters in `fresh` keep their random initial values, unless a checkpoint
-        contains them. Raises InputError, on every rank, if the state cannot be loaded.
+        `fresh` lists the parameters of the task head that are not in the base model `adapt.base`.
+        They keep their random initial values, unless a checkpoint contains them. Raises InputError,
+        on every rank, if the state cannot be loaded.
         """
         if self.copies is not None:
             copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
             if copied is not None:
-                self.how = f"goes on from the copy in memory of step {copied.step}"
+                self.how = f"continues from the copy in memory of step {copied.step}"
                 return copied.step
         progress, self.skipped = self.checkpoints.resume(start.resume, start.lost)
         if progress is not None:
@@ -186,8 +185,8 @@ class Attempt:
         return 0
 
     def _resumed(self, resume: str, step: int) -> str:
-        """Return a text that describes how the run resumes after `step`. Raises InputError if the
-        configuration names a checkpoint and no step is left to train."""
+        """Return a text that describes how the run resumes after `step`. Raises InputError if
+        `checkpoint.resume` names a checkpoint and no step is left to train."""
         checkpoints = self.checkpoints
         steps = self.config.run.steps
         if step >= steps and checkpoints.branches:
@@ -206,9 +205,9 @@ class Attempt:
         """Open the run directory on rank 0, and record the beginning of this attempt in the
         history.
 
-        `concluded` is the last step that is already recorded, and `show` is a function that prints
-        a line. Returns None on other ranks, and on all ranks if nothing is left to train. Raises
-        InputError if the directory cannot be written.
+        `concluded` is the last step that is already recorded. `show` is a function that prints a
+        line. Returns None on other ranks, and on all ranks if nothing is left to train. Raises
+        InputError if the directory cannot be written to.
         """
         if self.idle or self.world.rank:
             return None
@@ -238,10 +237,10 @@ class Attempt:
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
-        """Return a context. When the block ends, the context records in the history why the block
-        ended, and after how many steps. The context also sends a message about the end. If a rank
-        of several fails, the heartbeat sends this message instead, because the heartbeat ends the
-        job and knows all ranks that failed."""
+        """Return a context. At the end of its block, it writes to the history why the block ended,
+        and how many steps were done. It also sends a message about the end. But if the job has
+        several ranks and one of them fails, the heartbeat sends this message, because it ends the
+        job and knows all failed ranks."""
         why = event = "done"
         try:
             yield
@@ -250,7 +249,7 @@ class Attempt:
         except SystemExit as stop:
             why, event = self.why or f"exit code {stop.code}", self.event if self.why else "failed"
             raise
-        except GeneratorExit:  # a user's program that trains step by step has left its loop
+        except GeneratorExit:  # a user's program has left its loop over the steps
             self.why = why = "left before its last step"
             event = "stopped"
             raise
@@ -265,8 +264,8 @@ class Attempt:
                 self.directory.tell(event, "" if why == event else why)
 
     def _keep(self, work: Callable[[History], None]) -> None:
-        """Call `work` to write to the history. If the disk fails, print a warning, and continue the
-        run."""
+        """Call the function `work`, which writes to the history. If the disk fails, print a warning
+        and continue."""
         if self.history is not None and self.path.is_dir():
             try:
                 work(self.history)
@@ -275,8 +274,8 @@ class Attempt:
                 print(text, file=sys.stderr, flush=True)
 
     def finish(self, last: int) -> None:
-        """Mark the run directory as done if the run is complete after step `last`. Every rank calls
-        this method."""
+        """Mark the run directory as done if the run is complete after step `last`. Every rank must
+        call this method."""
         if not self.idle or self.over or self.first == self.config.run.steps:
             self.world.on_root(lambda: mark_done(self.path, last))
 
@@ -315,7 +314,7 @@ class Attempt:
             loss = "; Ctrl-C loses the steps since the last save (under `ptdmpi run` it saves)"
         elif self.world.size == 1 or is_supervised():
             ways.append("Ctrl-C")
-        return f"to stop and keep all: {', or '.join(ways)}{loss}"
+        return f"to save and stop: {', or '.join(ways)}{loss}"
 
     def _size_line(self, vocab_size: int) -> str:
         """Return the log line about ranks, layout, parameters and batches."""
@@ -337,8 +336,8 @@ class Attempt:
         )
 
     def _nothing_left(self) -> str:
-        """Return the log line for a run that has no steps left. The line names the configuration
-        keys that can be changed to train further.
+        """Return the log line for a run that has no steps left. It names the configuration key that
+        must be changed to train further.
         """
         reason = f"run.steps = {self.config.run.steps}"
         legal = f"run.steps above {self.first}"
@@ -355,7 +354,7 @@ class Attempt:
         if self.how != "begins":
             yield self.how + self._changed()
             if self.config.checkpoint.initial and self.how.startswith("resumed"):
-                yield "checkpoint.initial is not used: the run goes on from its own state"
+                yield "checkpoint.initial is not used: the run continues from its own state"
         answer = self.course.answer
         if answer.note:
             yield answer.note
@@ -367,6 +366,7 @@ class Attempt:
             )
 
     def _changed(self) -> str:
-        """Return the end of a log line: the settings that differ from the previous attempt."""
+        """Return the last part of a log line: the settings that differ from the previous
+        attempt."""
         changes = "; ".join(self.course.answer.changed)
         return f"; changed since: {changes}" if changes else ""

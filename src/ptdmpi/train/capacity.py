@@ -1,5 +1,4 @@
-"""The memory that a rank may use for a model, and the error that is raised if this memory is not
-enough."""
+"""The memory that a rank may use for a model, and the error if this memory is too small."""
 
 import contextlib
 import ctypes
@@ -28,13 +27,13 @@ if TYPE_CHECKING:  # imported only for types, because importing this module star
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# An allocation may fail although the prediction says that the memory is large enough. Then the
-# error message assumes that only this fraction of the needed memory is available.
+# An allocation may fail although the predicted memory fits. The error message then assumes that
+# only this fraction of the needed memory is available.
 FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: the bytes that are available to the rank, and the bytes that
+    """The memory of one rank of a run: how many bytes the rank may use, and how many bytes the
     training needs.
 
     `capacity_bytes` is the memory that this rank may use on its device. `step` is the predicted
@@ -45,12 +44,12 @@ class Memory:
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
         """Compare the available memory with the needed memory before the model is allocated. Every
-        rank calls this method.
+        rank must create its `Memory` object at the same time.
 
         Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
         """
         self._config = config
-        # without a supervisor, no copies of the state are made in memory, because no later start
+        # without a supervisor, the run makes no in-memory copies of the state, because no restart
         # would load them
         if not is_supervised():
             self._config = config.replace("checkpoint", memory_every_steps=0)
@@ -61,7 +60,7 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # the part of the host's memory that this rank may use for state that is not on the device
+        # the host memory that this rank may use for state that is not on its device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -69,15 +68,14 @@ class Memory:
         self._require(self._fits(self.step))
 
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
-        """Return the kernels `choice`, without kernels whose working memory does not fit into the
-        memory. All ranks call this method.
+        """Return the choice of kernels `choice`, changed so that the working memory of the kernels
+        fits. All ranks must call this method.
 
-        If the memory is too small to keep the attention probabilities for the backward pass, the
-        backward pass computes them again, and `say` reports this. Raises InputError, on every rank,
-        if the kernels convert 16-bit types to float32 and there is no memory for the float32
-        copies.
+        If the memory is too small to keep the attention probabilities for the backward pass, `say`
+        prints this, and the backward pass computes them again. Raises InputError, on every rank, if
+        the kernels convert 16-bit types to float32 and the float32 copies do not fit into memory.
         """
-        # the choice of kernels on a device (GPU) needs no further memory
+        # the kernels on a GPU need no additional memory
         if isinstance(choice, DeviceChoice):
             return choice
         self._wide = self._wide or choice.half == "widened"
@@ -112,7 +110,7 @@ class Memory:
 
     def _fits(self, step: relief.Step) -> bool:
         """Return True if every node and every GPU has as much memory as its ranks need. All ranks
-        call this method."""
+        must call this method."""
         world = self._world
         pipeline_rank = grid_of(self._config).coordinates(world.rank)["pipeline"]
         peak = step.peak(pipeline_rank)
@@ -120,8 +118,8 @@ class Memory:
             own=_Use(peak.total, self.capacity_bytes), host=_Use(peak.host, self._host_bytes)
         )
         needs = world.control.allgather(mine)
-        # the ranks on a node share the host's memory; each rank has a fixed part of its GPU's
-        # memory
+        # the ranks on a node share the host's memory, but each rank has a fixed part of the memory
+        # of its GPU
         uses: dict[tuple[str, int], list[_Use]] = {}
         for rank, (process, need) in enumerate(zip(world.processes, needs, strict=True)):
             on_host = need.own if self._on_host else need.host
@@ -144,38 +142,35 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Return a context that adds a note to an out-of-memory error. The note lists what the
+        """Return a context that adds a note to an out-of-memory error. The note says what the
         memory is used for, and which changes of the configuration would make the model fit.
         """
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            # add a note to the exception instead of raising another one, because the traceback
-            # shows which tensor was allocated
+            # add a note to the exception and do not replace it, because its traceback shows which
+            # tensor could not be allocated
             if _lacks_memory(error):
-                # the memory was large enough according to the prediction, but another program may
-                # use a part of it
+                # the predicted memory fitted, but another program may use a part of the memory
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # leave out the hosts' memory, which was checked at the start; a new check would
-                # need all ranks
+                # ignore the hosts' memory: it was checked at the start, and a new check would need
+                # all ranks
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
 
 
 class _Use(NamedTuple):
-    """The bytes that a rank needs in the memory of a device or a host, and the bytes that are
-    available to the rank there.
-    """
+    """The bytes that a rank needs on a device or a host, and the bytes that it may use there."""
 
     needed_bytes: float
     capacity_bytes: float
 
 
 class _Need(NamedTuple):
-    """The needed and the available memory of a rank: on its own device, and on its host (for
-    offloaded state and copies of the state)."""
+    """The needed and the available memory of a rank: `own` on its device, `host` on its host (for
+    offloaded state and in-memory copies of the state)."""
 
     own: _Use
     host: _Use
@@ -184,35 +179,34 @@ class _Need(NamedTuple):
 def _lacks_memory(error: Exception) -> bool:
     """Return True if `error` means that an allocation of memory failed.
 
-    On CPUs the error is a RuntimeError, and only its message distinguishes it from other errors.
+    On CPUs, torch raises a RuntimeError, which can be recognized only by its message.
     """
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def ranks_sharing(world: "World", device: torch.device) -> int:
-    """Return the number of ranks that share this rank's GPU, or, for a CPU, its host. Every rank
-    calls this function.
+    """Return the number of ranks that share this rank's GPU, or, if `device` is a CPU, its host.
+    Every rank must call this function.
 
-    GPUs are compared by UUID, because a site may show each rank only one GPU, always with the same
-    number.
+    GPUs are identified by their UUIDs, because a site may show each rank only one GPU, always with
+    the number 0.
     """
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
-    # The call creates this rank's context on the GPU. After all ranks have called,
-    # `rank_memory_bytes` sees the memory of all contexts.
+    # This call creates this rank's context on the GPU. After all ranks have done so,
+    # `rank_memory_bytes` takes the memory of all contexts into account.
     _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
     return world.control.allgather(mine).count(mine)
 
 
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that ranks started on this node will have.
+    """Return the number of GPUs that the ranks on this node will have.
 
-    The result is the larger of two numbers: the number of GPUs that this process sees, and the
-    number of GPUs on the node according to Slurm. The second number is needed because Slurm may
-    show each task only one GPU.
+    The result is the number of GPUs that this process sees, or the number of GPUs on the node
+    according to Slurm, if that is larger: Slurm may show each task only one GPU.
     """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -223,8 +217,8 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
     """Return the maximum number of ranks that will share a GPU if `local_ranks` ranks start on this
     node. If `device` is a CPU, return the number of ranks that will share the host.
 
-    The ranks are distributed evenly over the GPUs, so the maximum is the quotient of ranks and
-    GPUs, rounded up.
+    The ranks are distributed evenly over the GPUs, so the maximum is the number of ranks divided by
+    the number of GPUs, rounded up.
     """
     if device.type == "cpu":
         return local_ranks
@@ -232,12 +226,13 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return how many bytes of a GPU's or a host's memory one rank may still use, if `sharing`
+    """Return how many more bytes of the memory of a GPU or a host one rank may use, if `sharing`
     ranks share this memory.
 
-    The result is the total memory minus the memory in use, divided among these ranks. On a GPU that
-    reports its free memory, contexts, communicators and other processes count as memory in use. On
-    a host, the resident memory of this process counts as memory in use.
+    On a GPU, the result is the free memory divided by `sharing`, plus the memory that this
+    process's allocator has already reserved. Contexts, communicators and other processes reduce the
+    free memory. On a host, the result is the total memory divided by `sharing`, minus the resident
+    memory of this process.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
@@ -271,21 +266,21 @@ def process_bytes() -> tuple[int, int]:
 def forget_peak() -> None:
     """Reset this process's peak of resident memory to its present value.
 
-    Before this, return free memory that the C library glibc keeps to the system. Other C libraries
-    have no call for this.
+    Before that, return the free memory that glibc keeps to the operating system. Other C libraries
+    have no function for this.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    # some Linux kernels forbid this; in that case the recorded peak stays unchanged
+    # some Linux kernels do not allow this; the recorded peak then stays unchanged
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
 
 
 def host_memory_bytes() -> int:
-    """Return the physical memory of the host in bytes, or the lowest limit of this process's
-    control groups if it is lower."""
+    """Return the physical memory of the host in bytes. If a control group of this process has a
+    lower limit, return the lowest limit."""
     limits = [int(text) for text in _limits() if text.isdigit()]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -294,8 +289,8 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Yield the memory limits of this process's control groups and of their parents, for versions 1
-    and 2 of Linux control groups."""
+    """Yield the memory limits of this process's control groups and of their parents, for both
+    versions (1 and 2) of Linux control groups."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -37,11 +37,11 @@ from ptdmpi.train.tasks.files import task_files
 
 
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """Return the configuration of a run on `ranks` ranks, of which `node_ranks` are on each node.
+    """Return the configuration of a run on `ranks` ranks, with `node_ranks` ranks on each node.
 
     `tree` has the sections of the configuration, as parsed from TOML. The function also checks the
-    data, the cluster file, the tasks and the run directory. The function writes no file. Raises
-    InputError with one line for each mistake.
+    data, the cluster file, the tasks and the run directory. It writes no file. Raises InputError
+    with one line for each mistake.
     """
     tree = with_form(tree)
     try:
@@ -54,12 +54,12 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration whose section [quantize] has the quantized format of the frozen base
-    model.
+    """Return the configuration with the quantized format of the frozen base model in the section
+    [quantize].
 
     `tree` is returned unchanged if its [quantize] section has a format, if its base model is not
-    quantized, or if the base model cannot be read. (Other checks report a base model that cannot be
-    read.)
+    quantized, or if the base model cannot be read. Another check reports a base model that cannot
+    be read.
     """
     adapt = tree.get("adapt", {})
     quantize = tree.get("quantize", {})
@@ -73,8 +73,8 @@ def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _form_of_base(base: object) -> LowBit | None:
-    """Return the format of the quantized model at `base`; None if it is not quantized, or cannot be
-    read."""
+    """Return the quantized format of the model at `base`; None if the model is not quantized or
+    cannot be read."""
     if not base or not isinstance(base, str):
         return None
     try:
@@ -84,11 +84,11 @@ def _form_of_base(base: object) -> LowBit | None:
 
 
 def checked_data(config: Config) -> int:
-    """Check all files and directories that a run reads or writes. Return the size of the
-    vocabulary.
+    """Check all files and directories that a run reads or writes. Return the vocabulary size.
 
-    The datasets must fit together and have enough samples for the run; the cluster file, the tasks
-    and the run directory must be usable. Raises InputError with one line for each mistake.
+    The datasets must be compatible with each other and have enough samples for the run. The cluster
+    file, the tasks and the run directory must be usable. Raises InputError with one line for each
+    mistake.
     """
     mistakes = _mistakes(_section_checks(Sections.of_config(config)))
     mistakes += refusals(config.layout, config.model)
@@ -102,7 +102,7 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # if the data has changed, samples are counted from the step of the checkpoint, and this step is
+    # with data.change = "from here", samples are counted from the step of the checkpoint, which is
     # not known here
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
@@ -125,8 +125,8 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield functions that check only one or two sections of the configuration. These functions can
-    be called even if other sections are wrong.
+    """Yield functions that each check only one or two sections of the configuration, so they can be
+    called even if other sections have mistakes.
     """
     run = sections.run
     if run is not None:
@@ -164,8 +164,7 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
 
 
 def _verify(path: str) -> None:
-    """Read all shards of a dataset. Raises InputError with one line for each problem that is
-    found."""
+    """Read all shards of a dataset. Raises InputError with one line for each damaged place."""
     problems = [line for shard in find_shards(path) for line in verify(shard)]
     if problems:
         raise InputError("\n".join(problems))
@@ -193,7 +192,7 @@ def _task_file(path: str) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if no run directory can be made at `path`."""
+    """Raise InputError if no run directory can be created at `path`."""
     nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise InputError(f"run.dir = {path}: {nearest} is not a directory that can be written to")

@@ -44,14 +44,14 @@ from ptdmpi.train.tasks.files import task_framing
 if TYPE_CHECKING:
     from ptdmpi.comm.world import Axes
 
-# The number of validation microbatches that are on the device at the same time; this limits the
-# memory of a validation.
+# the number of validation microbatches that are on the device at the same time, to limit the memory
+# that a validation needs
 VALIDATION_GROUP = 16
 
 
 class SampleSource(Protocol):
-    """The interface of a source of samples for a run. Samples are windows of tokens in shards, or
-    lines in the files of a task."""
+    """The interface of a source of samples for a run. A sample is, for example, a window of tokens
+    in shards, or a line in a file of a task."""
 
     train: Sequence[Samples]
     valid: Sequence[Samples]
@@ -65,7 +65,7 @@ class SampleSource(Protocol):
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield the microbatches of validation dataset `number` that this data rank reads.
 
-        Every data rank has the same number of microbatches.
+        The number of microbatches is the same on every data rank.
         """
 
     def ids(self, number: int, sample: int) -> list[int]:
@@ -73,18 +73,19 @@ class SampleSource(Protocol):
         to the user."""
 
     def remarks(self) -> Iterator[str]:
-        """Yield lines about the samples for the log; a run logs them at its start."""
+        """Yield lines about the samples, which a run logs at its start."""
 
 
 class ShardSource:
     """A source whose samples are windows of the tokens in shards."""
 
     def __init__(self, config: Config) -> None:
-        """Open the datasets. Raises InputError if the datasets do not fit together."""
+        """Open the datasets. Raises InputError if the datasets are not compatible with each
+        other."""
         self.config = config
         self._train, self._valid = open_datasets(config)
-        # the stored outputs of a model for each dataset: of a reference model, if the run compares
-        # pairs of answers (DPO), or of a teacher for the training data
+        # dataset -> stored outputs of a model: of the reference model if the run compares pairs of
+        # answers (DPO), or of a teacher for the training data
         self._scores: dict[Dataset, StoredScores] = {}
         if config.preference.compares:
             self._scores = {
@@ -104,8 +105,8 @@ class ShardSource:
         self.length = config.model.text_length
 
     def _scored(self, datasets: list[Dataset]) -> Sequence[Samples]:
-        """Return the datasets as samples; a dataset with stored outputs of a model includes them in
-        its identity."""
+        """Return the datasets as sources of samples. If a dataset has stored outputs of a model,
+        they are a part of its identity."""
         return [
             ScoredSamples(dataset, self._scores[dataset]) if dataset in self._scores else dataset
             for dataset in datasets
@@ -146,7 +147,7 @@ class ShardSource:
             forms.append(partial(add, labels))
 
         def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
-            """Apply all conversions from windows of tokens to samples, one after the other."""
+            """Convert windows of tokens to samples, by calling all functions in `forms` in turn."""
             for form in forms:
                 microbatch = form(microbatch)
             return microbatch
@@ -173,21 +174,22 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line about the model whose stored outputs each dataset has."""
+        """Yield a line for each dataset that has stored outputs of a model. The line names the
+        model."""
         for dataset, scores in self._scores.items():
             yield f"{dataset.directory}: log-probabilities of {scores.model}"
 
     def bigram_loss(self) -> float:
-        """Return the validation loss of a bigram model of the training shards, in nats per token.
-        This method also computes the bigram model."""
+        """Compute a bigram model from the training shards, and return its validation loss in nats
+        per token."""
         bigram = Bigram(self._train)
         pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]
         tokens = len(pairs) * self.config.model.seq_length
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
     def _validated_pairs(self, dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield inputs and labels, each of shape [1, sequence length], of each validation sample of
-        `dataset`. The samples are the same in every layout.
+        """Yield the inputs and the labels of each validation sample of `dataset`, both with shape
+        [1, sequence length]. The samples are the same in every layout.
         """
         batches = ValidationBatches(
             dataset,
@@ -207,7 +209,7 @@ class TaskSource:
 
     def __init__(self, config: Config) -> None:
         """Read the files. Raises InputError if a file of the task cannot be used, or if no
-        tokenizer is known."""
+        tokenizer is found."""
         self.config = config
         frame = task_framing(config)
         self.form = frame.form
@@ -225,7 +227,7 @@ class TaskSource:
     @property
     def _micro(self) -> int:
         """Return the number of samples in a microbatch. The configuration gives the microbatch size
-        as a number of sequences, and a sample may consist of several sequences."""
+        in sequences, and a sample may consist of several sequences."""
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
@@ -268,8 +270,8 @@ class TaskSource:
 
 
 def source_of(config: Config) -> SampleSource:
-    """Open the data of a run, and return its source of samples. Raises InputError if the datasets
-    do not fit together."""
+    """Open the data of a run, and return its source of samples. Raises InputError if the data
+    cannot be used."""
     if config.task.kind != "none":
         return TaskSource(config)
     if config.model.classifies:
@@ -285,14 +287,15 @@ def source_of(config: Config) -> SampleSource:
 
 
 class Feed:
-    """The data that one data rank of a run reads.
+    """The data of a run, as one rank reads it.
 
-    `course` has the order of the samples, and the numbers of samples and tokens after each step.
+    `course` determines the order of the samples, and the number of samples and tokens after each
+    step.
     """
 
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
-        """Open the data. Every rank calls this method. Raises InputError if the data cannot be
-        used."""
+        """Open the data. Every rank must create its `Feed` object at the same time. Raises
+        InputError if the data cannot be used."""
         self.config = config
         self.axes = axes
         self.source = source_of(config)
@@ -304,8 +307,8 @@ class Feed:
         self._placing = Placing(device)
 
     def steps(self, first: int) -> Prefetcher:
-        """Return the microbatches of step `first` (the first step is 0) and of later steps. A
-        thread reads these microbatches in advance.
+        """Return the microbatches of step `first` (counted from 0) and of all later steps. A thread
+        reads them in advance.
         """
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
@@ -314,18 +317,18 @@ class Feed:
         """Return microbatches as tensors of shape [sequence length, microbatch size] on the device.
         The tensors are valid until the next call of this method.
 
-        Every rank of the context axis reads complete samples, and this method returns only the
+        Every rank of the context axis reads complete samples. This method returns only the
         positions that this rank computes.
         """
         here = ContextAxis(self.axes[CONTEXT]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
-        """Yield (number of a validation dataset, list of microbatches that this data rank reads
-        from this dataset).
+        """Yield pairs: the number of a validation dataset, and a list of microbatches that this
+        data rank reads from this dataset.
 
-        Every rank yields the same number of such lists. The i-th lists of all ranks have the same
-        number of microbatches.
+        Every rank yields the same number of lists, and the i-th lists of all ranks have the same
+        length.
         """
         for number in range(len(self.valid)):
             group: list[MicrobatchRows] = []
@@ -338,10 +341,8 @@ class Feed:
                 yield number, group
 
     def bigram_loss(self) -> float:
-        """Return the loss of a bigram model (see `ShardSource.bigram_loss`) on rank 0, and 0.0 on
-        all other ranks.
-
-        The loss is computed on validation samples that do not depend on the layout.
+        """On rank 0, return the validation loss of a bigram model (see `ShardSource.bigram_loss`).
+        On all other ranks, return 0.0. The loss does not depend on the layout.
         """
         if self.axes.world.rank or not isinstance(self.source, ShardSource):
             return 0.0
@@ -351,8 +352,8 @@ class Feed:
 def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Open the training and the validation datasets of a run.
 
-    Raises InputError if the datasets do not fit together. All datasets need the same tokenizer, and
-    each dataset needs at least one sample.
+    Raises InputError if the datasets are not compatible with each other: all datasets must have the
+    same tokenizer, and each dataset must have at least one sample.
     """
     use_mmap = config.data.reader == "mmap"
     verified = config.data.verify == "read"
@@ -371,7 +372,8 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        # compare the vocabulary, too: two different tokenizers may have the same recorded hash
+        # also compare the vocabulary, because two different tokenizers may have the same recorded
+        # hash
         for name in ("vocab_size", "eod_id"):
             if getattr(dataset, name) != getattr(train[0], name):
                 raise InputError(
@@ -387,8 +389,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if `dataset` has packed conversations or pairs of answers, and these do not
-    fit the settings of the run: the objective, the sequence length, or the boundaries of documents.
+    """Raise InputError if `dataset` contains packed conversations or pairs of answers, and the run
+    cannot train on them with its settings: the objective, the sequence length, and the boundaries
+    of documents.
     """
     rows = dataset.row_length
     compares = config.preference.compares
@@ -424,7 +427,7 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
-    """Return the samples for training a masked model, which are made from windows of `dataset`."""
+    """Return the object that makes samples for a masked model from windows of `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
@@ -445,8 +448,8 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two values for each sample number: the number of the sample's dataset, which is always
-    0, and the position of the sample in this dataset. Sample numbers from `count` on get the
-    position of the last sample.
+    """Return two arrays with an entry for each sample number in `ids`: the number of the sample's
+    dataset, which is always 0, and the sample's position in this dataset. For sample numbers from
+    `count` on, the position is that of the last sample.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

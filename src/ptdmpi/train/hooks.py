@@ -1,5 +1,5 @@
-"""Hooks: objects that a user's program adds to a run, and whose methods the run calls. The run
-calls the methods at certain points, for example after each step."""
+"""Hooks: objects that a user's program adds to a run. The run calls the methods of a hook at
+certain points, for example after each step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +9,7 @@ from ptdmpi.train.live import Completed
 
 
 class Hook:
-    """The base class of all hooks. A run calls the methods of a hook, and a subclass overrides the
-    methods that it needs.
+    """The base class of all hooks. A subclass overrides the methods that it needs.
 
     Every rank has its own hook object. All ranks call the methods of their hooks at the same points
     of the run, so a hook may communicate between ranks. Each checkpoint stores the result of the
@@ -21,28 +20,29 @@ class Hook:
     name = ""
 
     def step_ended(self, step: Completed) -> None:
-        """React to the end of a training step. If a validation or a save follows the step, the run
-        calls this method before them."""
+        """React to the end of a training step. The run calls this method before the validation and
+        the save of this step."""
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
-        """React to a validation; `values` are the values of the validation's record."""
+        """React to a validation. `values` is the record of the validation in `metrics.jsonl`,
+        without its step."""
 
     def saved(self, step: int, path: Path) -> None:
         """React to a checkpoint, after it is completely written to the disk."""
 
     def stopped(self, step: int, why: str) -> None:
-        """React to the end of training in this attempt of the run; `why` is "done", or the reason
-        why the run stopped early.
+        """React to the end of the training. `why` is "done", or the reason why the run has stopped
+        before its last step.
         """
 
     def state(self) -> Any:
-        """Return the state of the hook as JSON, for checkpoints, or None to store nothing.
-        Checkpoints store the state that rank 0 returns.
+        """Return the state of the hook for a checkpoint, as an object that can be converted to
+        JSON. Return None to store nothing. Checkpoints store the state that rank 0 returns.
         """
         return None
 
     def restore(self, state: Any) -> None:
-        """Continue from a stored state; all ranks get the same state."""
+        """Continue from the state in a checkpoint. All ranks get the same state."""
 
 
 class Hooks:
@@ -77,12 +77,14 @@ class Hooks:
             hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the hooks that have a state, by the names of the hooks."""
+        """Return a dict: name of a hook -> state of the hook. Hooks without a state are left
+        out."""
         states = {name: hook.state() for name, hook in self._hooks.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Pass to each hook its state from the checkpoint, if the checkpoint has one."""
+        """Pass the states from a checkpoint to the hooks. A hook that has no state in the
+        checkpoint is not called."""
         for name, hook in self._hooks.items():
             if name in states:
                 hook.restore(states[name])

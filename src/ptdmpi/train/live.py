@@ -1,5 +1,5 @@
-"""The training state that survives a loss of ranks in the memory of the other ranks, and its
-transfer to the ranks that continue.
+"""Live state: after a loss of ranks, the training state that is in the memory of the surviving
+ranks. This module transfers it to the ranks that continue.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# The maximum number of elements in one message: MPI calls count bytes in 32-bit integers.
+# maximum number of elements in one message, because MPI counts bytes in 32-bit integers
 MESSAGE_ELEMENTS = 1 << 26
 
 
@@ -36,16 +36,16 @@ class Completed:
 
 @dataclass(frozen=True)
 class Handover:
-    """The state from which a training loop starts: the live state of the surviving ranks, or the
-    checkpoint that `resume` names.
+    """The state from which a training loop starts: either the live state of the surviving ranks, or
+    the checkpoint that `resume` names.
 
     `load` is a function that copies the live state into the engine, and returns the number of steps
     for which this state was trained. If `load` is None, the training loop reads a checkpoint
-    instead. `unfinished` is the last step of the live state, if a rank was lost before all ranks
-    had recorded, validated and saved that step. `answer` describes the data on which this state was
-    trained, and the data with which the run continues. `lost` is True if the loop starts because
-    ranks were lost and no live state exists. `unwritten` maps the name of a file to lines that
-    could not be written because the disk has failed; None if there is no live state.
+    instead. `unfinished` is the last step of the live state, if a rank was lost before this step
+    was recorded, validated and saved; otherwise None. `answer` describes the data on which the live
+    state was trained, and the data with which the run continues. `lost` is True if the loop starts
+    after a loss of ranks but no live state exists. `unwritten` maps the name of a file to lines
+    that a disk error has kept from being written; it is None without live state.
     """
 
     resume: str
@@ -58,13 +58,13 @@ class Handover:
 
 @dataclass(frozen=True)
 class Account:
-    """The report of a rank to the other surviving ranks.
+    """What a surviving rank reports to the other survivors.
 
-    `place` has the coordinates of the rank in the process grid before the loss. `step` is the
-    number of steps for which the rank's state was trained; None means that the rank has no state.
-    `saved` has the step and the path of the newest checkpoint. `asked` is the signal that asked the
-    run to stop. `answer` describes the training data of the state. `unwritten` maps the name of a
-    file to the lines that rank 0 could not write.
+    `place` is the rank's position in the process grid before the loss. `step` is the number of
+    steps for which the rank's state was trained, or None if the rank has no state. `completed` and
+    `concluded` have the same meaning as in `Loop`. `saved` is the step and the path of the newest
+    checkpoint. `asked` is the signal that asked the run to stop. `answer` describes the training
+    data of the state. `unwritten` maps the name of a file to the lines that rank 0 could not write.
     """
 
     place: Coordinates | None = None
@@ -87,32 +87,34 @@ class Holding:
 
 
 class Route(NamedTuple):
-    """The route of a state: rank `source` sends it to rank `target`."""
+    """One transfer of state: rank `source` sends its state to rank `target`."""
 
     source: int
     target: int
 
 
-Part = tuple[int, ...]  # A part of the model: coordinates on the axes that divide the model.
-Replica = tuple[int, ...]  # A replica of the model: coordinates on all other axes.
+# identifies a part of the model, by the coordinates on the axes that divide the model
+Part = tuple[int, ...]
+# identifies a replica of the model, by the coordinates on all other axes
+Replica = tuple[int, ...]
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the training state of `engine`, together with `account`, the report of this rank. The
-    returned object does not refer to the engine, so that the engine's other memory can be freed.
+    """Return the training state of `engine` together with this rank's report `account`. The
+    returned object does not refer to the engine, so the engine's other memory can be freed.
     """
     return Holding(account, engine.state.flats)
 
 
 def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
-    """Return the step after which the survivors continue; None if the survivors do not have the
-    complete state after any step.
+    """Return the number of the step after which the survivors continue. Return None if the
+    survivors do not have a complete state.
 
-    The state after a step is complete if every part of the model is on some surviving rank. Usually
-    the function returns the newest step with a complete state. If `apart` is True (replicas
-    differ), it returns the step after which the largest number of replicas is complete; of several
-    such steps, it returns the newest. Ranks do not update at the same moment, so their steps may
-    differ by one. States of different steps are never mixed.
+    Ranks do not update at the same moment, so the survivors' steps may differ by one. States of
+    different steps are never mixed. The state after a step is complete if some survivor has each
+    part of the model. By default the function returns the newest step with a complete state. If
+    `apart` is True (replicas differ), it returns the step with the largest number of complete
+    replicas; if several steps have the same number, it returns the newest of them.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -126,8 +128,8 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the replicas whose state after `step` is complete. For each replica, the result maps
-    each part of the model to the rank that has this part.
+    """Return the replicas whose state after `step` is complete, as a dict: replica -> part of the
+    model -> rank that has this part.
     """
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
@@ -138,19 +140,19 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return the coordinates in the old process grid of each rank whose state is the state after
-    `step`, by rank.
+    """Return a dict: rank -> position of the rank in the old process grid. It has all ranks whose
+    state is the state after `step`.
     """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
-    """Return, for each rank of the new grid, the rank that sends it the state after `step`. If a
-    rank already has the state that it needs, the rank itself is its source.
+    """Return one route for each rank of the new process grid: the route's source sends the state
+    after `step` to this rank. If a rank already has the state that it needs, it is its own source.
 
     Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
-    the targets are divided among these ranks.
+    they share the work of sending it.
     """
     ways = []
     holders = _after(accounts, step)
@@ -165,12 +167,13 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
 def routes_apart(
     accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
 ) -> list[Route]:
-    """Return the routes of the state after `step`, like `routes`, if replicas differ.
+    """Return the routes of the state after `step`, as `routes` does, for a method under which
+    replicas differ.
 
     Each new replica gets the complete state of one old replica, because parts of different replicas
-    do not fit together. The state of every complete old replica is used once before the state of
-    any old replica is used twice. A new replica preferably gets the state of the old replica of
-    which its ranks already have the most parts.
+    must not be combined. Every complete old replica is used once before any is used twice. A new
+    replica preferably gets the state of the old replica whose parts are mostly on its ranks
+    already.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]
@@ -191,8 +194,9 @@ def routes_apart(
 def _matched(
     new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
 ) -> dict[Replica, Replica]:
-    """Return, for each new replica, the old replica whose state it gets. Pairs (new replica, old
-    replica) are chosen in descending order of `held`, the number of parts that need not be sent.
+    """Return a dict: new replica -> old replica whose state it gets. `held` is the number of parts
+    that need not be sent, for each pair (new replica, old replica). Pairs with a larger number are
+    chosen first.
     """
     chosen: dict[Replica, Replica] = {}
     pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
@@ -205,11 +209,11 @@ def _matched(
 
 
 def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
-    """Begin to send this rank's state to the ranks that need it; return the handles of the
+    """Begin to send this rank's state to the ranks that need it. Return the handles of the
     messages.
 
-    The messages are sent by MPI, even if the run trains with another transport: the old
-    communicators were revoked, and the transport of the new world is not connected yet.
+    The messages are sent by MPI, even if the run uses another transport for training, because the
+    other transport is not yet connected in the new world.
     """
     wire = MpiCommunicator(world.control)
     return [

@@ -1,5 +1,5 @@
-"""The training loop. It trains the steps. After each step it writes the record of the step, and it
-validates, saves a checkpoint or stops if these are due.
+"""The training loop. After each step, it writes the record of the step. It also validates, saves a
+checkpoint or stops if this is due.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
     This class determines only the order of events: a step, the record of the step, a validation, a
-    checkpoint, and possibly a stop. The module `parts` creates the other objects of the run, which
-    make all other decisions. `Saving` decides when to save, `Validation` decides when to validate,
-    and `Journal` decides what a record contains.
+    checkpoint, and possibly a stop. Other objects make all other decisions: `Saving` decides when
+    to save, `Validation` decides when to validate, and `Journal` decides what a record contains.
+    The module `parts` creates these objects.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class Loop:
         *,
         hooks: Hooks | None = None,
     ) -> None:
-        """Prepare the run (see `parts.assemble`). Every rank calls this method.
+        """Prepare the run (see `parts.assemble`). Every rank must create its `Loop` at the same
+        time.
 
         After ranks were lost, `handover` has the state of the survivors. Raises InputError if the
         run cannot begin.
@@ -80,8 +81,8 @@ class Loop:
         run.
 
         Yield each step after its record, validation and checkpoint. Raises SystemExit on every
-        rank, with code 75 after a save if a stop was requested, with code 1 if too many steps in a
-        row were not finite, and with code 3 or 4 if the state is corrupt.
+        rank: with code 75, after a save, if a stop was requested; with code 1 if too many steps in
+        a row had a loss or gradient that was not finite; with code 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -96,8 +97,8 @@ class Loop:
             self.attempt.finish(self.concluded)
 
     def _backends(self) -> tuple[str, ...]:
-        """Return the attention backends of torch that the run's device may use. The returned list
-        is empty if the run computes on the host."""
+        """Return the attention backends that torch may use on the run's device. Return () if the
+        run computes on the CPU."""
         choice = self.attempt.choice
         return choice.attention if isinstance(choice, DeviceChoice) else ()
 
@@ -127,15 +128,14 @@ class Loop:
         self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
-        """End all threads of this rank without communication, because other ranks may be lost."""
+        """End all threads of this rank, without communication, because other ranks may be lost."""
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        self.lookout.close()  # close the lookout last, because it unlocks the run directory
+        self.lookout.close()  # close the lookout last, because this unlocks the run directory
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
-        """Train on the microbatches of step `step` (from 0). Return the completed step and the
-        microbatches on which it was trained."""
+        """Train step `step` (counted from 0). Return the completed step and its microbatches."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
@@ -147,13 +147,13 @@ class Loop:
         watches = [stopwatch for stopwatch in (watch, result.watch) if stopwatch is not None]
         self.journal.recent.add(elapsed_s, watches, result.inside_s)
         self.lookout.computed(result.compute_s, elapsed_s)
-        # Return the result without its stopwatch: the stopwatch refers to this rank's device, and
-        # after a loss of ranks the result is sent to other ranks.
+        # Return the result without its stopwatch, because the result may be sent to other ranks
+        # after a loss of ranks, and the stopwatch refers to this rank's device.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
-        """Record a step. After the record, validate and save a checkpoint, if these are due or
-        requested. Return the requests of the ranks (stop or save) after this work.
+        """Write the record of a step. Then validate and save a checkpoint if this is due or
+        requested. Return the requests (to stop or save) that the ranks have received by then.
         """
         step = done.step
         # vote before the record is written: the vote computes the greatest peak memory of all
@@ -174,21 +174,21 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """End the run after the last concluded step if the ranks have requested a stop and the run
-        is not complete.
+        """End the run after the last concluded step, if a stop was requested and the run is not
+        complete.
         """
         if self._goes_on(self.concluded) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)
 
     def _goes_on(self, step: int) -> bool:
-        """Return True if the run is not complete after `step`. This is the case if steps are left,
-        or if a stop interrupted the validation or the evaluation of tasks after the last step.
+        """Return True if the run is not complete after `step`: steps are left, or the validation or
+        the evaluation of tasks after the last step was interrupted by a stop.
         """
         return step < self.config.run.steps or self.validation.missed(step)
 
     def _make_up(self, step: int) -> None:
-        """Do the validation and the evaluation of tasks after `step`, which a stop interrupted in
-        an earlier attempt of the run.
+        """Do the validation and the evaluation of tasks after `step` again: a stop has interrupted
+        them in an earlier attempt of the run.
 
         If the validation loss is one of the best, save the step again, because the checkpoint of
         this step does not contain the validation loss.
@@ -215,8 +215,8 @@ class Loop:
         self.journal.step(done, self.lookout.usual_s(done.elapsed_s), **values)
 
     def _save(self, step: int, asked: Asked) -> Asked:
-        """Save a checkpoint if a save is due or requested. Return the requests of the ranks after
-        the save.
+        """Save a checkpoint if a save is due or requested. Return the requests (to stop or save)
+        that the ranks have received by then.
         """
         if self._goes_on(step):
             self.stopping.before_save(asked, step)

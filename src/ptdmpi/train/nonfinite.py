@@ -1,11 +1,11 @@
 """Losses and gradients that are not finite: the search for their origin, and the limit on skipped
 steps.
 
-Every step tests only the loss and the global gradient norm, which are computed anyway. If the loss
-or the norm is not finite, the step updates neither weights nor optimizer state. By the time of this
-test, the sums over ranks have spread the value that is not finite to all ranks. To find the origin
-of the value, the step is computed a second time, and every output is tested. Dropout masks depend
-only on the samples, so the second computation gives the same values as the first one.
+Every step tests only the loss and the global gradient norm, which are computed anyway. If one of
+them is not finite, the step updates neither the weights nor the optimizer state. At this time, the
+sums over ranks have already spread the value that is not finite to all ranks. To find the origin of
+this value, the step is computed a second time, and every output is tested. Dropout masks depend
+only on the samples, so the second computation gives the same values as the first.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """The kinds of values that can be NaN or infinite, in the order from cause to effect. A NaN or
-    infinite value can cause NaN or infinite values of later kinds."""
+    """The kinds of values that can be NaN or infinite, ordered from cause to effect: a value of one
+    kind can cause NaN or infinite values of later kinds."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1
@@ -41,13 +41,12 @@ class ValueKind(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The description of a value that is not finite. Objects of this class are ordered from cause
-    to effect.
+    """A value that is not finite. Findings are ordered from cause to effect.
 
-    `microbatch` is the number of the microbatch within the global batch; -1 for weights. `depth` is
-    the position of the value in the order of computation: the pipeline stage, then the position in
-    the stage. `samples` are the numbers of the samples in the microbatch. `what` is a text that
-    describes the value.
+    `microbatch` is the number of the microbatch within the global batch, or -1 for weights. `depth`
+    is the position of the value in the order of computation: the number of the pipeline stage, then
+    the position in the stage. `samples` are the numbers of the samples in the microbatch. `what` is
+    a description of the value for messages.
     """
 
     kind: ValueKind
@@ -61,7 +60,8 @@ class Finding:
 class Skips:
     """A counter of consecutive steps that were skipped because a value was not finite.
 
-    A step that overflows in fp16 is not counted as long as the loss scale can still be reduced.
+    A step that is skipped because of an overflow in fp16 is not counted, as long as the loss scale
+    can still be reduced.
     """
 
     def __init__(
@@ -81,12 +81,13 @@ class Skips:
         self.in_a_row = 0
 
     def after(self, step: int, result: StepResult, batches: Sequence[Microbatch]) -> None:
-        """If step `step` (from 0) was skipped, count it and report the origin of the value that is
-        not finite. `batches` are the step's microbatches. Every rank calls this method.
+        """If step `step` (counted from 0) was skipped, count it and print the origin of the value
+        that is not finite. `batches` are the microbatches of the step. Every rank must call this
+        method.
 
         Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. If a
-        weight is not finite, SystemExit is raised at once, because no later step can repair the
-        weight, and the weight must not be saved in a checkpoint.
+        weight is not finite, SystemExit is raised at once, because no later step can repair this
+        weight, and it must not be saved in a checkpoint.
         """
         if not result.skipped:
             self.in_a_row = 0
@@ -111,7 +112,7 @@ class Skips:
             raise SystemExit(FAILED_EXIT_CODE)
 
     def _explained(self, finding: Finding | None, batches: Sequence[Microbatch]) -> tuple[str, str]:
-        """Return two texts: a description of the value that is not finite, and the numbers of the
+        """Return two texts: where the value that is not finite was found, and the numbers of the
         samples that may have caused it."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
@@ -131,11 +132,11 @@ class Skips:
 
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
     """Compute the training step `step` again. Return the first value that is not finite, in the
-    order of `Finding`.
+    order from cause to effect (see `Finding`).
 
-    Every rank calls this function and gets the same result. Return None if all values are finite in
-    the second computation. After this function the gradients are zero. The weights and the
-    optimizer's state are unchanged.
+    Every rank must call this function, and all get the same result. Return None if all values are
+    finite in the second computation. The function sets the gradients to zero, and does not change
+    the weights and the optimizer state.
     """
     findings = list(_weights(engine))
     watcher = _Watcher(engine, batches)
@@ -148,8 +149,8 @@ def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding
             for name, module in stage.named_modules():
                 if isinstance(module, Block):
                     watching.enter_context(module.uncompiled())
-                # the output of the head is not tested, because the logits of the padding of a
-                # vocabulary are minus infinity; the loss is tested instead
+                # the output of the head is not tested, because the logits of padded vocabulary
+                # entries are minus infinity; the loss is tested instead
                 if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)
@@ -173,8 +174,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # If this rank's own shard is finite (`own` is True), the cause is a value in
-                # another rank's shard. So this rank's finding comes later in the order.
+                # If this rank's own shard is finite (`own` is True), the cause is in another rank's
+                # shard, so this finding must come later in the order.
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,
@@ -186,8 +187,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
                 )
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
-            # a frozen weight was already not finite when it was loaded, because training does not
-            # change it
+            # training does not change a frozen weight, so it was not finite when it was loaded
             name = f"frozen weight {held.entry.name}"
             yield Finding(
                 kind=ValueKind.FROZEN_WEIGHT,
@@ -201,8 +201,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
 
 
 class _Watcher(OpHook):
-    """An observer of this rank's computation. The observer stores the first output, the first loss
-    and the first gradient that are not finite, each with its op.
+    """An observer of this rank's computation. It stores the first output, the first loss and the
+    first gradient that are not finite.
     """
 
     def __init__(self, engine: Engine, batches: Sequence[Microbatch]) -> None:
@@ -210,20 +210,19 @@ class _Watcher(OpHook):
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # Number of the last output within the present op.
+        self._calls = -1  # number of the last output within the present op
         # Ids of the weights whose gradients are not finite in the present op.
         self._broken: set[int] = set()
 
     def begin(self, op: Op) -> None:
-        """Note that the rank begins to compute `op`, and count the outputs of this op from 0 on. An
-        output is identified by its op, and by its number among the outputs of the op."""
+        """Record that the rank begins to compute `op`. The outputs of the op are counted from 0, so
+        that each output is identified by its op and its number."""
         self._op = op
         self._calls = -1
         self._broken.clear()
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Test the loss and the gradients of an op, before the gradients are removed from the
-        buffer."""
+        """Test the loss and the gradients of an op, before the gradients are freed."""
         if op.row.gradients:
             self.look_at_gradients(op.stage, microbatch)
 
@@ -233,7 +232,7 @@ class _Watcher(OpHook):
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             """Test an output of the forward pass."""
             op = self._op
-            # Outside a forward op, this output is only recomputed for the backward pass.
+            # Outside a forward op, the output is only recomputed for the backward pass.
             if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1
@@ -248,8 +247,8 @@ class _Watcher(OpHook):
         return look
 
     def see(self, weight: Parameter) -> None:
-        """Test the gradient of `weight` before it is reduced, because the reduction would spread
-        the value to every rank."""
+        """Test the gradient of `weight` before it is reduced, because the reduction would spread a
+        value that is not finite to all ranks."""
         if not _finite(weight.main_grad):
             self._broken.add(id(weight))
 
@@ -265,8 +264,7 @@ class _Watcher(OpHook):
         # with ZeRO stages 2 and 3, `see` has tested each gradient when it was computed, and the
         # unreduced gradient is already freed
         still_here = not self.engine.buffer.portion.shards_gradients
-        # begin with the last layer, because each layer's gradient is computed from the gradient of
-        # the layer after it
+        # begin with the last layer, because the backward pass computes its gradients first
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 what = f"gradient of {name}"

@@ -11,12 +11,12 @@ from ptdmpi.lineage.trained_on import Samples
 
 
 class OwnSource:
-    """A source of samples from the user's dataset classes, which `data.train` and `data.valid`
-    name."""
+    """A source of samples that uses the user's dataset classes, whose names are in `data.train` and
+    `data.valid`."""
 
     def __init__(self, config: Config) -> None:
-        """Make the datasets. Raises InputError if a dataset cannot be used, or if the datasets do
-        not fit together."""
+        """Create the datasets. Raises InputError if a dataset cannot be used, or if the datasets
+        are not compatible with each other."""
         self.config = config
         paths = [part.path for part in config.data.train]
         _require(config, [*paths, *config.data.valid_paths])
@@ -70,7 +70,7 @@ def _require(config: Config, paths: Sequence[str]) -> None:
     shards = [path for path in paths if not is_own(path)]
     if shards:
         raise InputError(
-            f"{shards[0]} is a directory of shards, and {next(filter(is_own, paths))} a class; "
+            f"{shards[0]} is a directory of shards, and {next(filter(is_own, paths))} is a class; "
             "legal: data.train and data.valid of one kind"
         )
     excluded = {

@@ -1,4 +1,5 @@
-"""The creation of the objects of one rank's training run, in the order of their dependencies."""
+"""Creation of the objects that one rank needs for a training run, in the order of their
+dependencies."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -36,11 +37,12 @@ from ptdmpi.watch.requests import Asked, StopRequest
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that one rank's training run consists of.
+    """The objects that one rank needs for a training run.
 
     `start` is the state from which this attempt of the run begins. `concluded` is the last step
-    whose record, validation and saves are done. `vote` is a function that returns the requests of
-    all ranks to stop or save; every rank calls `vote`, and the result is the same on all ranks.
+    whose record, validation and saves are done. `vote` is a function that returns the requests to
+    stop or save that all ranks have received; every rank must call it, and the result is the same
+    on all ranks.
     """
 
     config: Config
@@ -70,7 +72,7 @@ def assemble(
     hooks: Hooks,
 ) -> Parts:
     """Create the objects of a run, load its training state, and open its run directory. Every rank
-    calls this function.
+    must call this function.
 
     After the loss of ranks `handover` has the state of the survivors. If `handover` is None,
     `checkpoint.resume` determines the state. Raises InputError if the run cannot begin.
@@ -86,7 +88,7 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        # close the lookout after an error, because its threads would not end otherwise
+        # without this call, the threads of the lookout would not end after an error
         lookout.close()
         raise
     if journal.directory is not None and lookout.judge is not None:
@@ -158,7 +160,7 @@ def _with_state(
 
 
 def _vote(lookout: Lookout, engine: Engine) -> Asked:
-    """Let all ranks vote, and return the requests to stop or to save. Every rank calls this
+    """Let all ranks vote, and return the requests to stop or to save. Every rank must call this
     function."""
     return lookout.vote(peak_memory_bytes(engine.device))
 
@@ -176,10 +178,10 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the object that copies the training state into the memory of the nodes. Return None if
-    the configuration asks for no copies, or if no variable in `environ` names a folder for them.
-    `ptdmpi run` sets this variable, because it starts the ranks again after a loss. Without `ptdmpi
-    run`, the copies would never be used."""
+    """Return the object that copies the training state to the memory of the nodes. Return None if
+    the configuration does not ask for copies, or if the environment variable with their folder is
+    not set. Only `ptdmpi run` sets this variable, because it restarts the ranks after a loss;
+    without a restart, the copies would never be used."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):
@@ -196,8 +198,8 @@ def _saving(
     hooks: Hooks,
     copies: MemoryCopies | None,
 ) -> Saving:
-    """Return the object that decides when a checkpoint is saved, and that verifies the state before
-    every save.
+    """Return the object that decides when to save a checkpoint, and that verifies the state before
+    each save.
     """
     return Saving(
         checkpoints,
@@ -211,8 +213,8 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log, and set `journal.rates`, the object that computes tokens
-    and FLOPs per second.
+    """Write the first lines of the log. Set `journal.rates`, which computes tokens and FLOPs per
+    second.
     """
     journal = parts.journal
     vocab_size = parts.feed.vocab_size

@@ -1,12 +1,12 @@
 """A training run that survives the loss of ranks.
 
 A run is a sequence of attempts. In each attempt, some of the living ranks get positions in the
-process grid and train. The remaining ranks are spare ranks, which wait. At the end of the run, or
-when a rank is lost, all living ranks end the attempt together: all of them call MPI's agreement
-function (`ulfm.agree`). After a loss the world shrinks to the surviving ranks, which begin the next
-attempt. The survivors continue from the state in their memory if this state has every part of the
-model, and otherwise from the newest checkpoint. If another rank is lost during the recovery, the
-recovery begins again.
+process grid and train. The other living ranks are spare ranks, which wait. At the end of the run,
+or when a rank is lost, all living ranks end the attempt together: they all call MPI's agreement
+function (`ulfm.agree`). After a loss, the world shrinks to the surviving ranks, which begin the
+next attempt. If the survivors have every part of the model's state in their memory, they continue
+from this state; otherwise they continue from the newest checkpoint. If another rank is lost during
+the recovery, the recovery begins again.
 """
 
 import gc
@@ -33,19 +33,20 @@ from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-# a waiting spare rank checks once in this number of seconds whether the attempt has ended
+# seconds between two checks of a waiting spare rank whether the attempt has ended
 SPARE_POLL_S = 0.02
-# this lowest bit of the agreed number means that the run has ended; the higher bits are the exit
-# code
+# the lowest bit of the agreed number, which means that the run has ended; the higher bits are the
+# exit code
 FINISHED = 1
 
 
 class Survivors:
-    """One rank of a run that continues after the loss of other ranks.
+    """One rank of a run that can continue after the loss of other ranks.
 
-    `world` has all living ranks, including spare ranks. `lost` lists all ranks that were lost so
-    far. `news` lists only the ranks that were lost since the last attempt began to train.
-    `failed_at` is the time at which the present recovery began; None if no recovery is in progress.
+    `world` contains all living ranks, including spare ranks. `lost` lists all ranks that have been
+    lost so far. `news` lists only the ranks that have been lost since the last attempt began to
+    train. `failed_at` is the time at which the present recovery began; None if no recovery is in
+    progress.
     """
 
     def __init__(
@@ -61,18 +62,17 @@ class Survivors:
         self.lost: list[Process] = []
         self.news: list[Process] = []
         self.failed_at: float | None = None
-        # buffers of messages that were sent by communicators that are revoked now; keep them,
-        # because MPI may still read them
+        # buffers of unfinished messages on communicators that are now revoked; they are kept,
+        # because MPI may still use them
         self.stranded: list[Any] = []
 
     def steps(self) -> Iterator[Completed]:
-        """Make attempts until the run has ended, or until the model does not fit on the living
-        ranks.
+        """Make attempts until the run has ended, or until too few ranks are left for the model.
 
         Yield the steps that this rank trains. Raises SystemExit if the exit code is not 0.
         """
-        # exclude the objects of imported modules from garbage collection, so that the collection of
-        # old engines is fast
+        # exclude the objects of imported modules from garbage collection, so that old engines are
+        # collected quickly
         gc.freeze()
         while True:
             with fail_together(self.world):
@@ -80,8 +80,8 @@ class Survivors:
             if outcome & FINISHED:
                 break
             self._put_away()
-            # collect garbage now: engines contain reference cycles, and the next engine needs their
-            # memory
+            # collect garbage now: the old engine contains reference cycles, and the next engine
+            # needs its memory
             gc.collect()
             self.failed_at = self.failed_at or time.perf_counter()
             self.world, lost = ulfm.shrink(self.world)
@@ -99,12 +99,12 @@ class Survivors:
 
     def _attempt(self) -> Generator[Completed, None, int]:
         """Make one attempt: train, or wait as a spare rank. Return the number on which all living
-        ranks agree. It is the bitwise AND of the numbers that the ranks contribute. If the bit
-        FINISHED is set, the run has ended, and the higher bits are the exit code."""
+        ranks agree: the bitwise AND of the numbers that the ranks contribute. If its bit FINISHED
+        is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # All training ranks have raised this error, but spare ranks have not, so raise it again as
-        # an error of this rank only.
+        # All training ranks have raised this error, but spare ranks have not. So raise an
+        # InputError, which is an error of this rank only.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:
@@ -115,14 +115,14 @@ class Survivors:
             self.failed_at = self.failed_at or time.perf_counter()
             self.world.abort_wires()
             ulfm.revoke(self.world)
-            # Agree inside this handler: the frames of the exception keep the buffers of incomplete
-            # messages alive, and MPI may still use these buffers. After the agreement, no rank
-            # sends a message to these buffers.
+            # Agree inside this handler. MPI may still use the buffers of incomplete messages, and
+            # the frames of the exception keep these buffers alive. After the agreement, no rank
+            # sends a message to these buffers any longer.
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # A rank that is done must wait here for all other ranks: if a rank is lost, the other ranks
-        # may need the state of this rank.
+        # A rank that is done must wait here for all other ranks: if one of them is lost, the rest
+        # may need this rank's state.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:
@@ -138,8 +138,8 @@ class Survivors:
         return 0
 
     def _take_place(self) -> Loop | None:
-        """Give this rank a position in the process grid. Return the rank's training loop, whose
-        state is loaded; return None if the rank is a spare rank.
+        """Give this rank a position in the process grid. Return its training loop, with the
+        training state loaded. Return None if this rank is a spare rank.
         """
         world = self.world
         accounts = world.control.allgather(self.holding.account)
@@ -162,9 +162,9 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # All ranks discard their old state. The old state of a spare rank would be useless in a
-        # later attempt, because the other ranks may train the same step again with bitwise
-        # different results.
+        # All ranks discard their old state, including spare ranks. The other ranks may train the
+        # same step again with bitwise different results, so the old state of a spare rank would not
+        # match theirs.
         self.holding = Holding(Account())
         if crew is not None:
             if self.news and self.failed_at is not None:
@@ -190,7 +190,7 @@ class Survivors:
         """Return the state from which this rank's loop starts: the live state after `step`, or a
         checkpoint if `step` is None.
 
-        `ways` has the routes of the live state: for each rank, the rank that sends the state to it.
+        `ways` are the routes of the live state, one for each rank.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
@@ -203,8 +203,7 @@ class Survivors:
         source = next(way.source for way in ways if way.target == self.world.rank)
 
         def load(engine: Engine) -> int:
-            """Receive the live state of the training. Return the number of steps for which the live
-            state was trained."""
+            """Receive the live state. Return the number of steps for which it was trained."""
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
             engine.policy.replicas_lost()
@@ -221,8 +220,8 @@ class Survivors:
         )
 
     def _put_away(self) -> None:
-        """Close the training loop. Keep only the training state, which the next attempt may need,
-        and the buffers of incomplete messages.
+        """Close the training loop. Keep only the training state, because the next attempt may need
+        it, and the buffers of incomplete messages.
         """
         loop = self.loop
         self.loop = None
@@ -231,8 +230,8 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        # if `settled` is False, the state is incomplete: messages from neighbours in the
-        # communication graph have not arrived
+        # if `settled` is False, messages from neighbours in the communication graph have not
+        # arrived, so the state is incomplete
         settled = loop.engine.policy.settled
         directory = loop.journal.directory
         account = Account(
@@ -249,8 +248,8 @@ class Survivors:
         self.holding = live.hold(loop.engine, account)
 
     def _fit(self) -> bool:
-        """Choose the process grid with the largest number of data ranks for the living ranks.
-        Return False if there are too few living ranks for any grid.
+        """Choose the process grid that has as many data ranks as the living ranks allow. Return
+        False if there are too few living ranks for any grid.
         """
         batch = self.config.batch
         sequences = batch.global_size // batch.micro_size
@@ -258,7 +257,8 @@ class Survivors:
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the new grid divides the state into different shards, so the old shards cannot be used
+            # the new grid has another number of shards, so the old shards of the state cannot be
+            # used
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True
@@ -273,7 +273,7 @@ class Survivors:
             sizes.insert(1, f"c={self.grid.size_of(CONTEXT)}")
         line = (
             f"{_who(self.news)} lost; {counted(self.world.size, 'rank')} cannot hold "
-            f"{','.join(sizes)}. The same command again resumes "
+            f"{','.join(sizes)}. The same command resumes "
             "from the newest checkpoint"
         )
         if self.world.rank == 0:
@@ -282,11 +282,11 @@ class Survivors:
         ulfm.leave(self.world, 1)
 
     def _notice(self, loop: Loop, accounts: list[Account], step: int | None, took_s: float) -> str:
-        """Return the log line about the lost ranks, and about the layout and state of the next
-        attempt.
+        """Return the log line about the lost ranks and about the next attempt: its layout and its
+        state.
 
-        `step` is the step of the live state; None means that a checkpoint was used. `took_s` is the
-        time in seconds that the recovery took.
+        `step` is the step of the live state, or None if the attempt begins from a checkpoint.
+        `took_s` is the duration of the recovery in seconds.
         """
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
@@ -298,18 +298,18 @@ class Survivors:
             elif self.grid.size_of(EXPERTS) > 1:
                 kind += ", since no other rank held the lost experts,"
         layout = ", ".join(filter(None, (str(loop.config.layout), loop.config.layout.sharding)))
-        go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
+        go = f"{loop.world.size} ranks continue" if loop.world.size > 1 else "1 rank continues"
         spare = self.world.size - loop.world.size
         spare_text = f" ({spare} spare)" if spare else ""
         return (
-            f"{_who(self.news)} lost in step {under_way}; {go} on{spare_text}: {layout} from "
+            f"{_who(self.news)} lost in step {under_way}; {go}{spare_text}: {layout} from "
             f"{kind} of {source}, {took_s:.2f} s"
         )
 
 
 def _unfinished(accounts: list[Account], step: int) -> Completed | None:
-    """Return the completed step `step`, from the report of a rank that has completed this step.
-    Return None if a rank has already concluded the step (recorded, validated and saved it).
+    """Return the completed step `step`, which a rank has reported. Return None if a rank has
+    already concluded this step, which means that it was recorded, validated and saved.
     """
     if max(account.concluded for account in accounts) >= step:
         return None  # a rank concludes a step only after all ranks have completed it

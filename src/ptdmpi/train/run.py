@@ -1,5 +1,5 @@
-"""A training run as an object over which a program iterates: each item is a step. So a user's
-program can contain the training loop."""
+"""A training run as a Python object. A user's program iterates over it: each item is a training
+step."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ class Run:
                 run.validate()
                 run.save()
 
-    Each item is a `Completed` step: its number (from 1), its `result` (loss, gradient norm, ...)
-    and its seconds. The run yields a step after its record is written, and after the validation and
-    the checkpoint that the configuration asks for. A program may leave the loop early, if all ranks
-    leave it after the same step; the progress since the last checkpoint is lost in that case. The
-    run directory has the same contents as with `ptdmpi train`. Therefore `ptdmpi train` can
-    continue a run of a `Run` object, and a `Run` object can continue a run of `ptdmpi train`.
+    Each item is a `Completed` step with its number (from 1), its `result` (loss, gradient norm,
+    ...) and its duration in seconds. A step is yielded after its record is written, and after the
+    validation and the save that the configuration asks for. A program may leave the loop early, but
+    all ranks must leave it after the same step. The progress since the last checkpoint is then
+    lost. The run directory has the same contents as with `ptdmpi train`, so each of the two can
+    continue a run of the other.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Run:
 
         `config` is the path of a TOML file, or a dictionary of its sections. `settings` maps names
         of configuration keys, such as "run.steps", to values that replace the values of `config`.
-        `loss`, `data` and `optimizer` are the user's own function and classes, defined at the top
-        level of a module. The keys `run.loss`, `data.train` and `optimizer.own` are set to the
-        names of these objects. `hooks` are called at each step, validation, save and stop. `launch`
-        is for a caller that has already initialized the ranks and handles signals. Without `launch`
-        the run uses all ranks, and handles signals until its end. Raises InputError, on all ranks,
-        if the run cannot begin. An exception that one rank does not catch ends all ranks.
+        `loss`, `data` and `optimizer` are the user's own loss function, dataset class and optimizer
+        class. They must be defined at the top level of a module. Their names are stored in the keys
+        `run.loss`, `data.train` and `optimizer.own`. `hooks` are called after each step, validation
+        and save, and when the training stops. `launch` is for a caller that has already initialized
+        the ranks and handles signals. Without `launch`, the run uses all ranks, and handles signals
+        until its end. Raises InputError, on all ranks, if the run cannot begin. If a rank does not
+        catch an exception, all ranks are ended.
         """
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
@@ -94,20 +95,20 @@ class Run:
             raise
 
     def __iter__(self) -> Iterator[Completed]:
-        """Train the model, and yield each step. Raises SystemExit (75) after a save if the run was
-        asked to stop, for example by a signal. In all other cases SystemExit has the exit code with
-        which `ptdmpi train` would end.
+        """Train the model, and yield each step. If the run is asked to stop, for example by a
+        signal, it saves a checkpoint and raises SystemExit (75). If the run fails, SystemExit has
+        the same exit code as `ptdmpi train`.
         """
         source = self._survivors or self._loop
         assert source is not None
         try:
-            # if the caller leaves this generator, `source` is closed, too
+            # if the caller closes this generator, `source` is closed, too
             yield from source.steps()
         except (SystemExit, GeneratorExit):
             self._end()
             raise
-        # after another exception the run is not closed, because its threads report the state of all
-        # ranks
+        # after any other exception the run is not closed, because its threads must report the state
+        # of all ranks
         self._end()
 
     def _end(self) -> None:
@@ -131,8 +132,8 @@ class Run:
     def close(self) -> None:
         """End the run's threads, release its directory, and restore the signal handlers.
 
-        A run that was iterated to its end, or left by `break`, is already closed; a second call
-        does nothing. The model stays in memory after this call.
+        After the end of the iteration, or after a `break`, the run is already closed, and this
+        method does nothing. The model stays in memory.
         """
         if self._now is not None:
             self._now.close()
@@ -145,7 +146,7 @@ class Run:
 
     @property
     def _now(self) -> Loop | None:
-        """Return the present training loop; None on a spare rank. After the loss of a rank, the run
+        """Return the present training loop, or None on a spare rank. After a loss of ranks, the run
         has a new training loop."""
         return self._loop if self._survivors is None else self._survivors.loop
 
@@ -163,12 +164,13 @@ class Run:
 
     @property
     def axes(self) -> Axes:
-        """The communicators: `axes["tensor"]`, `axes["data"]`, `axes["pipeline"]` and others."""
+        """The communicators of this rank: `axes["tensor"]`, `axes["data"]`, `axes["pipeline"]` and
+        others."""
         return self._active.axes
 
     @property
     def model(self) -> nn.ModuleDict:
-        """The pipeline stages of the model that this rank has, by the number of the stage. A
+        """The pipeline stages that are on this rank. The keys are the numbers of the stages. Each
         parameter in a stage is this rank's slice of the full parameter.
         """
         stages = self._active.engine.stages
@@ -176,27 +178,23 @@ class Run:
 
     @property
     def state(self) -> State:
-        """The state that this rank has: its shards of the master weights and of the optimizer's
+        """This rank's training state: its shards of the master weights and of the optimizer
         moments, by logical name, and the counters of the run.
         """
         return self._active.engine.state
 
     def validate(self) -> dict[str, Any]:
-        """Return the losses on the validation data after the present step. Every rank calls this
-        method.
-
-        The losses are also written to `metrics.jsonl`. Return {} if the run has no validation data,
-        or if a stop interrupts the validation.
+        """Measure the losses on the validation data after the present step, and return them. Every
+        rank must call this method. The losses are also written to `metrics.jsonl`. Return {} if the
+        run has no validation data, or if a stop interrupts the validation.
         """
         loop = self._active
         return loop.validation.measured(loop.concluded)
 
     def save(self) -> Path:
-        """Save a checkpoint of the present step, unless the step is already saved. Return the path
-        of the saved checkpoint.
-
-        Every rank calls this method. Raises SaveFailed on every rank if the checkpoint cannot be
-        written.
+        """Save a checkpoint of the present step, unless this step is already saved. Return the path
+        of the checkpoint. Every rank must call this method. Raises SaveFailed on every rank if the
+        checkpoint cannot be written.
         """
         loop = self._active
         newest = loop.saving.newest
@@ -207,8 +205,7 @@ class Run:
         return Path(newest[1])
 
     def _release(self) -> None:
-        """Restore the signal handlers that were installed before the run, if the run has replaced
-        them."""
+        """Restore the signal handlers from before the run, if the run has replaced them."""
         if self._owns_launch:
             self._owns_launch = False
             self._launch.signals.__exit__(None, None, None)
@@ -217,8 +214,8 @@ class Run:
 
 
 def _all_ranks() -> Launch:
-    """Return a `Launch` object with all ranks. After this call, an exception that one rank does not
-    catch ends all ranks.
+    """Return a `Launch` object with all ranks. After this call, all ranks are ended if one rank
+    does not catch an exception.
     """
     signals = StopRequest()
     signals.__enter__()
@@ -228,9 +225,9 @@ def _all_ranks() -> Launch:
 
 
 def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the configuration keys for the user's own loss, data and optimizer. The values are the
-    names of these objects; an object that is None has no key. Raises InputError for an object that
-    cannot be imported by its name.
+    """Return a dict with the configuration keys for the user's own loss, data and optimizer, and
+    with the names of these objects as values. An object that is None is left out. Raises InputError
+    if an object cannot be imported by its name.
     """
     named: dict[str, Any] = {}
     if loss is not None:

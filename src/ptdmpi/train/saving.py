@@ -1,5 +1,5 @@
-"""The saves of a run's checkpoints: when they are due, how they are reported, and what happens if a
-save fails."""
+"""Saving of a run's checkpoints: when a save is due, how it is reported, and what happens if it
+fails."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +12,14 @@ from ptdmpi.watch.requests import Save
 
 
 class Saving:
-    """The saves of checkpoints in one run. Every rank calls `after_step` after every step.
+    """The saves of checkpoints in one run. Every rank must call `after_step` after every step.
 
     A failed save does not end the run, because the state is still in memory. After a failed save,
     the run prints a warning and tries again after 1, 2, 4, ... steps (at most `every_steps`). The
-    run fails only if the save at its end or before a requested stop fails.
+    run fails only if the save after its last step, or before a requested stop, fails.
 
-    `newest` is (step, path) of the newest checkpoint, and `last_write_s` is the number of seconds
-    that its save took.
+    `newest` is the pair (step, path) of the newest checkpoint. `last_write_s` is the number of
+    seconds in which it was written.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Saving:
     ) -> None:
         """Prepare the saves. `last_step` is the last step of the run. `say` prints a line. `record`
         writes a record of values. `verify` raises an error if the state must not be saved. `copies`
-        is an object that makes additional copies of the state in the memory of the nodes.
+        is an object that makes in-memory copies of the state, or None.
         """
         self.checkpoints = checkpoints
         self.last_step = last_step
@@ -54,16 +54,16 @@ class Saving:
         """Save a checkpoint if a save is due or requested by `asked`. Return True if a save was due
         or requested; all ranks return the same value.
 
-        With `Save.NOW` and `Save.LAST`, and after the last step, the save is complete when this
-        method returns. If a save with `Save.LAST` or after the last step fails, SaveFailed is
-        raised on every rank.
+        With `Save.NOW` or `Save.LAST`, and after the last step, the method waits until the save is
+        complete. If a save with `Save.LAST` or after the last step fails, the method raises
+        SaveFailed on every rank.
         """
         must = asked is Save.LAST or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0
         due = must or asked is not Save.NO or step == self.retry_step or regular
         if due:
             self.verify()
-        # finish the previous save first; even if the previous save has failed, this save is tried
+        # finish the previous save first; if it fails, this save is tried nevertheless
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -80,8 +80,8 @@ class Saving:
         return due
 
     def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
-        """Copy the state into the nodes' memory. If the copy fails, print a warning, and continue
-        the run."""
+        """Copy the state to the memory of the nodes. If this fails, print a warning and
+        continue."""
         if not verified:
             self.verify()
         why = copies.keep(step)
@@ -89,8 +89,8 @@ class Saving:
             self.say(f"warning: no copy in memory after step {step}: {why}; the last copy stays")
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
-        """Call `work`, and report the finished saves that `work` returns. Raises SaveFailed if
-        `work` fails and `must` is True.
+        """Call `work`, and report each finished save that it returns. Raises SaveFailed if `work`
+        fails and `must` is True.
         """
         try:
             for saved in work():

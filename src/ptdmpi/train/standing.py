@@ -1,5 +1,5 @@
-"""The best validations of a run, and the check whether the validation loss still improves. This
-module does not use MPI, so that a dry run can use it, too.
+"""The best validations of a run, and the test whether the validation loss still improves. This
+module does not import MPI, so that a dry run can use it.
 """
 
 import math
@@ -26,13 +26,14 @@ class Validated(NamedTuple):
 
 @dataclass
 class Standing:
-    """The validations of a run so far, and the decisions that depend on these validations.
+    """The validations of a run so far, and the decisions that depend on them.
 
-    A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
-    is the number of such worse validations since the last improvement. The run ends when `worse`
-    reaches `stop_after_worse` (0: never). `trained` is the newest step that had a record when this
-    attempt of the run began. `tasks_step` is the newest step with recorded scores of tasks. A stop
-    may have interrupted the validation or the evaluation of tasks after step `trained`.
+    `worse` is the number of validations since the last improvement. A validation is an improvement
+    if its loss is lower than all earlier losses; NaN is never an improvement. The run ends when
+    `worse` reaches `stop_after_worse` (0: never). `trained` is the newest step that had a record
+    when this attempt of the run began. `tasks_step` is the newest step with recorded scores of
+    tasks. A stop may have interrupted the validation or the evaluation of tasks after step
+    `trained`.
     """
 
     stop_after_worse: int = 0
@@ -49,15 +50,14 @@ class Standing:
 
     @property
     def best(self) -> Validated | None:
-        """Return the first validation with the lowest loss; None if no validation had a finite loss
-        yet.
+        """Return the validation with the lowest loss (the first of several). Return None if no
+        validation had a finite loss.
         """
         finite = [validation for validation in self.seen if validation.finite]
         return min(finite, key=lambda validation: validation.loss, default=None)
 
     def take(self, step: int, loss: float) -> bool:
-        """Add a validation. Return True if this validation is among the `keep_best` best
-        validations so far."""
+        """Add a validation. Return True if it is one of the `keep_best` best validations so far."""
         new = Validated(step, loss)
         # test "not below" instead of "above or equal", because every comparison with NaN is false
         better = sum(not loss < other.loss for other in self.seen if other.finite)
@@ -85,7 +85,8 @@ class Standing:
 
     @property
     def over(self) -> str:
-        """Return the reason why the run ends before its last step; "" if the run continues."""
+        """Return the reason why the run must end before its last step, or "" if the run
+        continues."""
         if not 0 < self.stop_after_worse <= self.worse:
             return ""
         text = (
@@ -98,8 +99,8 @@ class Standing:
 
 
 def standing_of(config: Config, step: int) -> Standing:
-    """Return the `Standing` of the run: all validations up to `step`, computed from the records in
-    the run directory."""
+    """Return the `Standing` of the run after step `step`. It is computed from the records in the
+    run directory."""
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
         if record["step"] > step:

@@ -1,5 +1,4 @@
-"""The end of a run before its last step: the lines that are printed, and the reason that is
-recorded."""
+"""The end of a run before its last step: which lines are printed, and which reason is recorded."""
 
 from typing import NoReturn
 
@@ -11,17 +10,16 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
-# The exit codes for a corrupt state, by the value of `run.on_corruption`. Code 3 means that a
-# person should check the named hosts before the run is started again. Code 4 means that the run
-# should be started again immediately, from a checkpoint and not from copies in memory.
+# The exit codes for a corrupt state: value of `run.on_corruption` -> exit code. Code 3 means that a
+# person should check the named hosts before the run is restarted. Code 4 means that the run should
+# be restarted at once, from a checkpoint and not from in-memory copies.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
 MOST_FAULTS = 8  # maximum number of faults that are printed on separate lines
 
 
 class Stopping:
-    """The end of one run before its last step, on request or by early stopping.
-
-    This class reports every reason for which a run ends before its last step.
+    """The end of one run before its last step: on request, by early stopping, or because of a
+    corrupt state. This class prints the reason for the end.
     """
 
     def __init__(
@@ -33,8 +31,8 @@ class Stopping:
         self.journal = journal
 
     def before_save(self, asked: Asked, step: int) -> None:
-        """If a stop was requested, print that the run saves after `step` and then stops. The run is
-        not complete after `step`."""
+        """If a stop was requested, print that the run saves after `step` and then stops. This
+        method is called only if the run is not complete after `step`."""
         if asked.stop:
             self.lookout.stops()
             self.attempt.why = f"stopped: {asked.stop}"
@@ -49,19 +47,19 @@ class Stopping:
         self.lookout.obeyed("STOP")
         self.lookout.stops()
         reason = ""
-        if not self.attempt.why:  # in all other cases `before_save` has already reported the stop
+        if not self.attempt.why:  # otherwise `before_save` has already printed the reason
             reason = f"{asked.stop}: "
         self.attempt.why = f"stopped: {asked.stop}"
-        then = "the same command goes on"
+        then = "the same command continues the run"
         if self.config.checkpoint.resume == "never":
-            then = 'checkpoint.resume = "auto" goes on'
+            then = 'checkpoint.resume = "auto" continues the run'
         self.journal.say(f"{reason}stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
 
     def corrupt(self, error: CorruptState) -> NoReturn:
-        """Print which tensors are corrupt, and raise SystemExit on every rank. No checkpoint is
-        saved."""
+        """Print which tensors are corrupt, and raise SystemExit on every rank, without saving a
+        checkpoint."""
         self.lookout.stops()
         name = self.lookout.ranks.name
         for fault in error.faults[:MOST_FAULTS]:

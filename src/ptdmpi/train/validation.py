@@ -1,5 +1,5 @@
-"""The validations of a run: when they are due, their results, and the evaluation of tasks after
-them."""
+"""The validations of a run: when they are due, their results, and the evaluation of tasks after a
+validation."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +17,10 @@ from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
-    """The validations of one run, on one rank. Every rank calls `after_step` after each step for
-    which `due` returns True.
+    """The validations of one run, on one rank. Every rank must call `after_step` after each step
+    for which `due` returns True.
 
-    `standing` has the results of the validations so far, which are the same on all ranks.
+    `standing` contains the results of the validations so far. They are the same on all ranks.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Validation:
         standing: Standing,
         hooks: Hooks,
     ) -> None:
-        """Prepare the validations. `vote` is a function that returns the requests of all ranks. It
-        is called during a validation, because a requested stop interrupts the validation.
+        """Prepare the validations. `vote` is a function that returns the requests to stop or save.
+        It is also called during a validation, because a request to stop interrupts the validation.
         """
         self.config = config
         self.feed = feed
@@ -45,9 +45,9 @@ class Validation:
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
-        self.values: dict[str, Any] = {}  # The values in the record of the newest validation.
-        # True until the loss of a bigram model is reported, which is done once. A model with a
-        # lower loss has learned more than the frequencies of pairs of tokens.
+        self.values: dict[str, Any] = {}  # the values in the record of the newest validation
+        # True until the loss of a bigram model has been reported, once. If the loss of the trained
+        # model is lower, the model has learned more than the frequencies of pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
@@ -79,8 +79,8 @@ class Validation:
         return self.tasks.due(step) and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
-        """Return the values of the validation after `step`. Do this validation now if it has not
-        been done yet. Return {} if a stop interrupts the validation, or if the run has no
+        """Return the values of the validation after `step`. If this validation has not been done
+        yet, do it now. Return {} if a stop interrupts the validation, or if the run has no
         validation data.
         """
         last = self.standing.last
@@ -91,8 +91,8 @@ class Validation:
         return self.values
 
     def after_step(self, step: int) -> Asked:
-        """Do the validation and the evaluation of tasks, if these are due, and record and log the
-        results. Return the requests of the ranks after this work.
+        """Do the validation and the evaluation of tasks if they are due, and record and log the
+        results. Return the requests (to stop or save) that the ranks have received by then.
 
         If replicas differ, the model with the mean of their weights is validated.
         """
@@ -118,8 +118,8 @@ class Validation:
         for number, group in self.feed.validation():
             measured = self.engine.evaluate(self.feed.place(group))
             losses[number] = summed([losses[number], measured])
-            # the ranks vote after each group, because a whole validation may take longer than the
-            # time until the system kills a process after a signal
+            # the ranks vote after each group, because a complete validation may take longer than
+            # the time that a batch system allows between its signal and the kill
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} interrupted")
@@ -134,13 +134,12 @@ class Validation:
         self.journal.keep(step=step, **values)
         self.values = values
         self.hooks.validated(step, values)
-        # all ranks use the loss of rank 0, so that all ranks decide equally
+        # all ranks use the loss of rank 0, so that all make the same decision
         loss = self.engine.axes.world.broadcast_object(values["validation_loss"])
         if self.standing.take(step, loss) and not asked.save:
             asked = replace(asked, save=Save.DUE)
         if self.standing.over and step < self.config.run.steps:
-            # do not report another reason, because the run ends due to a loss that no longer
-            # improves
+            # The run ends because its loss no longer improves: do not report another reason.
             asked = replace(asked, stop="", save=Save.LAST)
         self.journal.say(f"step {step}  {text}{self.standing.remark}")
         place.enter("training")
@@ -150,11 +149,11 @@ class Validation:
 def validation_record(
     paths: Sequence[str], losses: Sequence[Mapping[str, SummedLoss]]
 ) -> tuple[dict[str, Any], str]:
-    """Return the record and the log line of a validation, made from the losses of each dataset in
-    `paths`.
+    """Return the record and the log line of a validation. `losses` are the losses on each dataset
+    in `paths`.
 
-    A perplexity is reported only for text. For a classification, an accuracy is reported. Losses
-    are means over all tokens, in nats. If there are several datasets, the loss of each dataset is
+    Losses are means over all tokens, in nats. A perplexity is reported only for text, and an
+    accuracy only for a classification. If there are several datasets, the loss on each dataset is
     reported, too.
     """
     whole = summed(list(losses))
@@ -165,10 +164,8 @@ def validation_record(
         accuracy = whole[RIGHT].mean
         values["validation_accuracy"] = accuracy
         text += f"  accuracy {accuracy:.2%}"
-    elif (
-        COUNT not in whole and MARGIN not in whole
-    ):  # The exponential of the loss is a perplexity only for text.
-        # The number e^710 is too large for float64.
+    elif COUNT not in whole and MARGIN not in whole:
+        # only for text, the exponential of the loss is a perplexity; e^710 is too large for float64
         perplexity = math.exp(mean) if mean < 700 else math.inf
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"

@@ -36,7 +36,7 @@ def test_live_state_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
         later = {"metrics.jsonl": '{"step": 2}\n{"step": 3}\n'}  # step 3 is trained again
         directory = RunDirectory(path, "", 2, shown.append, handed_over=later)
         assert directory.unwritten == lines
-    assert len(shown) == 1 and "goes on with its state in memory" in shown[0]
+    assert len(shown) == 1 and "continues with its state in memory" in shown[0]
     directory.record(step=3)
     assert (path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert directory.unwritten == {}

@@ -1,2 +1,1 @@
-"""The measurements and records of a run: rates, timelines, and a log line and a record of each
-step."""
+"""The measurements and records of a run: rates, timelines, log lines, and a record of each step."""

@@ -17,9 +17,9 @@ from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.notices import Notices
 from ptdmpi.sinks.sinks import Sinks
 
-DONE = "done"  # The name of a file; if it exists, the run is complete.
-FAILED_S = 3.0  # Seconds that are allowed for the delivery of the message that the run has failed.
-DAMAGED = "metrics.damaged.jsonl"  # A copy of the records before damaged lines were removed.
+DONE = "done"  # name of the file that marks a complete run
+FAILED_S = 3.0  # time limit for the delivery of the message that the run has failed
+DAMAGED = "metrics.damaged.jsonl"  # copy of the records before damaged lines were removed
 
 
 def _show(line: str) -> None:
@@ -27,13 +27,12 @@ def _show(line: str) -> None:
 
 
 class RunDirectory:
-    """The object that writes `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
+    """The object that writes `metrics.jsonl` and `log.txt` in a run directory. Only rank 0 has it.
 
-    Each record is one line of `metrics.jsonl`, which one system call writes. An attempt that
-    resumes at a step removes an incomplete last line, the records and timelines after that step,
-    and the file `done`. If the disk fails during the run, the run continues, because its state is
-    in memory. After a failure of the disk, one warning is printed, and the lines are written as
-    soon as the disk works again.
+    Each record is one line of `metrics.jsonl`, written by one system call. When a run resumes at a
+    step, the records and timelines of later steps, an incomplete last line and the file `done` are
+    removed. If the disk fails during the run, the run continues, because its state is in memory. It
+    prints one warning, and writes the missing lines as soon as the disk works again.
     """
 
     def __init__(
@@ -48,10 +47,10 @@ class RunDirectory:
         """Open the directory `path` for an attempt that resumes at step `resumed_step` (0: a new
         run); `show` is a function that prints a line.
 
-        `handed_over` maps the name of a file to the lines that surviving ranks could not write
-        before (`unwritten`); None means that no rank has live state. Raises InputError if the
-        directory cannot be written and no rank has live state. With live state, the run continues
-        after a warning.
+        After a loss of ranks, `handed_over` maps the name of a file to the lines that could not be
+        written before the loss (see `unwritten`); it is None if no rank has live state. Raises
+        InputError if the directory cannot be written to and no rank has live state. With live
+        state, the run continues after a warning.
         """
         self.path = path
         self.metrics = path / "metrics.jsonl"
@@ -59,7 +58,7 @@ class RunDirectory:
         self.show = show
         self._resumed_step = resumed_step
         self._waiting = {path / name: text for name, text in (handed_over or {}).items()}
-        # the last step may be trained again, so the run is not complete yet
+        # records after the resumed step are dropped, because these steps are trained again
         if records := self._waiting.pop(self.metrics, ""):
             kept = [line for line in records.splitlines(True) if self._is_kept(line.encode())]
             if kept:
@@ -77,7 +76,8 @@ class RunDirectory:
                 if handed_over is None:
                     raise InputError(f"run.dir = {path}: {error}") from None
                 show(
-                    f"warning: run.dir = {path}: {error}; the run goes on with its state in memory"
+                    f"warning: run.dir = {path}: {error}; the run continues with its state in "
+                    "memory"
                 )
 
     def _write_config(self, text: str) -> None:
@@ -85,7 +85,7 @@ class RunDirectory:
         write_whole(self.path / "config.toml", text)
 
     def _drop_later(self) -> None:
-        """Remove all files and records of steps after the resumed step."""
+        """Remove the file `done`, and all records and timelines of steps after the resumed step."""
         (self.path / DONE).unlink(missing_ok=True)
         if self.metrics.exists():
             self._dropped = self._drop_records()
@@ -98,7 +98,8 @@ class RunDirectory:
 
     @property
     def unwritten(self) -> dict[str, str]:
-        """Return the lines that are not written yet because the disk has failed, by file name."""
+        """Return a dict: file name -> lines that are not written yet, because the disk has
+        failed."""
         return {path.name: text for path, text in self._waiting.items()}
 
     def _drop_records(self) -> bool:
@@ -126,7 +127,7 @@ class RunDirectory:
                 timeline.unlink()
 
     def open_sinks(self, config: Config) -> None:
-        """Send all later records also to the tools that the section [log] names, such as
+        """From now on, also send all records to the tools that the section [log] names, such as
         TensorBoard."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)
@@ -134,17 +135,17 @@ class RunDirectory:
             self._messages = Notices(config.log, config.run, self.say)
 
     def tell(self, event: str, why: str) -> None:
-        """Send a message about an event of the run to the receivers that `log.notify` names, with
-        the last step and its loss. Under `ptdmpi run` nothing is sent, because `ptdmpi run` sends
-        messages about all events. After the message about the end of the run nothing more is
+        """Send a message about an event of the run, with the last step and its loss, to the
+        receivers that `log.notify` names. Under `ptdmpi run` nothing is sent, because `ptdmpi run`
+        sends the messages itself. After the message about the end of the run, no more messages are
         sent."""
         if self._messages is not None and not self._over:
             self._over = event != "begins"
             self._messages.send(event, self._step, self._loss, why)
 
     def failed(self, why: str) -> None:
-        """Send the message that the run has failed, and wait some seconds for its delivery: the
-        process is ended afterwards."""
+        """Send the message that the run has failed, and wait up to FAILED_S seconds for its
+        delivery, because the process is ended afterwards."""
         self.tell("failed", why.removeprefix("failed: "))
         if self._messages is not None:
             self._messages.close(FAILED_S)
@@ -166,7 +167,7 @@ class RunDirectory:
             self._messages.close()
 
     def say(self, line: str, shown: bool = True) -> None:
-        """Append a line to `log.txt`, and print it if `shown`."""
+        """Append a line to `log.txt`. If `shown` is True, also print it."""
         if shown:
             self.show(line)
         self._append(self.log, line)
@@ -183,11 +184,12 @@ class RunDirectory:
 
 
 def mark_done(path: Path, steps: int) -> None:
-    """Write the file `done` into the run directory `path`: the run is complete after `steps` steps.
+    """Write the file `done` to the run directory `path`. It means that the run is complete after
+    `steps` steps.
 
-    `done` is the last file that a run writes. A launcher can end with code 0 although it lost a
-    node, so only the file `done` proves that the run is complete. If the file already has the same
-    content, it is not written again. Raises InputError if the file cannot be written.
+    `done` is the last file that a run writes. Only this file proves that the run is complete,
+    because a launcher can exit with code 0 although it has lost a node. If the file already has the
+    same content, it is not written again. Raises InputError if the file cannot be written.
     """
     done = path / DONE
     text = json.dumps({"steps": steps}) + "\n"

@@ -1,4 +1,4 @@
-"""The log lines and records of a run: one record of each step, a log line of some steps, and a
+"""The log lines and records of a run: one record for each step, a log line for some steps, and a
 timeline at the end."""
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class Journal:
     """The log lines and records of one run. Every rank has a journal, but only the journal of rank
     0 prints and writes.
 
-    `directory`, the run directory, is set only on rank 0, and only when it is certain that the run
-    begins. Before `directory` is set, lines are only printed on the terminal, so a run that cannot
-    begin leaves no log. `rates` is set before the first step.
+    `directory` is the run directory. It is set only on rank 0, and only when it is certain that the
+    run begins. Until then, lines are only printed, so a run that cannot begin leaves no log file.
+    `rates` is set before the first step.
     """
 
     def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
@@ -36,25 +36,25 @@ class Journal:
         self.rates: Rates | None = None
 
     def say(self, line: str) -> None:
-        """Print `line`, and write it into the log."""
+        """Print `line`, and write it to the log."""
         if self.directory is not None:
             self.directory.say(line)
         elif self._first_rank:
             self.show(line)
 
     def keep(self, **values: Any) -> None:
-        """Write one record with `values` into `metrics.jsonl`."""
+        """Write one record with `values` to `metrics.jsonl`."""
         if self.directory is not None:
             self.directory.record(**values)
 
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
-        """Write the record of a step, extended by `values`. Also write a log line if the step is
-        the last step of the run or a multiple of `log.every_steps`.
+        """Write the record of a step; `values` are added to it. Also write a log line if the step
+        is the last step of the run or a multiple of `log.every_steps`.
 
-        `wire_bytes` and `wire_messages` in the record are the bytes and messages that one rank has
-        sent in this step, by group of ranks and kind of message. The counted rank is rank 0; after
-        a loss of ranks, another rank may be rank 0. `usual_s` is the usual duration of a step, from
-        which the remaining time is estimated.
+        `wire_bytes` and `wire_messages` in the record are the bytes and messages that rank 0 has
+        sent in this step, for each group of ranks and each kind of message. (After a loss of ranks,
+        rank 0 may be another process than before.) The remaining time is estimated from `usual_s`,
+        the usual duration of a step in seconds.
         """
         if self.directory is None or self.rates is None:
             return
@@ -86,28 +86,28 @@ class Journal:
         if is_last or done.step % self.config.log.every_steps == 0:
             left_s = (steps - done.step) * usual_s
             line = _step_line(done, steps, rates, left_s)
-            # the last line is a result, so --quiet prints it too
+            # the last line is a result, so it is printed even with --quiet
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write the timeline of one recent step, which is not later than `step`. All ranks call
-        this method."""
+        """Write the timeline of one of the last steps up to `step`. All ranks must call this
+        method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
-        """Close the sinks, which are the other tools that receive the records."""
+        """Close the sinks: the other tools that receive the records."""
         if self.directory is not None:
             self.directory.close()
 
 
 def _optional(**values: Any) -> dict[str, Any]:
-    """Return the entries of a table whose values are not None."""
+    """Return the arguments whose values are not None, as a dict."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _loads(result: StepResult) -> dict[str, Any]:
-    """Return the entries of a step's record about the loads of the experts in each layer; {} if the
-    model has no experts."""
+    """Return the entries of a step's record about the load of the experts in each layer. Return {}
+    if the model has no experts."""
     if result.loads is None:
         return {}
     return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
@@ -135,8 +135,8 @@ def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left
 
 
 def _method_parts(result: StepResult) -> list[str]:
-    """Return the parts of the line about a step that only some data-parallel methods or models
-    need."""
+    """Return the parts of the log line of a step that are needed only for some data-parallel
+    methods or models."""
     parts = []
     if result.consensus is not None:
         parts.append(f"apart {result.consensus:.3g}")

@@ -1,9 +1,8 @@
-"""The keys of the records in `metrics.jsonl`, and the rows of a run's report that show their
-values.
+"""The keys of the records in `metrics.jsonl`, and the rows of a report that show their values.
 
-Every key that this version writes has an entry in `RECORD_KEYS`. A run that another version has
-written may have keys without an entry; the report shows the name and the newest value of such a
-key. This module does not import torch, so that reports are fast on login nodes.
+Every key that this version writes has an entry in `RECORD_KEYS`. The records of another version may
+have other keys; for such a key, the report shows its name and its newest value. This module does
+not import torch, so that reports are fast on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from ptdmpi.sinks.record import median
 
-# the unit with which the report prints a value
+# the unit in which the report prints a value
 Unit = Literal["number", "seconds", "bytes", "bytes per rank", "fraction", "of dense peak", "text"]
 # A function that computes the value of a row from all recorded values of the key, oldest first.
 Choice = Callable[[Sequence[Any]], Any]
@@ -23,8 +22,8 @@ class ReportRow:
     """A row of the report: its `name` in the output of --json, and the function `choose` that
     computes the value of the row.
 
-    `label` is the row's name in the table, by default `name` with spaces. If `of_layout` is True,
-    the row leaves out the records of steps that were trained with an earlier layout.
+    `label` is the row's name in the table; by default it is `name` with spaces. If `of_layout` is
+    True, the row uses only the records of steps that were trained with the newest layout.
     """
 
     name: str
@@ -36,9 +35,9 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class RecordKey:
-    """The use of one record key in the report. Exactly one of three fields is set. `rows`: the key
-    has its own rows. `within`: the name of another row in which the key is used. `hidden`: the
-    reason why the report does not show the key.
+    """The use of one record key in the report. Exactly one of the three fields is set. `rows` are
+    the key's own rows. `within` is the name of another row in which the key is used. `hidden` is
+    the reason why the report does not show the key.
     """
 
     rows: tuple[ReportRow, ...] = ()
@@ -61,13 +60,13 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _largest_of_last(values: Sequence[Any]) -> Any:
-    """Return the largest element of the newest recorded value, which is a list with a number for
-    each layer."""
+    """Return the largest element of the newest value. The value is a list with one number for each
+    layer."""
     return max(values[-1], default=None)
 
 
 def _sum_of_last(values: Sequence[Any]) -> Any:
-    """Return the sum of the newest recorded value, which is a list with a number for each layer."""
+    """Return the sum of the newest value. The value is a list with one number for each layer."""
     return sum(values[-1])
 
 
@@ -81,13 +80,11 @@ def _newest(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 
 
 def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
-    """Return a `RecordKey` for which the report shows the median over the steps with the newest
-    layout.
-    """
+    """Return a `RecordKey` with one row: the median over the steps with the newest layout."""
     return RecordKey((ReportRow(name, median, unit, label, of_layout=True),))
 
 
-# The rows of the report are in the order of these keys.
+# the report shows the rows in the order of these keys
 RECORD_KEYS: Mapping[str, RecordKey] = {
     # keys in the records of steps: progress
     "layout": _newest("layout", "text"),

@@ -1,5 +1,5 @@
-"""Rates of a training step: tokens and FLOPs per second, the MFU (model FLOPs utilization), and the
-peak FLOP rate of the device."""
+"""Rates of a training step: tokens and FLOPs per second, and the MFU (model FLOPs utilization), for
+which the peak FLOP rate of the device is needed."""
 
 import functools
 import resource
@@ -15,15 +15,15 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
-# The number of rows and columns of the matrices whose product is timed. The FLOP rate of 512 x 512
-# products is within 1 % of the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512).
-# The 512 x 512 products take a quarter of the time of the 1024 x 1024 products, and each product
-# ends within one time slice of a shared core.
+# Number of rows and columns of the square matrices whose product is timed. Their FLOP rate is
+# within 1 % of the rate with 1024 x 1024 matrices (fp32 and bf16, EPYC with AVX-512). The
+# measurement takes a quarter of the time that it would take with 1024 x 1024 matrices, and each
+# product ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
-# The thread that computes the products runs during at least this fraction of the time, if no other
-# program or rank uses its core. With load on all cores (EPYC with AVX-512, 2 cores), the fraction
-# was 0.17 to 0.48.
+# If no other program or rank uses its core, the thread that computes the products is running for at
+# least this fraction of the time. With load on all cores, the fraction was 0.17 to 0.48 (EPYC with
+# AVX-512, 2 cores).
 LEAST_RUNNING_FRACTION = 0.9
 
 
@@ -50,10 +50,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     """Return the peak rate of one rank for dense matrices in FLOP/s. On a GPU, the result is the
     value of the data sheet, or None if it is unknown.
 
-    No data sheet says how many cores of a CPU a rank has. On a CPU, the result is therefore
-    measured: it is the highest rate of a few products of square matrices of `dtype`. The result is
-    None if other programs or ranks used the same cores during the measurement, because an MFU
-    relative to a peak that is too low would be too high.
+    On a CPU, the result is measured, because no data sheet says how many cores a rank has. It is
+    the highest rate of a few products of square matrices of the type `dtype`. The result is None if
+    other programs or ranks used the same cores during the measurement: the measured peak would be
+    too low, and the MFU too high.
     """
     if device.type != "cpu":
         return known_peak(device_name(device), precision)
@@ -73,7 +73,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
 
 
 def why_no_peak(device: torch.device, precision: str) -> str:
-    """Return the reason why `peak_flops` of a rank is None."""
+    """Return the reason why `peak_flops` has returned None for a rank."""
     if device.type == "cpu":
         return "other programs or ranks used the same cores while the CPU's peak was measured"
     return f"the data sheet's {precision} peak of {device_name(device)} is not known"
@@ -83,7 +83,7 @@ def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float
     """Return the median over all ranks of the peak rate for dense matrices in FLOP/s. The MFU of
     the run is computed from this median.
 
-    Every rank calls this function. Returns None if the peak rate of any rank is unknown.
+    Every rank must call this function. Return None if the peak rate of any rank is unknown.
     """
     precision = config.precision.compute
     mine = peak_flops(device, data_types(precision).compute, precision)
@@ -106,7 +106,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Rates:
-    """Tokens and FLOPs of one step of a run, and their rates per second."""
+    """The tokens and FLOPs of one step of a run, and their rates per second."""
 
     def __init__(
         self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
@@ -128,9 +128,10 @@ class Rates:
         )
 
     def of(self, step_time_s: float) -> dict[str, float | None]:
-        """Return the rates of a step, by their names in `metrics.jsonl`.
+        """Return the rates of a step that took `step_time_s` seconds. The keys are as in
+        `metrics.jsonl`.
 
-        `mfu` (model FLOP/s as a fraction of the peak) is None if the peak is not known.
+        `mfu` (model FLOP/s as a fraction of the peak) is None if the peak is unknown.
         """
         per_rank = self.ranks * step_time_s
         mfu = None

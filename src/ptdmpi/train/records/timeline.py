@@ -11,14 +11,14 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # number of last steps, one of which the timeline shows
+RECENT_STEPS = 20  # the timeline shows one of this number of last steps
 
 
 class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
-    `inside_s` maps a group of ranks to the seconds that ops of this rank spent in collectives of
-    the group.
+    `inside_s` maps the name of a group of ranks to the seconds that this rank spent in the
+    collectives of this group during its ops.
     """
 
     elapsed_s: float
@@ -38,7 +38,7 @@ class RecentSteps:
     ) -> None:
         """Store the measurements of a step (see `StepSpans`).
 
-        The times are read from the stopwatches only when a timeline is written.
+        The stopwatches are read only when a timeline is written.
         """
         self._steps.append(StepSpans(elapsed_s, watches, inside_s))
 
@@ -46,15 +46,15 @@ class RecentSteps:
         """Write the timeline of the step with the median duration to
         `directory/step-NNNNNNNN.json`. Every rank calls this method.
 
-        The file has the spans of all ranks that belong to the same pipeline as rank 0. `last_step`
-        is the number of the newest step. If the file cannot be written, `say` prints the reason.
+        The file contains the spans of all ranks in the same pipeline as rank 0. `last_step` is the
+        number of the newest step. If the file cannot be written, `say` prints the reason.
         """
         if not self._steps:
             return
         times = [step.elapsed_s for step in self._steps]
         place = times.index(statistics.median_low(times))
-        # all ranks use the step that rank 0 has chosen, because spans of different steps would not
-        # fit together
+        # all ranks use the step that rank 0 has chosen, because the spans must be from the same
+        # step
         place = self.axes.world.broadcast_object(place)
         self.axes.clock.settle()
         median = self._steps[place]

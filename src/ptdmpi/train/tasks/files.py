@@ -1,5 +1,5 @@
 """The questions in a run's task files, tokenized with the tokenizer of the run's data. This module
-does not use MPI, so that a dry run can use it, too.
+does not import MPI, so that a dry run can use it.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from ptdmpi.model.state import WEIGHTS, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """Return the tokenizer of the run's shards. The tokenizer is looked for in the same places as
-    for a model that the run has saved.
+    """Return the tokenizer of the run's shards. It is searched for in the same places as the
+    tokenizer of a saved model of the run.
 
     Raises InputError if no tokenizer is found.
     """
@@ -46,8 +46,8 @@ def task_framing(config: Config) -> Framing:
 
 
 def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredModel:
-    """Return a description of the model that the run would save. `more` has further entries for the
-    manifest of the checkpoint.
+    """Return a description of the model that the run would save. `more` are additional entries of
+    the checkpoint's manifest.
     """
     progress = Progress(step=0, samples=0, seed=config.run.seed)
     entries = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
@@ -68,8 +68,8 @@ def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Que
     except InputError as error:
         raise InputError(f"log.tasks needs the tokenizer of the data: {error}") from None
     sizes = Limits(config.model.seq_length, vocab_size)
-    # use the defaults of `ptdmpi evaluate`, but limit answers to half of the sequence length, to
-    # leave room for the question
+    # Use the defaults of `ptdmpi evaluate`. But limit answers to half of the sequence length, so
+    # that the question fits, too.
     asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
     files = {}
     mistakes = []

@@ -20,11 +20,11 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # number of questions that a data rank answers between two votes on whether to stop
+ITEMS = 64  # number of questions that a data rank answers between two votes
 
 
 def live_model(engine: Engine) -> InferenceModel:
-    """Return a model that has the engine's weights and can answer questions.
+    """Return a model for inference that has the engine's weights.
 
     The returned model has its own pipeline stages. The parameters of these stages share the memory
     of the engine's parameters. The engine does not change.
@@ -37,8 +37,8 @@ def live_model(engine: Engine) -> InferenceModel:
         live = engine.stages[number].named_logical_parameters()
         for (_, mine), (_, weight) in zip(stage.named_logical_parameters(), live, strict=True):
             shared = Parameter(weight.detach(), requires_grad=False)
-            # swap the tensors, because an assignment to `.data` cannot change the type and device
-            # of a meta tensor
+            # `mine` is a meta tensor: swap the tensors, because an assignment to `.data` could not
+            # change its type and device
             torch.utils.swap_tensors(mine, shared)
             mine.declaration = weight.declaration
             mine.entry = weight.entry
@@ -47,8 +47,8 @@ def live_model(engine: Engine) -> InferenceModel:
         weights = [
             weight for stage in stages.values() for _, weight in stage.named_logical_parameters()
         ]
-        # Gather all weights at once and keep them until the questions are answered, because data
-        # ranks have different questions and would otherwise gather a different number of times.
+        # Gather all weights now, and keep them until the questions are answered. Data ranks have
+        # different questions, so they could not take part in the same gathers later.
         GatheredWeights(engine.buffer, weights).hold_all()
     for stage in stages.values():
         compute_by(stage, engine.kernels)
@@ -56,13 +56,11 @@ def live_model(engine: Engine) -> InferenceModel:
 
 
 class Tasks:
-    """The task files of one run, on one rank. Each rank has its own `Tasks` object. `files` maps
-    the path of each file to its questions.
-    """
+    """The task files of one run, on one rank. `files` maps each file's path to its questions."""
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
-        """Read the task files on rank 0. Every rank calls this method. Raises InputError if a file
-        cannot be used."""
+        """Read the task files on rank 0. Every rank must create its `Tasks` object at the same
+        time. Raises InputError if a file cannot be used."""
         self.engine = engine
         self.journal = journal
         config = engine.config
@@ -77,15 +75,15 @@ class Tasks:
             self.text = text_of(config, course, engine.vocab_size)
 
     def due(self, step: int) -> bool:
-        """Return True if the tasks are evaluated after `step`."""
+        """Return True if the tasks must be evaluated after `step`."""
         config = self.engine.config
         every = config.log.tasks_every_steps
         last = config.run.steps
         return bool(self.files) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
-        """Evaluate the task files, and record and report the scores. Return the requests of the
-        ranks (to stop or to save) after the evaluation.
+        """Evaluate the task files, and record and log the scores. Return the requests (to stop or
+        to save) that the ranks have received by then.
 
         `vote` is called repeatedly during the evaluation; if a stop is requested, the evaluation is
         interrupted.
@@ -121,7 +119,7 @@ class Tasks:
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a text with the path of each file, and the name and the value of its score."""
+    """Return a text with the path of each file, and the name and value of its main score."""
     parts = []
     for path, values in results.items():
         name, score = task_score(values)

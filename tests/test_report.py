@@ -223,7 +223,7 @@ def test_a_spoilt_record_is_left_out(run, line):
 
 
 def test_no_run_directory(tmp_path):
-    with pytest.raises(InputError, match="is no run directory"):
+    with pytest.raises(InputError, match="is not a run directory"):
         report.read(tmp_path)
 
 

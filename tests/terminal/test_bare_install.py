@@ -40,7 +40,7 @@ DATA = "is not installed: pip install 'ptdmpi[data]'"
         ("ptdmpi evaluate run --data d", MPI),
         ("ptdmpi plan --model gpt3-1.3b --cluster selene --ranks 8 --quiet", None),
         ("ptdmpi schedule -p 2 -m 2", None),
-        ("ptdmpi report run", "is no run directory"),
+        ("ptdmpi report run", "is not a run directory"),
         ("ptdmpi watch run", ""),
         ("ptdmpi checkpoint inspect run", "run"),
         ("ptdmpi checkpoint verify run", "run"),

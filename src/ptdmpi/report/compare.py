@@ -1,4 +1,5 @@
-"""Comparison of a measured step with a predicted step, by the seconds of the parts of the step."""
+"""Comparison of a measured step with a predicted step. A step is divided into parts, such as
+computation and the reduction of gradients, and the seconds of each part are compared."""
 
 import math
 from dataclasses import replace
@@ -16,8 +17,8 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# name of a part of a step -> kinds of spans that belong to this part. The part COMPUTING has the
-# time of all ops, without the time of the collectives inside the ops.
+# name of a part of a step -> kinds of spans that belong to this part. The part COMPUTING is the
+# time of all ops, without the collectives inside the ops.
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -29,9 +30,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of ranks of a collective inside an op -> part of the step to which the time of the
-# collective belongs. The predicted step counts the messages of attention over the context axis, and
-# the messages to experts, with the messages of the tensor axis, so the measured step does the same.
+# For a collective inside an op: group of ranks -> part of the step to which its time is added. The
+# messages of attention over the context axis, and the messages to experts, are added to the tensor
+# axis, because the prediction does the same.
 INSIDE = {
     "tensor": "tensor axis",
     "context": "tensor axis",
@@ -41,11 +42,10 @@ INSIDE = {
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each part of a step, as means over the ranks. The sum of all parts,
-    including "other", is the time of the step.
+    """Return the seconds of each part of a step, averaged over the ranks. The sum of all parts,
+    including "other", is the duration of the step.
 
-    After its last op a rank must wait for the slowest rank. This waiting time is part of the
-    bubble.
+    After its last op, a rank waits for the slowest rank. This waiting time is added to the bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)
@@ -72,7 +72,8 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
-    """Return the predicted timeline of a step, for a run's configuration on a cluster."""
+    """Return the predicted timeline of a step, for a run's configuration `config` on the cluster
+    `cluster`."""
     checked = trained.resolved(config)
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
@@ -104,8 +105,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
-    """Return the pricer for a resolved configuration on `cluster`, which is the name or the file of
-    a cluster.
+    """Return the object that predicts step times for a resolved configuration. `cluster` is the
+    name of a cluster or the path of a cluster file.
 
     Raise InputError if the cluster cannot be used.
     """
@@ -121,10 +122,12 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
-    """Return the name of the cluster or the path of the cluster file that run.cluster gives. Return
-    None if run.cluster is empty, or if the cluster file is missing.
+    """Return the run's cluster, which is the value of run.cluster: the name of a predefined
+    cluster, or the path of a cluster file. Return None if run.cluster is empty, or if the file is
+    missing.
 
-    A cluster file is looked for at the path in run.cluster, and then in the run directory `path`.
+    A cluster file is searched for first at the path in run.cluster, then in the run directory
+    `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -138,8 +141,8 @@ def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
-    """Return the parts of the measured and of the predicted step in seconds, the relative error of
-    the predicted step time, and the part with the largest difference."""
+    """Return the seconds of the parts of the measured step and of the predicted step, the relative
+    error of the predicted step time, and the part with the largest difference."""
     measured_s = parts(measured)
     predicted_s = parts(foreseen)
     differences = {name: measured_s[name] - predicted_s[name] for name in measured_s}
@@ -189,9 +192,9 @@ def foreseen(
 ) -> Timeline | None:
     """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
-    The prediction is for `cluster`, or, if it is None, for the cluster that the run names.
-    `vocab_size` is None if no record of the run contains the size of the vocabulary. Raise
-    InputError if the cluster cannot be used or `vocab_size` is missing.
+    The prediction is for `cluster`, or, if `cluster` is None, for the run's cluster. `vocab_size`
+    is None if the run has not recorded its vocabulary size. Raise InputError if the cluster cannot
+    be used or `vocab_size` is None.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

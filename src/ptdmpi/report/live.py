@@ -1,5 +1,5 @@
-"""The progress of runs on a terminal. A single run is shown as a frame with a few lines, several
-runs as a table."""
+"""The progress of runs on a terminal. A single run is shown as a few lines in a frame, and several
+runs are shown as a table."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
-# headings of the table's columns after name and state; the column without a heading shows the loss
-# curve
+# headings of the table's columns after the name and the state; the column with an empty heading
+# shows the loss curve
 COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -33,8 +33,8 @@ MINUTE_S = 60
 
 
 def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: float) -> None:
-    """Redraw the display every `every_s` seconds until all runs are done or stopped, or until the
-    user presses Ctrl-C.
+    """Redraw the display every `every_s` seconds, until all runs are done or stopped. Raises
+    KeyboardInterrupt if the user presses Ctrl-C.
 
     `look` is a function that returns the status of each run.
     """
@@ -48,8 +48,8 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a drawing for the terminal that shows these statuses (from `Watched.status`) of
-    runs."""
+    """Return a drawing for the terminal that shows the statuses of runs. The statuses are results
+    of `Watched.status`."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
@@ -127,7 +127,7 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(status: dict[str, Any]) -> dict[str, str]:
-    """Return heading (see COLUMNS) -> text of the cell, for the row of a run in the table. Cells
+    """Return the cells in the table row of a run, as a dict: heading (see COLUMNS) -> text. Cells
     with unknown values are left out."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
@@ -187,14 +187,14 @@ def _checkpoint(status: dict[str, Any]) -> str:
 
 
 def _mfu(status: dict[str, Any]) -> str:
-    """Return the model FLOPs utilization (MFU) in percent, as text; an empty text if the peak rate
-    of the device is unknown."""
+    """Return the model FLOPs utilization (MFU) in percent, as text. Return an empty text if the
+    peak rate of the device is unknown."""
     return "" if status["mfu"] is None else f"{status['mfu']:.1%}"
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Return the lines to print below a run: a line about slow ranks, if there are any, and the
-    warnings of the log."""
+    """Return the lines that are shown below a run: a line about slow ranks, if there are any, and
+    the newest warnings in the log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]
@@ -204,8 +204,8 @@ def _remarks(status: dict[str, Any]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the values drawn as bars of eight heights, one character for each value. A value that
-    is not finite is drawn as a blank."""
+    """Return a text that shows the values as bars with eight different heights, one character for
+    each value. A value that is not finite is shown as a space."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""
@@ -218,7 +218,8 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text: 0.25 is 250 ms, 65 is 1:05, 3725 is 1:02:05, 200000 is 2 d 7 h."""
+    """Return a time in seconds as text: 0.25 -> 250 ms, 65 -> 1:05, 3725 -> 1:02:05, 200000 -> 2 d
+    7 h."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < MINUTE_S:

@@ -1,13 +1,12 @@
-"""The noise scale of the gradients that a run has recorded, and the answer to the question whether
-a larger batch would be beneficial."""
+"""The gradient noise scale of a run, computed from its records, and the answer to the question
+whether a larger batch would be beneficial."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-# number of newest records that are used; the noise scale grows during training, so older records
-# have no meaning for the current step
+# only this number of newest records is used, because the noise scale grows during training
 NEWEST = 100
 # A batch is too small if the noise scale is above LARGER times the batch, and too large if the
 # noise scale is below SMALLER times the batch.
@@ -16,16 +15,17 @@ SMALLER = 0.5
 
 
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Judge the batch size by the newest records that have a finite `gradient_noise`.
+    """Judge the batch size from the newest records that have a finite `gradient_noise`.
 
-    Returns None if there is no such record. In all other cases the result is a table with the
-    following entries. `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2, computed from the means
-    of tr(Sigma) and |G|^2 over the records, or None if the noise hides the gradient.
-    `batch_tokens`: the mean number of valid tokens in a step. `steps`: the number of records.
-    `answer`: a sentence.
+    Return None if there is no such record. Otherwise return a table with the following entries.
+    `noise_scale_tokens` is B_simple = tr(Sigma) / |G|^2, where G is the gradient and Sigma is the
+    covariance matrix of the gradients of single tokens. It is computed from the means of tr(Sigma)
+    and |G|^2 over the records; it is None if the mean of |G|^2 is not positive, because the
+    gradient is hidden by noise. `batch_tokens` is the mean number of valid tokens in a step.
+    `steps` is the number of records. `answer` is a sentence.
 
-    Compared with an infinite batch, a training with B tokens in a step needs 1 + B_simple / B times
-    as many steps. It uses B / B_simple + 1 times the smallest possible number of samples
+    A training with B tokens in a step needs 1 + B_simple / B times as many steps as a training with
+    an infinite batch, and 1 + B / B_simple times as many samples as the smallest possible number
     (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]
@@ -48,8 +48,8 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _answer(scale: float | None, batch: float) -> str:
-    """Return a sentence that says whether a larger batch is beneficial, for a noise scale and a
-    batch size, both in tokens."""
+    """Return a sentence that says whether a larger batch is beneficial. `scale` is the noise scale
+    and `batch` is the batch size, both in tokens."""
     if scale is None:
         return "a larger batch is beneficial: the gradient is lost in the noise"
     if scale > LARGER * batch:
@@ -60,7 +60,7 @@ def _answer(scale: float | None, batch: float) -> str:
 
 
 def rows(judgement: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return `judgement`, a result of `judged`, as rows of the report's table."""
+    """Return the rows of the report's table for `judgement`, a result of `judged`."""
     scale = judgement["noise_scale_tokens"]
     shown = "unknown" if scale is None else f"{scale:,.0f} tokens"
     batch = judgement["batch_tokens"]

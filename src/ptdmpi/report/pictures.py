@@ -1,5 +1,4 @@
-"""Pictures of one run (loss, scores on tasks, loads of experts, timeline), and the trace of a
-step."""
+"""Pictures of one run (loss, task scores, expert loads, timeline), and the trace of a step."""
 
 import statistics
 from collections import defaultdict
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LABELS = 12  # maximum number of layers in the legend; more would hide the curves
+MOST_LABELS = 12  # maximum number of layers in a legend; a larger legend would hide the curves
 
 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
-    """Draw the pictures and the trace of a run into `folder`, and return their paths.
+    """Write the pictures and the trace of a run to `folder`, and return their paths.
 
-    `foreseen` is the timeline of the predicted step, which is drawn above the measured step. Raise
-    InputError if the folder cannot be written.
+    `foreseen` is the timeline of the predicted step, or None; it is drawn above the measured step.
+    Raise InputError if the folder cannot be written to.
     """
     loss = folder / "loss.png"
     loss_curve(run, loss)
@@ -71,7 +70,7 @@ def loss_curve(run: RecordedRun, path: Path) -> None:
 
 
 def task_curves(run: RecordedRun, path: Path) -> None:
-    """Plot the score on each task file and its standard error, over the number of trained
+    """Plot the score on each task file, with its standard error, over the number of trained
     tokens."""
     from matplotlib.ticker import PercentFormatter
 
@@ -97,8 +96,8 @@ def task_curves(run: RecordedRun, path: Path) -> None:
 
 
 def load_curves(run: RecordedRun, path: Path) -> None:
-    """Plot, for each layer, the fraction of the tokens that its most loaded expert gets, over the
-    trained tokens."""
+    """Plot the fraction of the tokens that the most loaded expert of each layer gets, over the
+    number of trained tokens."""
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = _axes(run, "tokens of the fullest expert of a layer")
@@ -118,9 +117,9 @@ def load_curves(run: RecordedRun, path: Path) -> None:
 
 
 def loads_by_layer(run: RecordedRun, key: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Return, for each layer with experts, a list of (record, value of this layer). Each record of
-    a step has at `key` a list with a number for each of these layers; a damaged record with a
-    shorter list is left out."""
+    """Return a dict: name of a layer with experts -> list of pairs (record, value of this layer).
+    The value at `key` in the record of a step is a list with one number for each of these layers. A
+    damaged record with a shorter list is left out."""
     records = [record for record in run.steps if record.get(key)]
     count = max((len(record[key]) for record in records), default=0)
     model = run.config["model"]
@@ -137,7 +136,7 @@ def loads_by_layer(run: RecordedRun, key: str) -> dict[str, list[tuple[dict[str,
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return, for each path of a task file, a list of (number of tokens trained before the
+    """Return a dict: path of a task file -> list of pairs (number of trained tokens at the
     evaluation, result)."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
@@ -149,13 +148,13 @@ def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]
 
 
 def tokens_by_step(run: RecordedRun) -> dict[int, int]:
-    """Return a mapping: recorded step -> number of tokens trained up to this step."""
+    """Return a dict: recorded step -> number of tokens trained up to this step."""
     return {record["step"]: record["tokens"] for record in run.steps}
 
 
 def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
-    """Return (number of trained tokens, validation loss) for each validation after a recorded
-    step."""
+    """Return a pair (number of trained tokens, validation loss) for each validation after a
+    recorded step."""
     tokens = tokens_by_step(run)
     return [
         (tokens[record["step"]], record["validation_loss"])
@@ -183,12 +182,11 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return two values: the running mean of the losses (one mean for each step), and r, the number
-    of steps before and after a step whose losses its mean includes.
+    """Return two values: the running mean of the losses, with one mean for each step, and a number
+    r. The mean of a step is over this step, the r steps before it and the r steps after it.
 
-    Near the ends of the curve a mean includes fewer than r steps on each side. A mean always
-    includes equally many steps before and after its step, so that the curve of means is not
-    shifted.
+    Near the ends of the curve, a mean includes fewer than r steps on each side. It always includes
+    the same number of steps before and after its step, so that the curve of means is not shifted.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

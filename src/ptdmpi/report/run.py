@@ -1,5 +1,4 @@
-"""The complete content of a run directory: configuration, records, measured timeline and
-attempts."""
+"""The content of a run directory: configuration, records, measured timeline and attempts."""
 
 import contextlib
 import json
@@ -17,8 +16,8 @@ from ptdmpi.report.sound import has_sound_values
 
 # the keys that every record of a training step must have
 STEP = {"loss", "layout", "rank_count", "tokens"}
-# keys of a validation record: the loss, and either a perplexity (for tokens) or an accuracy (for
-# classes)
+# keys of the record of a validation: the loss, and either a perplexity (for text) or an accuracy
+# (for a classification)
 VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 
 
@@ -27,9 +26,10 @@ class RecordedRun:
     """The contents of a run directory.
 
     `config` is the configuration with which the last recorded step was trained. `measured` is the
-    newest measured timeline, and `measured_config` the configuration of the step that it measured.
-    `records` are all records of `metrics.jsonl`, oldest first; `steps`, `validations` and `tasks`
-    each have the records of one kind.
+    newest measured timeline, or None, and `measured_config` is the configuration with which its
+    step was trained. `records` are all records in `metrics.jsonl`, oldest first. `steps`,
+    `validations` and `tasks` are the records of steps, of validations and of evaluations of tasks.
+    `attempts` are the attempts that trained the recorded steps.
     """
 
     path: Path
@@ -51,7 +51,7 @@ def read(path: Path) -> RecordedRun:
         text = read_file(path / "metrics.jsonl").decode(errors="replace")
     except OSError as error:
         raise InputError(
-            f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
+            f"{path} is not a run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: config.toml is damaged: {error}") from None
@@ -59,8 +59,8 @@ def read(path: Path) -> RecordedRun:
 
 
 def recorded(path: Path, config: dict[str, Any], records: list[dict[str, Any]]) -> RecordedRun:
-    """Return the run in the directory `path`, whose `config.toml` has the content `config`, and
-    whose `metrics.jsonl` has these `records`. Raise InputError if the newest timeline or the
+    """Return the run in the directory `path`. `config` is the content of its `config.toml`, and
+    `records` are the records in its `metrics.jsonl`. Raise InputError if the newest timeline or the
     history cannot be read."""
     steps = [record for record in records if record.keys() >= STEP]
     attempts = trained.trained_steps(path, steps)
@@ -102,8 +102,9 @@ def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the record has a step, the keys of its kind, and values that the report can
-    show. The record of a validation must have a perplexity or an accuracy."""
+    """Return True if the record has a step, all necessary keys, and values that the report can
+    show. The record of a step must have the keys in STEP. The record of a validation must have a
+    perplexity or an accuracy."""
     if type(record.get("step")) is not int or not has_sound_values(record):
         return False
     if "loss" in record and not record.keys() >= STEP:

@@ -18,8 +18,8 @@ POINTS = 200  # maximum number of points in a curve
 
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
-    """Return a table as text, with a column for each run and a row for each entry that the summary
-    of at least one run has. `numbers` has the summary of each run."""
+    """Return a table as text, with a column for each run, and a row for each entry that is in the
+    summary of at least one run. `numbers` are the summaries of the runs."""
     columns = []
     for summary in numbers:
         compared = {key: value for key, value in summary.items() if key not in OWN}
@@ -31,10 +31,11 @@ def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str
 
 
 def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Return the settings whose values differ between runs: name of the setting -> list of its
-    values, one for each run.
+    """Return the settings whose values differ between the runs, as a dict: name of a setting ->
+    list of its values, one for each run.
 
-    If a run does not have a setting, its value is None. The keys run.name and run.dir are left out.
+    The value is None for a run that does not have the setting. The keys run.name and run.dir are
+    left out.
     """
     flat = [dict(_flat("", run.config)) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
@@ -43,7 +44,8 @@ def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of nested tables, joined by dots, with their values."""
+    """Yield each value in nested tables, with its full key. The keys of nested tables are joined by
+    dots."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{key}.", value)
@@ -61,15 +63,14 @@ def settings_table(runs: Sequence[RecordedRun], settings: Mapping[str, Sequence[
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a label for each run: the names of the runs, or, if two runs have the same name, their
-    directories."""
+    """Return a label for each run: its name, or, if two runs have the same name, its directory."""
     names = [str(run.config["run"]["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def picture(runs: Sequence[RecordedRun], path: Path) -> None:
-    """Plot the loss of each run over the number of trained tokens. Each curve is averaged to at
-    most POINTS points; validation losses are dots."""
+    """Plot the loss of each run over the number of trained tokens. Losses of neighbouring steps are
+    averaged, so that each curve has at most POINTS points. Validation losses are shown as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -93,10 +94,10 @@ def picture(runs: Sequence[RecordedRun], path: Path) -> None:
 
 
 def largest_gap(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
-    """Return the mean and the largest absolute difference between the losses of two runs, over the
-    steps that both runs have recorded.
+    """Return the mean and the maximum of the absolute difference between the losses of two runs,
+    over the steps that both runs have recorded.
 
-    Return None unless there are exactly two runs, and they have a common step.
+    Return None if there are not exactly two runs, or if they have no step in common.
     """
     if len(runs) != 2:
         return None

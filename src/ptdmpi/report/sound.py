@@ -1,5 +1,5 @@
-"""Checks of the values in a record of `metrics.jsonl`. A disk or an editor may damage a record, and
-the damaged record may still be valid JSON."""
+"""Checks of the values in a record of `metrics.jsonl`. They are needed because a damaged record may
+still be valid JSON."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from ptdmpi.train.records.keys import RECORD_KEYS
 
-# A number above this limit is damaged.
+# a number above this limit counts as damaged
 MOST_DRAWN = 1e300
 SCORES = ("accuracy", "exact_match")
 
@@ -20,12 +20,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_drawable(value: Any) -> bool:
-    """Return True for a finite number that has a place in a picture."""
+    """Return True for a finite number, which can be drawn in a picture."""
     return is_number(value) and math.isfinite(value)
 
 
 def are_scores(tasks: Any) -> bool:
-    """Return True if `tasks` has a score for each task file."""
+    """Return True if `tasks` is a table with a score for each task file."""
     if not isinstance(tasks, dict) or not all(
         isinstance(scores, dict) for scores in tasks.values()
     ):
@@ -38,8 +38,8 @@ def are_scores(tasks: Any) -> bool:
 
 
 def _are_complete_scores(tasks: Any) -> bool:
-    """Return True if `tasks` has, for each task file, a score, its standard error and the number of
-    items."""
+    """Return True if `tasks` is a table with a score, its standard error and the number of items
+    for each task file."""
     keys = ("standard_error", "items")
     return are_scores(tasks) and all(
         is_number(scores.get(key)) for scores in tasks.values() for key in keys
@@ -78,7 +78,7 @@ def _is_anything(value: Any) -> bool:
     return True
 
 
-# Checks of the values that are neither a number nor None: key of the record -> check.
+# key of a record -> check of its value; the value of every other known key must be a number or None
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "bigram_validation_loss": is_number,
     "changed": _is_anything,
@@ -105,8 +105,9 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def has_sound_values(record: Mapping[str, Any]) -> bool:
-    """Return True if every value of the record that this version knows has the type and the size
-    with which the report can show the value. Values of unknown keys may be anything."""
+    """Return True if the report can show the values of the record: the values of all keys that this
+    version knows must have the right types and possible sizes. Values of unknown keys are not
+    checked."""
     for key, value in record.items():
         if key in RECORD_KEYS and not _CHECKS.get(key, _is_number_or_none)(value):
             return False

@@ -1,4 +1,5 @@
-"""The progress of a run during training, which is read from its directory without MPI or torch."""
+"""The progress of a run during training. It is read from the run directory, without MPI or
+torch."""
 
 import contextlib
 import itertools
@@ -17,11 +18,11 @@ from ptdmpi.config import InputError
 from ptdmpi.report.sound import are_scores, is_number
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # Number of newest steps; the shown rates are medians over these steps.
-# A record with a value above these limits is damaged.
+RECENT = 50  # the displayed rates are medians over this number of newest steps
+# a record with a larger value counts as damaged
 MOST_STEPS = 10**12
 LONGEST_STEP_S = 1e7
-# The status shows the record of a step only if the record has numbers for these keys.
+# the record of a step is used only if the values of these keys are numbers
 STEP_NUMBERS = (
     "loss",
     "grad_norm",
@@ -30,12 +31,12 @@ STEP_NUMBERS = (
     "model_tflops_per_rank",
     "peak_memory_bytes",
 )
-REMARKS = 3  # Number of newest warnings of the log that are shown.
+REMARKS = 3  # number of newest warnings in the log that are displayed
 # A run is reported as silent if it has written nothing for SILENT_S seconds, and for SILENT_STEPS
 # times the duration of its longest recent step.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
-# Reading a damaged config.toml raises one of these exceptions.
+# the exceptions that may be raised when a damaged config.toml is read
 BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 # A line of the log that contains one of these words is a warning.
 WARNINGS = (
@@ -48,12 +49,11 @@ WARNINGS = (
 
 
 class Tail:
-    """A reader of a growing file. The reader returns only complete lines that it has not returned
-    before.
+    """A reader of a growing file. Each call of `lines` returns only the new complete lines.
 
-    When a run is started again, it removes records, so the file may have been replaced or
-    truncated. Then the reader begins again at the start of the file, and `begun_anew` is True after
-    that call of `lines`.
+    A restarted run may remove records, so the file may be replaced or truncated. In that case the
+    reader begins again at the start of the file, and `begun_anew` is True after this call of
+    `lines`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,8 +63,8 @@ class Tail:
         self._offset = 0
 
     def lines(self) -> list[str]:
-        """Return the lines that were written since the last call; an empty list if the file cannot
-        be read."""
+        """Return the lines that were written since the last call. Return an empty list if the file
+        cannot be read."""
         self.begun_anew = False
         try:
             with open_file(self.path, "rb") as file:
@@ -83,7 +83,7 @@ class Tail:
 
 
 class Watched:
-    """A run whose status is read again and again.
+    """A run in a directory `path`, whose status can be read repeatedly.
 
     Raises InputError if `path` is not a run directory.
     """
@@ -94,7 +94,7 @@ class Watched:
             self._read_config()
         except BROKEN as error:
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"{path} is no run directory: config.toml: {reason}") from None
+            raise InputError(f"{path} is not a run directory: config.toml: {reason}") from None
         self._metrics = Tail(path / "metrics.jsonl")
         self._log = Tail(path / "log.txt")
         self._forget()
@@ -110,7 +110,7 @@ class Watched:
         self.steps = steps
 
     def _forget(self) -> None:
-        """Forget all stored records, because the file of records was replaced."""
+        """Discard all stored records, because the file of records was replaced."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._validations: list[dict[str, Any]] = []
@@ -121,8 +121,8 @@ class Watched:
     def status(self) -> dict[str, Any]:
         """Return the present status of the run. Keys whose values are unknown are absent."""
         with contextlib.suppress(*BROKEN):
-            # a new start of the run may have another number of steps; ignore an incomplete
-            # config.toml
+            # A restart of the run may have changed the number of steps. Ignore a config.toml that
+            # is incomplete now.
             self._read_config()
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
@@ -169,8 +169,8 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # a run looks for slow ranks about every 20 steps, but writes "slow_ranks" only if it
-            # finds some; so forget slow ranks after RECENT steps without this entry
+            # A run looks for slow ranks about every 20 steps, but records "slow_ranks" only if it
+            # finds some. So discard the slow ranks after RECENT steps without this entry.
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]
@@ -201,8 +201,8 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Return the seconds since the run last wrote a file. They are the difference between this
-        host's clock and the time that the file system recorded."""
+        """Return the number of seconds since the run last wrote a file: the time of this host's
+        clock minus the modification time of the newest file."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -222,10 +222,9 @@ class Watched:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if all values of a record that are displayed have the right type and a possible
-    size.
+    """Return True if the displayed values of a record have the right types and possible sizes.
 
-    Records are checked because a line that a disk has damaged may still be valid JSON.
+    The check is needed because a damaged line may still be valid JSON.
     """
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= MOST_STEPS:
@@ -238,8 +237,8 @@ def _is_sound(record: dict[str, Any]) -> bool:
 
 
 def _is_sound_step(record: dict[str, Any]) -> bool:
-    """Return True if the record of a step has all values that are displayed, with the right types
-    and possible sizes."""
+    """Return True if the record of a step has all displayed values, with the right types and
+    possible sizes."""
     step_s = record.get("step_time_s")
     slow = record.get("slow_ranks", [])
     return (
@@ -258,8 +257,8 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
 
 
 def binned(values: list[float], most: int) -> list[float]:
-    """Return the values in order, reduced to at most `most` values. If there are more values,
-    neighbouring values are averaged."""
+    """Return the values, in their order, reduced to at most `most` values by averaging neighbouring
+    values."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]
@@ -267,8 +266,9 @@ def binned(values: list[float], most: int) -> list[float]:
 
 
 def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
-    """Return the checkpoint that the file `latest` names, without checking it; None if there is no
-    such file."""
+    """Return the name, the step and the age in seconds of the checkpoint that the file `latest`
+    names. The checkpoint itself is not checked. Return None if there is no such file or no such
+    checkpoint."""
     try:
         name = read_file(directory / "latest").decode().strip()
         age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)

@@ -1,4 +1,5 @@
-"""Timelines of a step of a run: the measured, the planned and the predicted timeline."""
+"""Timelines of one step of a run: the measured timeline, the planned timeline and the predicted
+timeline."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.report.run import RecordedRun
 
-# kinds of spans that are not ops -> their names in the table
+# kind of a span that is not an op -> its name in the table
 PARTS = {
     "receive": "waiting for input (bubble and imbalance)",
     "gather": "gather of scattered activations",
@@ -21,14 +22,14 @@ PARTS = {
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """The times of ops for a simulation: the mean seconds of each kind of op on each stage in a
-    measured timeline. Messages take no time."""
+    """The duration of each op in a simulation: the mean duration of the ops of the same kind and
+    stage in a measured timeline. Messages take no time."""
 
     mean_s: dict[tuple[str, int], float]
 
     @classmethod
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
-        """Return the mean times of the ops in `timeline`."""
+        """Return the mean durations of the ops in `timeline`."""
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
             if span.computes:
@@ -37,20 +38,18 @@ class MeasuredCosts:
         return cls({key: statistics.mean(values) for key, values in durations.items()})
 
     def duration_s(self, op: Op) -> float:
-        """Return the mean seconds of ops with the kind and the stage of `op`."""
+        """Return the mean duration in seconds of ops with the same kind and stage as `op`."""
         return self.mean_s[op.kind, op.stage]
 
     def travel_s(self, op: Op) -> float:
-        """Return 0: in this simulation, the output of an op is available to its reader
+        """Return 0: in this simulation, the output of an op is available to the next stage
         immediately."""
         return 0.0
 
 
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
-    """Return the timeline of the run's schedule, simulated with the mean op times of `measured` and
-    without messages.
-
-    So the schedule is the only cause of the bubble in the returned timeline.
+    """Simulate the run's schedule with the mean op times of `measured` and without messages. Return
+    the timeline. The bubble in this timeline is due only to the schedule.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]
@@ -61,8 +60,8 @@ def planned(run: RecordedRun, measured: Timeline) -> Timeline:
 
 
 def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -> list[Timeline]:
-    """Return three timelines: the predicted step (if there is one), the planned step and the
-    measured step."""
+    """Return the timelines of the predicted step (if `foreseen` is given), the planned step and the
+    measured step, in this order."""
     steps = [planned(run, measured), compute_window(measured)]
     if foreseen is not None:
         steps.insert(0, compute_window(foreseen))
@@ -70,15 +69,15 @@ def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -
 
 
 def compute_window(timeline: Timeline) -> Timeline:
-    """Return only the spans of a step that belong to the pipeline's schedule. Spans of reading
-    data, of gradient reduction and of the optimizer are left out."""
+    """Return the timeline of a step with only those spans that belong to the pipeline schedule. The
+    spans for reading data, for the gradient reduction and for the optimizer are left out."""
     kinds = (*_kinds_of_ops(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
-    """Return, for each kind of span, its fraction of the time of all ranks. The sum of all
+    """Return a dict: kind of span -> its fraction of the total time of all ranks. The sum of all
     fractions, including "other", is 1."""
     total_s = timeline.makespan_s * len(timeline.ranks)
     parts = dict.fromkeys([*_kinds_of_ops(timeline), *PARTS], 0.0)

@@ -15,18 +15,18 @@ from ptdmpi.train.records.keys import RECORD_KEYS, ReportRow, Unit
 
 Rows = list[tuple[str, str]]
 
-# (layout, number of ranks) of a record without these entries, such as a validation
+# result of `_layout` for a record without a layout, such as the record of a validation
 NO_LAYOUT = (None, None)
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of the report (name -> value), in the order of the table. Raise InputError
-    if no step is recorded.
+    """Return the numbers of the report as a dict, name -> value, in the order of the table. Raise
+    InputError if no step is recorded.
 
     `RECORD_KEYS` defines, for each key of the records, the rows that are computed from it.
     """
     if not run.steps:
-        raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
+        raise InputError(f"{run.path}: metrics.jsonl contains no step yet")
     numbers: dict[str, Any] = {}
     for key, declared in RECORD_KEYS.items():
         for row in declared.rows:
@@ -54,13 +54,14 @@ def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
 
 
 def _layout(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return (layout, number of ranks) of the record of a step; NO_LAYOUT for other records."""
+    """Return the pair (layout, number of ranks) in the record of a step. Return NO_LAYOUT for other
+    records."""
     return record.get("layout"), record.get("rank_count")
 
 
 def _of_files(run: RecordedRun) -> dict[str, Any]:
-    """Return those entries of the summary that do not come from `metrics.jsonl`, but from the run's
-    configuration, timeline, profiles and history."""
+    """Return the entries of the summary that come from other sources than `metrics.jsonl`: the
+    run's configuration, timeline, profiles and history."""
     numbers: dict[str, Any] = {}
     if covers_state(run.config["parallel"].get("zero", 0)):
         numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"
@@ -77,7 +78,8 @@ def _of_files(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return, for each training dataset, the number of samples that the run has used."""
+    """Return a table for each training dataset: its path, and how many samples of it the run has
+    used."""
     last = run.steps[-1]
     if "samples_drawn" not in last:  # an older version of ptdmpi did not record them
         return []
@@ -91,8 +93,8 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _validation_losses(run: RecordedRun) -> dict[str, float]:
-    """Return the loss of each dataset in the newest validation, by the path of the dataset; an
-    empty table if the run validates on a single dataset."""
+    """Return a dict for the newest validation: path of a dataset -> loss. It is empty if the run
+    validates on a single dataset."""
     losses: dict[str, float] = {}
     if run.validations:
         losses = run.validations[-1].get("validation_losses", losses)
@@ -106,8 +108,8 @@ def _tasks(run: RecordedRun) -> dict[str, Any]:
     return {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
 
 
-# Entries of the summary that are computed from several keys of the records: name of the entry ->
-# function that computes the value. The value is empty if nothing is recorded.
+# For entries of the summary that are computed from several keys of the records: name of the entry
+# -> function that computes its value. The value is empty if nothing is recorded.
 _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
     "steps": lambda run: run.steps[-1]["step"],
     "drawn": _drawn,
@@ -178,9 +180,9 @@ def _rows_of_bubble(which: str) -> Callable[[float], Rows]:
     return lambda share: [(f"bubble fraction {which}", f"{share:.1%} of ideal time")]
 
 
-# name of an entry in the summary -> declaration of the row with this name in RECORD_KEYS
+# name of an entry in the summary -> the row with this name in RECORD_KEYS
 _RECORDED = {row.name: row for declared in RECORD_KEYS.values() for row in declared.rows}
-# name of an entry in the summary -> function that returns its rows of the table
+# name of an entry in the summary -> function that returns its rows in the table
 _ROWS: dict[str, Callable[[Any], Rows]] = {
     "steps": lambda steps: [("steps", f"{steps:,}")],
     "sharding": lambda sharding: [("sharding", sharding)],

@@ -1,5 +1,5 @@
-"""The messages that rank 0 sends in a step: their numbers and bytes as the run counted them, and as
-closed forms predict them."""
+"""The messages that rank 0 sends in a step: their number and bytes as counted by the run, and the
+bytes as predicted by closed formulas."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ from ptdmpi.report import trained
 
 
 def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of the messages that rank 0 sent: group of ranks -> kind of message -> entry.
+    """Return a table of the messages that rank 0 has sent: group of ranks -> kind of message ->
+    entry.
 
-    An entry has `messages` and `bytes` (from the record of the step), `closed_form_bytes`, and
-    `closed_form_is_exact`. `closed_form_bytes` and `closed_form_is_exact` are None if this version
-    cannot read the run's configuration, or if the step had another layout. For a record of an older
-    version, which did not count messages, the table is empty.
+    An entry has `messages` and `bytes`, which are from the record of the step, and
+    `closed_form_bytes` and `closed_form_is_exact`. The latter two are None if this version cannot
+    read the run's configuration, or if the step had another layout. The table is empty for a record
+    of an older version, which did not count messages.
     """
     if "wire_bytes" not in record:
         return {}
@@ -51,16 +52,16 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step, computed by closed forms. `is_exact` is True if the closed form for
-    the data axis is exact; the closed forms for other axes are always exact."""
+    """The traffic of a step, computed by closed formulas. `is_exact` is True if the formula for the
+    data axis is exact; the formulas for other axes are always exact."""
 
     traffic: Traffic
     is_exact: bool
 
 
 def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
-    """Return the traffic that closed forms predict for the recorded step. Return None if the step
-    had another layout, or if rank 0 sends nothing according to the closed form. Raise InputError if
+    """Return the traffic that closed formulas predict for the recorded step. Return None if the
+    step had another layout, or if the formulas say that rank 0 sends nothing. Raise InputError if
     this version cannot read the configuration."""
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
@@ -71,7 +72,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the numbers in `table`, a result of `sent`, as rows of the report's table."""
+    """Return the rows of the report's table for `table`, a result of `sent`."""
     return [
         (f"rank 0 sends: {group} {kind.replace('_', '-')}", _text(numbers))
         for group, kinds in table.items()

@@ -1,4 +1,5 @@
-"""The attempts of a run, and the configuration that trained each step, from the run's history."""
+"""The attempts of a run, and the configuration with which each step was trained. Both are read from
+the run's history."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,22 +11,23 @@ from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
 
 class TrainedSteps(NamedTuple):
-    """An attempt of a run, with the first and the last recorded step that this attempt trained."""
+    """An attempt of a run, with the first and the last recorded step that it trained."""
 
     attempt: PastAttempt
     first: int
     last: int
 
     def trained(self, step: int) -> bool:
-        """Return True if this attempt trained `step`, judged by the steps that the attempt
-        recorded."""
+        """Return True if this attempt trained `step`, according to the recorded steps."""
         return self.attempt.first < step <= max(self.last, self.first)
 
 
 def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[TrainedSteps]:
-    """Return the attempts that trained the recorded `steps` of the run in `path`, oldest first.
+    """Return the attempts of the run in the directory `path`, oldest first. `steps` are the records
+    of its steps.
 
-    The list is empty for a run of an older version. Raise InputError if the history cannot be read.
+    The list is empty if an older version, which wrote no history, trained the run. Raise InputError
+    if the history cannot be read.
     """
     numbers = [record["step"] for record in steps]
     try:
@@ -37,8 +39,8 @@ def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Traine
 def config_at(
     history: Sequence[TrainedSteps], step: int | None, otherwise: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration that trained `step`. If `step` is None, return the configuration of
-    the newest attempt.
+    """Return the configuration with which `step` was trained. If `step` is None, return the
+    configuration of the newest attempt.
 
     Return `otherwise` if the history does not contain the step.
     """
@@ -47,7 +49,7 @@ def config_at(
 
 
 def resolved(config: dict[str, Any]) -> Config:
-    """Return a run's configuration without spare ranks, validated for the number of ranks of its
+    """Return a run's configuration, without spare ranks, resolved for the number of ranks of its
     layout.
 
     Raise InputError if this version does not accept the configuration.
@@ -69,7 +71,7 @@ def paths(history: Sequence[TrainedSteps], config: Mapping[str, Any]) -> list[st
 
 
 def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
-    """Return one object for each attempt that trained a recorded step."""
+    """Return one dict for each attempt in `history`, for the output of --json."""
     return [
         {
             "attempt": attempt.number,
@@ -81,7 +83,7 @@ def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
             "changed": list(attempt.changed),
             "began": attempt.began,
             "ended": attempt.ended or None,
-            "why": attempt.why or "no end was written: killed, or still training",
+            "why": attempt.why or "no end is recorded: killed, or still training",
         }
         for attempt, first, last in history
     ]

@@ -9,16 +9,16 @@ from ptdmpi.plan.show.draw import Chunks, tint
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.steps import timelines
 
-WAITING = "receive"  # the page draws these spans as idle time with a frame, without a colour
+WAITING = "receive"  # the page draws these spans like idle time, but with a frame
 
 
 def step_timelines(run: RecordedRun, foreseen: Timeline | None) -> list[dict[str, Any]]:
-    """Return the timelines of a step of the run: predicted (if `foreseen` is given), planned, and
+    """Return the timelines of a step of the run: predicted (if `foreseen` is given), planned and
     measured.
 
-    A timeline has `title`, `unit`, `ranks`, `kinds` (a list of [name, colour]), and `spans`, a list
-    of [rank, index into `kinds`, op, start, end]. Times are counted from the first op, so that the
-    ops of all timelines begin at the same place.
+    Each timeline is a dict with `title`, `unit`, `ranks`, `kinds` (a list of [name, colour]) and
+    `spans` (a list of [rank, index into `kinds`, op, start, end]). Times are counted from the first
+    op, so that the first ops of all timelines are aligned.
     """
     if run.measured is None:
         return []
@@ -45,7 +45,8 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _kinds(timeline: Timeline, chunks: Chunks) -> dict[tuple[str, int], int]:
-    """Return (kind, shade) -> number, in the order of the legend: ops, then other spans."""
+    """Return a dict: (kind of span, shade) -> number of its entry in the legend. In the legend, ops
+    come before other spans."""
     drawn = {(span.kind, chunks.shade_of(span)) for span in timeline.spans}
     order = [*(kind.span for kind in OP_KINDS.values()), *OTHER_SPANS]
     ordered = sorted(drawn, key=lambda pair: (order.index(pair[0]), pair[1]))
@@ -53,8 +54,8 @@ def _kinds(timeline: Timeline, chunks: Chunks) -> dict[tuple[str, int], int]:
 
 
 def _shown(kind: str, shade: int, chunks: Chunks) -> tuple[str, str]:
-    """Return the name of a kind of span in the legend, and its colour. If a rank has several
-    chunks, the name of an op has the chunks that are drawn in this shade."""
+    """Return the name of a kind of span in the legend, and its colour. If a rank has several model
+    chunks, the name of an op includes the chunks that are drawn in this shade."""
     if kind == WAITING:
         return "waiting for input", ""
     name = kind

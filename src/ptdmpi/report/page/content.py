@@ -1,4 +1,4 @@
-"""The content of the page: tables, lists and texts, which the page's script draws."""
+"""The content of the page, as data for the page's script: tables, lists and texts."""
 
 import time
 from pathlib import Path
@@ -19,8 +19,8 @@ MIB = 2**20
 
 
 def content(run: RecordedRun, foreseen: Timeline | None = None) -> dict[str, Any]:
-    """Return what the page shows below its head: the rows of the report, charts, timelines, and the
-    texts of the configuration and of the end of the log.
+    """Return the data that the page shows below its head: the rows of the report, charts,
+    timelines, the configuration, and the end of the log.
 
     `foreseen` is the timeline of the predicted step.
     """
@@ -33,7 +33,8 @@ def content(run: RecordedRun, foreseen: Timeline | None = None) -> dict[str, Any
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """Return (name, text) for the configuration and for the last lines of the log."""
+    """Return the pair (name of the file, text) for the configuration and for the last lines of the
+    log."""
     texts = []
     for name, lines in (("config.toml", 0), ("log.txt", LOG_LINES)):
         if (path / name).is_file():
@@ -43,8 +44,8 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
 
 def head(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the head of the page for a run's status (from `Watched.status`): name, state, the
-    fraction of the steps that are done, tiles (name, text), and warnings."""
+    """Return the data for the head of the page: name, state, fraction of completed steps, tiles
+    (name, text), and warnings. `status` is a result of `Watched.status`."""
     under = ""
     if "layout" in status:
         under = f"{status['layout']}, {counted(status['rank_count'], 'rank')}"
@@ -67,7 +68,7 @@ def head(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiles(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) for each number of the head that is known."""
+    """Return the tiles of the head: a pair (name, text) for each number that is known."""
     if "step" not in status:
         return [("steps", f"{status['steps']:,}")]
     tiles = [

@@ -10,14 +10,14 @@ from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.sound import is_drawable
 from ptdmpi.sinks.record import task_score
 
-POINTS = 3000  # maximum number of points of a curve in the page
+POINTS = 3000  # maximum number of points in a curve of the page
 Points = list[tuple[float, float]]
 Record = Mapping[str, Any]
 
 
 class RecordCurve(NamedTuple):
-    """A key of the records, the title of its chart, and the unit of its numbers: "number",
-    "count" (whole numbers), "s", "bytes" or "fraction"."""
+    """A key of the records, the title of its chart, and the unit of its values: "number", "count"
+    (an integer), "s", "bytes" or "fraction"."""
 
     key: str
     title: str
@@ -41,7 +41,7 @@ CURVES = (
     RecordCurve("validation_accuracy", "accuracy of validations", "fraction"),
     RecordCurve("consensus_distance", "distance between replicas"),
 )
-# keys with a number for each layer that has experts
+# keys whose values are lists with a number for each layer with experts
 BY_LAYER = (
     RecordCurve("fullest_expert", "tokens of the fullest expert of a layer", "fraction"),
     RecordCurve("dead_experts", "experts without tokens, by layer", "count"),
@@ -49,9 +49,10 @@ BY_LAYER = (
 
 
 def charts(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return the charts of a run: tables with `title`, `unit` and `series`. A series has `name`,
-    `kind`, and the lists `x` (steps) and `y`. The `kind` is "line", "faint" (single values below
-    their mean), "dots" or "level" (one value for all steps)."""
+    """Return the charts of a run. A chart is a dict with `key`, `title`, `unit` and `series`. A
+    series has `name`, `kind`, and the lists `x` (steps) and `y` (values). `kind` is "line", "faint"
+    (single values, over which their running mean is drawn), "dots" or "level" (one value for all
+    steps)."""
     drawn = [_chart(LOSS, _losses(run))]
     drawn += [_chart(curve, [_series("", "line", _points(run, curve.key))]) for curve in CURVES]
     drawn += [_chart(curve, _by_layer(run, curve.key)) for curve in BY_LAYER]
@@ -61,7 +62,7 @@ def charts(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _chart(curve: RecordCurve, series: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart with those series that have points."""
+    """Return a chart. Series without points are left out."""
     return {
         "key": curve.key,
         "title": curve.title,
@@ -81,8 +82,8 @@ def _series(name: str, kind: str, points: Points) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Return the value with six digits, which are more than a curve can show; a whole number stays
-    as it is."""
+    """Return the value rounded to six significant digits, which is enough for a curve. An integer
+    is not rounded."""
     return value if value.is_integer() else float(f"{value:.6g}")
 
 
@@ -93,16 +94,17 @@ def _points(run: RecordedRun, key: str) -> Points:
 def points(
     records: Iterable[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], Any]
 ) -> Points:
-    """Return (step, value) for each record for which `value` returns a finite number."""
+    """Return a pair (step, value) for each record for which the function `value` returns a finite
+    number."""
     pairs = ((record["step"], value(record)) for record in records)
     return [(step, float(number)) for step, number in pairs if is_drawable(number)]
 
 
 def thinned(line: Points, most: int = POINTS) -> Points:
-    """Return at most `most` of the points, in order.
+    """Return at most `most` of the points of a curve, in their order.
 
-    The points are divided into groups of neighbours; the lowest and the highest point of each group
-    are kept. So no spike disappears, and each kept point is a recorded one.
+    The points are divided into groups of neighbours, and the lowest and the highest point of each
+    group are returned. So no spike disappears, and every returned point was recorded.
     """
     if len(line) <= most:
         return line

@@ -14,14 +14,15 @@ from ptdmpi.report.page.content import content, head
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import Watched
 
-# A browser ends the element that holds the data at "</script", and begins a comment at "<!--". In
-# JSON, an escape may replace each of these signs inside of a text, and they occur nowhere else.
+# A browser would end the element that contains the data at "</script", and begin a comment at
+# "<!--". In JSON, these characters occur only inside strings, where each can be replaced by an
+# escape.
 ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def as_json(value: Any) -> str:
-    """Return the value as JSON that may be part of an HTML element. Numbers that are not finite,
-    which JSON does not have, become null."""
+    """Return the value as JSON that can be placed in an HTML element. JSON has no NaN and no
+    infinities, so these numbers become null."""
     return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
@@ -36,11 +37,11 @@ def _finite(value: Any) -> Any:
 
 
 def document(shown: dict[str, Any], every_s: float | None = None) -> str:
-    """Return the page as HTML. `shown` has a `head` and a `content`.
+    """Return the page as HTML. `shown` is a dict with the entries `head` and `content`.
 
-    If `every_s` is given, the page asks its server for news every `every_s` seconds. The page
-    declares that a browser runs only its own script, which it names by its hash, and loads nothing
-    from elsewhere. So a text of the run cannot become a script.
+    If `every_s` is given, the page asks its server for new data every `every_s` seconds. The page
+    has a content security policy: the browser runs only the script with the given hash, and loads
+    nothing from other addresses. So no text of the run can be executed as a script.
     """
     script, style = (_part(name) for name in ("page.js", "page.css"))
     connect = "'none'" if every_s is None else "'self'"
@@ -67,7 +68,7 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or a style, as a content security policy names it."""
+    """Return the hash of a script or a style, in the form of a content security policy."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

@@ -1,15 +1,16 @@
 "use strict";
-// Draws the data of a run in the element `data`. Texts reach the page as text only, never as HTML.
+// Draws the data of a run, which is in the element `data`. Texts are inserted only as text, never
+// as HTML.
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const main = document.querySelector("main");
   const MARGIN = { left: 66, right: 12, top: 8, bottom: 22 };
   const HEIGHT = 220, LANE = 18, GAP = 20;
   const UNITS = { s: seconds, bytes: bytes, fraction: percent, number: number, count: number };
-  // the part of the horizontal axis that is shown: [low, high], or null for all
+  // the range of the horizontal axis that is shown: [low, high], or null for the full range
   const zoomed = { steps: null, time: null };
   let shown = page.content, version = page.version, redraws = [];
-  let reading = false;  // whether the mouse is on a picture; a new picture would disturb the reader
+  let reading = false;  // true if the mouse is over a picture; then the picture is not replaced, which would disturb the reader
 
   function html(tag, names, ...children) {
     const element = document.createElement(tag);
@@ -24,7 +25,7 @@
     return element;
   }
 
-  // ---- numbers as people write them
+  // ---- formatting of numbers
   function grouped(value, digits) {
     return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   }
@@ -51,7 +52,7 @@
     const minutes = `${Math.floor(whole / 60) % 60}:${two(whole % 60)}`;
     return whole < 3600 ? minutes : `${Math.floor(whole / 3600)}:${minutes.padStart(5, "0")}`;
   }
-  // Returns round numbers between low and high, at most about `count`, and the text of each.
+  // Returns round numbers between low and high, about `count` at most, each with its text.
   function ticks(low, high, count, unit) {
     const base = unit === "bytes" ? 2 ** (10 * Math.floor(Math.log2(Math.max(high, 1)) / 10)) : 1;
     const rough = (high - low) / base / count;
@@ -81,14 +82,14 @@
     return grouped(value, digits(1));
   }
 
-  // ---- the text beside the pointer
+  // ---- the text next to the pointer
   const tip = html("div", "tip");
   tip.hidden = true;
   tip.setAttribute("role", "status");
   function showTip(text, x, y) {
     tip.textContent = text;
     tip.hidden = false;
-    tip.style.left = tip.style.top = "0";  // so that the text has its full width when it is measured
+    tip.style.left = tip.style.top = "0";  // give the text its full width before it is measured
     const box = tip.getBoundingClientRect();
     const left = x + 14 + box.width > innerWidth ? x - 14 - box.width : x + 14;
     tip.style.left = `${Math.max(4, left)}px`;
@@ -96,8 +97,9 @@
   }
 
   // ---- a picture whose horizontal axis can be enlarged
-  // `axis` is "steps" or "time", `whole` its full range, `paint(frame)` draws, and `hover(frame, value, y)`
-  // returns the text for a place, and the place that it belongs to.
+  // `axis` is "steps" or "time", and `whole` is its full range. `paint(frame)` draws the picture.
+  // `hover(frame, value, y)` returns the text for a position, and the position that the text
+  // belongs to.
   function plot({ axis, label, whole, height, paint, hover }) {
     const picture = svg("svg", { class: "plot", height, tabindex: 0, role: "img", "aria-label": label });
     let frame = null, from = null, at = null;
@@ -136,7 +138,8 @@
       picture.append(overlay);
     }
     function leave(event) {
-      // a finger always leaves after a tap; its text stays until the next tap elsewhere
+      // on a touch screen, the pointer always leaves after a tap; the text remains until the next
+      // tap elsewhere
       if (event?.pointerType === "touch") return;
       reading = false;
       if (from !== null) return;
@@ -267,7 +270,8 @@
       const y = frame.y(series.y[0]);
       return [svg("line", { x1: MARGIN.left, x2: frame.right, y1: y, y2: y, stroke: ink, "stroke-dasharray": "5 4" })];
     }
-    // the points that are shown, and their neighbours, so that the line reaches the edges
+    // the points in the range, and their neighbours, so that the line reaches the edges of the
+    // picture
     const first = Math.max(0, indexAfter(series.x, frame.low) - 1), end = Math.min(series.x.length, indexAfter(series.x, frame.high) + 1);
     const points = [];
     for (let i = first; i < end; i++) points.push([frame.x(series.x[i]).toFixed(1), frame.y(series.y[i]).toFixed(1)]);
@@ -307,7 +311,7 @@
         let drawnTo = -1, last = -1;
         for (const [, kind, , start, end] of row) {
           const left = Math.max(frame.x(start), MARGIN.left), right = Math.min(frame.x(end), frame.right);
-          // spans of one kind that are narrower than half a pixel would be drawn over each other
+          // skip a span that extends less than half a pixel beyond a drawn span of the same kind
           if (right <= left || (kind === last && right < drawnTo + 0.5)) continue;
           const rim = right - left > 3 ? 0.6 : 0;
           drawn.push(svg("rect", { ...(kind === waits ? { class: "waiting" } : { fill: given.kinds[kind][1] }), x: left.toFixed(2), y, width: Math.max(right - left - rim, 0.4).toFixed(2), height: LANE - 2 }));
@@ -388,7 +392,7 @@
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
 
-  // ---- news of a run that trains
+  // ---- updates while the run trains
   async function follow() {
     try {
       const answer = await fetch(`news?known=${version}`);

@@ -19,12 +19,13 @@ from ptdmpi.report.run import recorded, records
 from ptdmpi.report.status import BROKEN, Tail, Watched
 
 HOST = "127.0.0.1"
-# Making the page's content takes at most this fraction of the time, however long the run is.
+# the server spends at most this fraction of its time on making the content of the page, even if the
+# run is long
 BUSY_FRACTION = 0.1
 
 
 class Followed:
-    """A run whose page is made again and again. Raises InputError if `path` is not a run directory.
+    """A run whose page is updated repeatedly. Raises InputError if `path` is not a run directory.
 
     Several threads may call `news`.
     """
@@ -41,8 +42,9 @@ class Followed:
         self._lock = Lock()
 
     def news(self, known: int = 0) -> dict[str, Any]:
-        """Return the head of the page, its content and the version of the content. The content is
-        None if the caller already has it (`known` is its version)."""
+        """Return the head of the page, its content, and the version number of the content. `known`
+        is the version that the caller already has; if it is the newest version, the returned
+        content is None."""
         with self._lock:
             shown = head(self._watched.status())
             if time.monotonic() >= self._rest_until:
@@ -58,8 +60,8 @@ class Followed:
             return news
 
     def _refresh(self) -> str:
-        """Make the content again if files have changed. Return the reason if this is impossible,
-        and an empty text otherwise; then the content stays as it was."""
+        """Make the content again if files have changed. If this fails, keep the old content and
+        return the reason; otherwise return an empty text."""
         made_of = self._signature()
         if made_of == self._made_of:
             return ""
@@ -77,7 +79,8 @@ class Followed:
         return ""
 
     def _signature(self) -> list[tuple[str, int, int]]:
-        """Return name, size and time of each file that the content is made of."""
+        """Return the name, size and modification time of each file from which the content is
+        made."""
         names = ("metrics.jsonl", "log.txt", "config.toml", "history.jsonl")
         paths = [self.path / name for name in names]
         paths += sorted((self.path / "timeline").glob("step-*.json"))[-1:]
@@ -86,11 +89,11 @@ class Followed:
 
 
 class PageServer(ThreadingHTTPServer):
-    """The server of a run's page. It accepts connections from this host only.
+    """The server of a run's page. It accepts only connections from this host.
 
-    `address` is the page's web address. It contains a random key, because every user of a host may
-    connect to a port of the host, but may be forbidden to read the run directory. Raises InputError
-    if the port is in use. `port` 0 takes any free port.
+    `address` is the web address of the page. It contains a random key: every user of this host can
+    connect to the port, even a user who may not read the run directory. If `port` is 0, any free
+    port is used. Raises InputError if the port is in use.
     """
 
     daemon_threads = True
@@ -108,8 +111,8 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://{HOST}:{self.server_port}{self.root}"
 
     def server_bind(self) -> None:
-        """Bind the socket, without the search for the host's name that the base class does, which
-        waits for a name server."""
+        """Bind the socket. Unlike the base class, do not look up the name of the host, because this
+        could wait for a name server."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -117,16 +120,17 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The answers to a browser: the page, and its news as JSON."""
+    """The answers to the requests of a browser: the page as HTML, and its new data as JSON."""
 
     server: PageServer
 
     def do_GET(self) -> None:
-        """Answer a request for the page or for its news. Nothing else exists."""
+        """Answer a request for the page or for its new data. All other requests are refused."""
         asked = urlsplit(self.path)
         server = self.server
-        # A page of another site whose name leads to 127.0.0.1 may not read the answers. The port of
-        # an ssh tunnel may be another one.
+        # Refuse other host names, so that a page of another site whose name resolves to 127.0.0.1
+        # cannot read the answers. The port is not checked, because an ssh tunnel may use another
+        # port.
         name = self.headers.get("Host", "").partition(":")[0]
         if name not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -152,4 +156,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: a line for each request would hide the address of the page."""
+        """Print nothing, because a line for each request would make the page's address scroll
+        away."""

@@ -99,7 +99,7 @@ def test_all_tell_each_other_what_is_theirs(comm, wire):
 def test_who_is_no_neighbour_is_refused(comm, wire):
     axis = connect(wire, comm)
     for peers in ([comm.rank], [2], [-1], [1 - comm.rank] * 2):
-        with pytest.raises(ValueError, match="are no neighbours of rank"):
+        with pytest.raises(ValueError, match="cannot be neighbours of rank"):
             axis.neighbours(peers, [])
     with pytest.raises(ValueError, match="must be contiguous"):
         axis.neighbours([], []).gather(torch.ones(2, 3).t())

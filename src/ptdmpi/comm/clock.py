@@ -1,10 +1,11 @@
-"""Clocks that measure the time of a rank's work. On a device, the time is measured by the device's
-events.
+"""Clocks that measure how long a rank's work takes. For a GPU or another device, the events of the
+device measure the time.
 
-A call that hands work to a device returns before the work has run, so the host's time before and
-after the call does not measure the work. To measure the work of a device, a clock makes marks. A
-mark has a position in the order of the device's work. The time of a mark is known when the work
-before the mark is done. A mark of the host is done as soon as it is made.
+A call that gives work to a device returns before the device has done the work, so the host's time
+before and after the call does not measure the work. A clock therefore makes marks, such as CUDA
+events. Each mark has a position in the order of the device's work. Once the device has done all
+work before the mark, the time of the mark is known. A mark of the host is done as soon as it is
+made.
 """
 
 import time
@@ -37,8 +38,8 @@ class Clock(Protocol):
 
     def settle(self) -> None:
         """Wait for the device, so that all marks so far are done. Then align the device's clock
-        with the host's clock. The trainer calls `settle` once in a step, at a point where the host
-        must wait anyway. The method `mark` never waits."""
+        with the host's clock. The trainer calls `settle` once per step, at a point where the host
+        must wait for the device anyway."""
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for calls of `Mark.done`."""
@@ -77,8 +78,8 @@ HOST = HostClock()
 
 @dataclass(frozen=True)
 class _Anchor:
-    """A moment for which the times of both clocks are known: an event that the device has passed,
-    and the time of this event on the host's clock."""
+    """A moment whose time is known on the clocks of host and device: an event that the device has
+    passed, and the time of this event on the host's clock."""
 
     event: Any
     at_s: float
@@ -86,7 +87,8 @@ class _Anchor:
 
 @dataclass(frozen=True)
 class _DeviceMark:
-    """A mark in a device's stream: an event, and an earlier event whose time is known."""
+    """A mark in a device's stream: an event, and an earlier event (the anchor) whose time is
+    known."""
 
     event: Any
     anchor: _Anchor
@@ -114,11 +116,12 @@ class DeviceClock:
         return _DeviceMark(self._event(), self._anchor)
 
     def settle(self) -> None:
-        """Wait for the device, and store the present time on the clocks of device and host."""
+        """Wait for the device. Then record the host's time at this moment, so that the times of
+        later events can be converted to the host's clock."""
         event = self._event()
         event.synchronize()
-        # read the host's clock immediately, because any delay would make the times of this clock
-        # wrong
+        # read the host's clock immediately, because a delay would shift the times of all later
+        # marks
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
@@ -140,16 +143,16 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Total:
-    """A sum of durations: each pair of marks contributes the seconds between its two marks. A pair
-    is added to the sum when the device has passed both of its marks."""
+    """A sum of durations. Each pair of marks adds the seconds between its two marks to the sum, as
+    soon as the device has passed both marks."""
 
     def __init__(self) -> None:
         self._done_s = 0.0
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, begin: Mark, end: Mark) -> None:
-        """Add a pair of marks. Earlier pairs whose marks the device has passed are added to the sum
-        by this call, so that few pairs are stored."""
+        """Add a pair of marks. This call also sums all stored pairs whose marks the device has
+        passed, so that few pairs remain stored."""
         self._open.append((begin, end))
         self._add_done()
 

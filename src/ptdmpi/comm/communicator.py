@@ -3,7 +3,7 @@
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
 begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the rank may
-compute without x until it waits. All ranks begin the same collectives in the same order.
+do work without x until it calls `wait`. All ranks begin the same collectives in the same order.
 """
 
 import math
@@ -63,8 +63,8 @@ class Exchanged:
 
 
 class Communicator(WireTraits, ABC):
-    """A group of ranks of the process grid, such as an axis, from the view of one rank. `rank` is
-    the number of this rank in the group, and `size` is the number of ranks in the group.
+    """One rank's view of a group of ranks, such as an axis of the process grid. `rank` is the
+    number of this rank in the group, and `size` is the number of ranks in the group.
 
     MPI carries the control messages of every transport. `busy` names the collective that this rank
     executes, or is empty; any thread may read it. `tally` counts the bytes of tensors that this
@@ -83,7 +83,7 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        # communicators that were made from `control`; all are revoked together
+        # MPI communicators that were made from `control`; all of them are revoked together
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
@@ -98,7 +98,7 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def all_reduce_begin(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Begin `all_reduce`: `tensor` is replaced when the handle has been waited for."""
+        """Begin `all_reduce`: `tensor` is replaced when `wait` of the handle has returned."""
         _require(tensor)
         if self.size == 1 or not tensor.numel():
             return DONE
@@ -111,8 +111,8 @@ class Communicator(WireTraits, ABC):
         return result
 
     def all_gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `all_gather`; the result, [size n, ...], is complete when its handle has been
-        waited for."""
+        """Begin `all_gather`; the result, [size n, ...], is complete when `wait` of its handle has
+        returned."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -127,8 +127,8 @@ class Communicator(WireTraits, ABC):
         return result
 
     def reduce_scatter_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce_scatter`; the result, [n, ...], is complete when its handle has been waited
-        for."""
+        """Begin `reduce_scatter`; the result, [n, ...], is complete when `wait` of its handle has
+        returned."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -149,7 +149,7 @@ class Communicator(WireTraits, ABC):
         Returns the received rows, in rank order: `received[k]` rows from each rank k. If rank i
         sends r rows to rank k, then `received[i]` on rank k must be r; r may be 0. Without `sent`
         and `received` every rank sends the same number of rows to each rank. Raises ValueError if
-        the counts do not fit.
+        the numbers of rows do not fit the tensor or the group.
         """
         result, handle = self.all_to_all_begin(tensor, sent, received)
         handle.wait()
@@ -161,7 +161,7 @@ class Communicator(WireTraits, ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> tuple[Tensor, Handle]:
-        """Begin `all_to_all`; its result is complete when the handle has been waited for."""
+        """Begin `all_to_all`; its result is complete when `wait` of the handle has returned."""
         _require(tensor)
         sent, received = self._rows(tensor, sent, received)
         if self.size == 1:
@@ -184,16 +184,16 @@ class Communicator(WireTraits, ABC):
     def _rows(
         self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return (rows sent to each rank, rows received from each rank); equal parts by default."""
+        """Return (rows sent to each rank, rows received from each rank); equal rows by default."""
         if sent is None and received is None:
             self._has_parts(tensor)
             equal = [tensor.shape[0] // self.size] * self.size
             return equal, equal
         if sent is None or received is None:
-            raise ValueError("all_to_all needs the rows that are sent and those that are received")
+            raise ValueError("all_to_all needs both `sent` and `received`, or neither of them")
         for counts in (sent, received):
             if len(counts) != self.size or min(counts) < 0:
-                raise ValueError(f"{list(counts)} are no numbers of rows for {self.size} ranks")
+                raise ValueError(f"{list(counts)} must be {self.size} numbers of rows >= 0")
         if sum(sent) != tensor.shape[0] or sent[self.rank] != received[self.rank]:
             raise ValueError(
                 f"rank {self.rank} of {self.size} cannot send {list(sent)} rows of "
@@ -202,7 +202,7 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin to fill part k of `whole`, [size n, ...], with part k on rank k, for every k."""
+        """Begin to replace part k of `whole`, [size n, ...], by part k of rank k's, for every k."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
@@ -255,8 +255,8 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call this method. `lasting`: the graph is for many exchanges, and making it may
-        synchronize all ranks."""
+        All ranks call this method. If `lasting` is True, the graph is for many exchanges, so the
+        call may take longer and synchronize all ranks."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)`, and return its result. During the call `busy` is `name`, the
-        name of the collective; if the call fails, `busy` keeps this name."""
+        """Call `work(*arguments)`, and return its result. During the call, the attribute `busy` is
+        `name`, the name of the collective; if the call fails, `busy` keeps this name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -312,7 +312,7 @@ class Communicator(WireTraits, ABC):
         """Begin the collective `name` on flat tensors, and count its bytes.
 
         The tally counts `counted_bytes`; None means the size of the largest tensor: the full result
-        of a gather or the full input of a scatter.
+        of an all-gather, or the full input of a reduce-scatter.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if counted_bytes is None:
@@ -322,7 +322,7 @@ class Communicator(WireTraits, ABC):
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- methods that a transport implements, on flat tensors and for size > 1 ---------------------
-    # In a gather or scatter, the small tensor may be a view of this rank's part of the large one.
+    # In all_gather and reduce_scatter, the small tensor may be this rank's part of the large one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...
@@ -393,8 +393,8 @@ class _All:
 class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class uses sends and receives, which every transport has. A transport that supports graphs
-    has its own class. In tallies and in `busy`, an exchange has the name "neighbours".
+    This class uses sends and receives, which every transport has. A transport with its own support
+    for graphs has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
     """
 
     def __init__(
@@ -406,23 +406,23 @@ class Neighbourhood:
             there = set(peers) - {group.rank}
             if len(there) < len(peers) or not there <= set(range(group.size)):
                 raise ValueError(
-                    f"{list(peers)} are no neighbours of rank {group.rank} of {group.size}"
+                    f"{list(peers)} cannot be neighbours of rank {group.rank} of {group.size}"
                 )
         self.group = group
         self.sources = tuple(sources)
         self.destinations = tuple(destinations)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` [...] to all destinations. Return the sources' tensors in order: [sources,
-        ...]."""
+        """Send `tensor` [...] to all destinations. Return the tensors that the sources send, in the
+        order of the sources: [sources, ...]."""
         result, handle = self.gather_begin(tensor)
         handle.wait()
         return result
 
     def gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`. The result is complete when the handle has been waited for, and the
-        tensor must not change until then. All ranks of the group begin the same exchanges in the
-        same order."""
+        """Begin `gather`. The result is complete when `wait` of the handle has returned; the tensor
+        must not change until then. All ranks of the group begin the same exchanges in the same
+        order."""
         _require(tensor)
         result = tensor.new_empty((len(self.sources), *tensor.shape))
         if not tensor.numel() or not (self.sources or self.destinations):
@@ -469,9 +469,9 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> Tensor:
-    # transports ignore strides: NCCL would send wrong elements of a tensor with gaps
+    # transports ignore strides: NCCL would send wrong elements of a non-contiguous tensor
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
+        raise ValueError(f"a tensor to be sent, of shape {tuple(tensor.shape)}, must be contiguous")
     return tensor
 
 
@@ -488,7 +488,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # round only once, because small gradients would vanish if each sum were rounded to 8 bits
+        # round only once: rounding every partial sum to 8 bits would lose small gradients
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

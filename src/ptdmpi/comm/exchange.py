@@ -9,8 +9,8 @@ from ptdmpi.comm.pairs import pair_order
 
 
 def exchange(group: Communicator, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-    """Send the tensor `leaving[k]` to each other rank k of a group, and receive `arriving[k]` from
-    rank k. All ranks of the group call this function together.
+    """Send the tensor `leaving[k]` to each other rank k of a group, and receive the tensor
+    `arriving[k]` from rank k. All ranks of the group call this function together.
 
     Empty tensors are not sent. The entries `leaving[rank]` and `arriving[rank]` of this rank itself
     are not used.

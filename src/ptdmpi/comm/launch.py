@@ -1,8 +1,8 @@
 """The environment variables of a rank, which must be set before mpi4py, torch or h5py is imported.
 
-Variables that bind processes to cores, and variables of the network, differ from site to site, and
-are not changed. This module sets only environment variables whose defaults are wrong on every
-machine, unless the user has set them.
+Some variables differ from site to site, for example those that bind processes to cores or configure
+the network; this module does not change them. It sets only variables whose defaults are wrong on
+every machine, and only if the user has not set them.
 """
 
 import contextlib
@@ -54,16 +54,16 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):
-        # If ranks share a core, a rank that waits in a busy loop takes the core from the rank for
-        # which it waits: without this variable a message took 4 ms.
+        # If ranks share a core, a rank that waits in a busy loop takes the core away from the rank
+        # that it waits for: without this variable a message took 4 ms.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Suspend the garbage collector while modules are imported, and exclude the objects of these
-    modules from later collections. The objects of modules are never freed, and scanning them
-    repeatedly took a tenth of the time of PyTorch's import."""
+    modules from later collections. Objects of modules are never freed, and the collector spent a
+    tenth of PyTorch's import time on scanning them again and again."""
     collects = gc.isenabled()
     known = len(sys.modules)
     gc.disable()
@@ -80,28 +80,29 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start. The variables
     have no effect on a rank without a GPU.
 
-    A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
+    A rank uses many NCCL communicators at the same time: one for each group, and two for each
+    neighbour in the pipeline. Two of the variables are set for this reason.
     """
     # If ranks launch the kernels of two communicators in different orders, the kernels wait for
-    # each other for ever. With this variable NCCL (2.26 or later) runs kernels in the order of the
+    # each other for ever. With this variable, NCCL (2.26 or later) runs kernels in the order of the
     # host's calls, which is the same on all ranks. From CUDA 12.3 on, the kernels of two
-    # communicators can overlap in spite of this order (NCCL user guide, environment variables).
+    # communicators can still overlap (NCCL user guide, environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # Streams share the device's hardware queues, 8 by default. If a message waits for its peer, all
     # later work in the same queue waits, too. 32 queues are the maximum (CUDA programming guide).
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Tensors of many sizes leave gaps in memory blocks of fixed size, and fewer gaps in blocks that
-    # can grow (PyTorch, CUDA semantics). PyTorch still reads the variable's older name, so a user
-    # may have set the older one.
+    # Tensors of many sizes leave gaps in memory blocks of fixed size. Blocks that can grow have
+    # fewer gaps (PyTorch, CUDA semantics). PyTorch still reads the variable under its older name,
+    # PYTORCH_CUDA_ALLOC_CONF, so a value that the user has set there is kept.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to run if the launcher has started N ranks, but each rank is alone in an MPI world of
-    one rank.
+    """Raise InputError if the launcher has started several ranks, but each rank is alone in an MPI
+    world of one rank.
 
-    Raises InputError with the reason and the remedy.
+    The message has the reason and the remedy.
     """
     if world_size > 1:
         return

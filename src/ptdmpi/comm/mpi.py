@@ -23,20 +23,19 @@ from ptdmpi.comm.communicator import (
     combine,
 )
 
-# Up to this size an all-reduce by an exchange of full tensors is faster than one by a
+# An all-reduce of up to this size is faster if the ranks exchange full tensors than if they use a
 # reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for an all-reduce in a group of two ranks. Between two ranks, both methods of an
-# all-reduce send the same number of bytes, but the exchange of full tensors needs half as many
-# messages.
+# The same limit for an all-reduce in a group of two ranks. Two ranks send the same number of bytes
+# with both methods, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
-    # this array of bytes shares the memory of the tensor; it consists of bytes because numpy has no
-    # bfloat16, and refuses tensors that need gradients
+    # View the memory of the tensor as bytes, because numpy has no bfloat16. Detach the tensor,
+    # because numpy refuses tensors that require gradients.
     return flat.detach().view(torch.uint8).numpy()
 
 
@@ -47,8 +46,8 @@ def _host_room(flat: Tensor) -> Tensor:
 
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
-    """Return MPI's description of consecutive parts of a tensor with `counts` elements each: (sizes
-    and offsets in bytes, MPI.BYTE)."""
+    """Return the arguments that describe consecutive parts of a tensor to MPI: (sizes and offsets
+    of the parts in bytes, MPI.BYTE). Part k has `counts[k]` elements."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE
@@ -90,9 +89,9 @@ class _Request:
 
 
 class MpiCommunicator(Communicator):
-    """A group whose tensors are sent by MPI. A collective is complete when the call that begins it
-    returns. MPI makes progress only inside its calls, so it would be useless to begin a collective
-    early and wait for it later."""
+    """A group whose tensors are sent by MPI. The call that begins a collective also completes it,
+    because MPI makes progress only inside its calls: beginning a collective early and waiting for
+    it later would save no time."""
 
     exact = True
     # MPI matches messages by their sender, so an early receive does not block other messages
@@ -128,9 +127,9 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """All-reduce a bucket: each rank receives its part of the bucket from all ranks and sums
-        it, then the sums are all-gathered. Each rank sends 2 (size-1)/size times the bucket's
-        bytes."""
+        """All-reduce a bucket. Each rank receives its part of the bucket from all ranks and adds
+        the received parts; then the sums are all-gathered. Each rank sends 2 (size-1)/size times
+        the bytes of the bucket."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]
@@ -218,7 +217,7 @@ class MpiNeighbourhood(Neighbourhood):
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
         super().__init__(group, sources, destinations)
-        assert isinstance(group.control, MPI.Intracomm), "a group is one of ranks, not of two sides"
+        assert isinstance(group.control, MPI.Intracomm), "a group has an intracommunicator"
         # MPI must not reorder the ranks, because each rank has its own part of the state
         self._graph = group.control.Create_dist_graph_adjacent(
             self.sources, self.destinations, reorder=False

@@ -10,15 +10,16 @@ def pair_order(
     group of `size` ranks.
 
     An exchange in this order cannot deadlock, even if the transport begins a message only after the
-    previous message of the same rank is complete (as NCCL does). The reason is that all messages in
-    the group have one total order, which every rank follows. The two ranks of the first message
-    that is not yet sent have no earlier message to send or receive, so this message can always be
-    sent. Messages are sorted by the distance of the two ranks around the group. In a message of a
-    certain distance, one of the two ranks is called `start`: the rank from which `distance` steps
-    upwards around the group lead to the other rank. Among messages of the same distance, those with
-    an even start // distance come before those with an odd start // distance. With this order, a
-    message in a ring, a grid or an exponential graph waits for few other messages, and not for a
-    chain of messages around the group.
+    previous message of the same rank is complete (as NCCL does). The reason is that all ranks
+    follow one total order of all messages in the group. Take the first message in this order that
+    is not yet sent: its two ranks have no earlier message to send or receive, so it can always be
+    sent.
+
+    Messages are sorted by the distance between their two ranks, if the ranks of the group are
+    arranged in a ring. For a given distance, `start` is the one of the two ranks from which
+    `distance` steps upwards lead to the other rank. Among messages of the same distance, those with
+    an even start // distance come first. In this order, a message in a ring, a grid or an
+    exponential graph waits for few other messages, and not for a chain of messages around the ring.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

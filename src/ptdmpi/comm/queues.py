@@ -1,11 +1,11 @@
 """Copies between the host and a device that run while the device computes. On a rank that computes
 on the host, the functions of this module do nothing.
 
-A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
-have a separate queue, so that they run at the same time as matrix multiplications. Marks (events)
-order the two queues: one queue waits for a mark of the other queue, and the host does not wait.
-Only page-locked memory is copied while the device computes, because a copy of pageable memory makes
-the host wait.
+A device takes work from queues (CUDA streams), and runs the work of each queue in the order of the
+calls. Copies have their own queue, so that they run at the same time as matrix multiplications.
+Marks (events) order the work of the two queues: one queue waits for a mark in the other queue, and
+the host need not wait. Only page-locked memory can be copied while the device computes; a copy of
+pageable memory would make the host wait.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Copies(Protocol):
     """The queue in which the copies of one device run."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which copies go into this queue. A copy begins when the device has
+        """Return a context in which copies go into this queue. The copies begin when the device has
         passed the mark `place`, which may be in the queue of computations or in the queue of
         copies."""
 
@@ -48,15 +48,16 @@ class Copies(Protocol):
 
 
 class _Nothing:
-    """The copies of a rank that computes on the host; a copy is complete when its call returns."""
+    """The queue of copies for a rank that computes on the host. Each copy is complete when its call
+    returns."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
-        """Return a mark that counts as passed from the beginning, because copies on the host are
-        complete when they return."""
+        """Return a mark that is passed from the beginning, because copies on the host are complete
+        when their calls return."""
         return self
 
     computed = passed
@@ -66,7 +67,7 @@ class _Nothing:
         return torch.empty(size, dtype=torch.uint8)
 
     def computing_waits(self) -> None:
-        """Do nothing, because no copy is ever in progress."""
+        """Do nothing, because every copy is already complete."""
 
     host_waits = computing_waits
 
@@ -159,8 +160,8 @@ def pinned_like(values: Tensor) -> Tensor:
 
 
 def on_its_way(values: Tensor) -> Tensor:
-    """Begin to copy `values` to the host, and return the host tensor. The numbers in the host
-    tensor are valid after the clock of the device has settled (`Clock.settle`)."""
+    """Begin to copy `values` to the host, and return the host tensor. Its values are valid only
+    after `Clock.settle` has waited for the device."""
     if values.device.type == "cpu":
         return values
     return pinned_like(values).copy_(values, non_blocking=True)

@@ -1,6 +1,6 @@
 """The base class of the transports for devices. A library such as NCCL sends tensors that are on a
-device, and MPI sends tensors that are on the host. Neighbours in a pipeline have a separate
-connection for each direction."""
+device, and MPI sends tensors that are on the host. For each pair of neighbours in the pipeline
+there is one connection per direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Carrier(Protocol):
         """Begin to fill `result` with the tensors `flat` of all ranks, in rank order."""
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
-        """Begin to fill `result` with this rank's part of the sum."""
+        """Begin to fill `result` with this rank's part of the sum of `flat` over the ranks."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
         """Begin to send the parts of `flat` to the ranks, and to receive the parts of `result`."""
@@ -133,11 +133,12 @@ class RoutedCommunicator(Communicator):
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
     """Yield the directed pairs of neighbours in a pipeline of `size` ranks. The last rank and the
-    first rank are neighbours, too, because a rank may have several stages. If each rank connects
-    its own pairs in the yielded order, one after the other, the ranks cannot deadlock.
+    first rank are neighbours, too, because each rank may have several stages. If each rank connects
+    its own pairs one after the other, in the yielded order, the ranks cannot deadlock.
 
     The reason is that the two ranks of the first pair that is not yet connected have connected all
-    their earlier pairs. Pairs without a common rank connect at the same time.
+    their earlier pairs, so nothing delays this pair. Pairs without a common rank connect at the
+    same time.
     """
     ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
     for sender, receiver in (*ring[::2], *ring[1::2]):

@@ -1,11 +1,11 @@
-"""A watcher process during the start of ranks: it ends the job if a rank dies before MPI is
-initialized.
+"""A process that watches the ranks during their start, and ends the job if a rank dies before MPI
+is initialized.
 
 Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
-wait for the lost one in MPI_Init for ever. To end such a job, each rank starts a small process that
-watches the ranks of its node until MPI is initialized. A thread could not watch the ranks, because
-MPI_Init holds Python's lock. The file `starting.py` is also the program of that process, so it
-imports only the standard library.
+wait for the lost rank in MPI_Init for ever. Each rank therefore starts a small process that watches
+the ranks on its node until MPI is initialized, and ends the job if one is lost. A thread could not
+watch the ranks, because MPI_Init holds Python's global lock. The process runs this file as its
+program, so the file imports only the standard library.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ LOOK_S = 0.5  # pause between two checks of the ranks.
 # Time limit in seconds for the launcher to start all ranks of a node; the launcher needs some
 # milliseconds for each rank.
 COMPLETE_S = 10.0
-# Time limit in seconds for MPI_Init, in case a rank is lost together with all processes of its
-# node.
+# Time limit in seconds for MPI_Init. The limit is for the case that a node fails, which ends all
+# ranks and all watchers on the node.
 LIMIT_S = 600.0
-TURN_S = 2.0  # the watchers of a node act one after the other, with this delay between them
+TURN_S = 2.0  # delay in seconds between the watchers of a node, which act one after the other
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
 JOB, LOCAL_SIZE = "PMIX_NAMESPACE", "OMPI_COMM_WORLD_LOCAL_SIZE"
 LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -37,7 +37,8 @@ def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Start a process that watches the ranks of this node while the body of the `with` block
     imports MPI.
 
-    Nothing is started unless an option of the launcher lets a job continue after it loses a rank.
+    Start no process if the launcher ends the job itself when a rank is lost, as it does without the
+    option `--with-ft ulfm`.
     """
     in_job = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
     keeps = environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
@@ -87,8 +88,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # each watcher waits for a different time, because a second signal would make the launcher
-        # print more lines
+        # Let the watchers of a node act one after the other. If several of them signalled the
+        # launcher, it would print more lines.
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return
@@ -96,7 +97,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
 
 def end(launcher: int | None, reason: str) -> None:
     """Print the `reason` why the job ends, and terminate the launcher of the job. If the launcher
-    has already ended, print nothing and terminate nothing."""
+    has already ended, do nothing."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)
@@ -118,8 +119,8 @@ def ranks_of(job: str) -> set[int]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables of a process; empty if the process has ended, or belongs to
-    another user."""
+    """Return the environment variables of a process, or an empty dict if the process has ended or
+    belongs to another user."""
     try:
         text = (folder / "environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -129,8 +130,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def launcher_of(pid: int) -> int | None:
-    """Return the process id of the launcher among the ancestors of a rank; None if no launcher is
-    on this node."""
+    """Return the process id of the launcher, which is an ancestor of the rank with process id
+    `pid`. Return None if no launcher is on this node."""
     while pid > 1:
         try:
             # in /proc/PID/stat the state and the parent's id follow the program's name in

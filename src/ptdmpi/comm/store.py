@@ -28,8 +28,8 @@ class MpiStore(Store):
     """A key-value store that all ranks of a communicator share. All ranks make the store together.
     It needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
 
-    Keep a reference to the store as long as process groups exist that were made with the store,
-    because torch does not keep a reference.
+    Process groups that were made with the store still use it, but torch does not keep a reference
+    to it. Keep a reference yourself as long as such groups exist.
     """
 
     def __init__(self, everyone: MPI.Comm) -> None:
@@ -69,8 +69,8 @@ class MpiStore(Store):
         return self._ask("add", key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Store `value` if the key has the value `expected`; return the value that the key has
-        afterwards."""
+        """Store `value` if the present value of the key is `expected`. Return the value of the key
+        after the call."""
         return self._ask("compare_set", key, _bytes(expected), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -104,7 +104,7 @@ class MpiStore(Store):
 
 
 class _Server:
-    """The thread on rank 0 that answers requests until all ranks have left or one is lost."""
+    """The thread on rank 0 that answers requests until all ranks have left or a rank is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm = comm
@@ -123,8 +123,8 @@ class _Server:
                 message = self.comm.improbe(tag=ASK, status=status)
                 self._release()
                 if message is None:
-                    # After all groups are made, requests are rare. The thread therefore sleeps
-                    # longer each time it finds no request.
+                    # Requests are rare once all groups are made, so the thread sleeps longer each
+                    # time it finds no request.
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
                     continue
@@ -145,8 +145,8 @@ class _Server:
         self._release()
 
     def _release(self) -> None:
-        """Answer the waiting ranks whose keys exist now, and the waiting ranks whose time limit is
-        over."""
+        """Answer the waiting ranks whose keys exist now, and the waiting ranks whose time limit has
+        passed."""
         still = []
         for keys, deadline, rank, tag in self.waiting:
             there = self._check(keys)

@@ -1,9 +1,9 @@
-"""The `torch` transport: groups of torch.distributed, on every device for which torch.distributed
-has a communication library.
+"""The `torch` transport. Its groups are process groups of torch.distributed, on every device for
+which torch.distributed has a communication library.
 
 The library is RCCL (which torch names "nccl") on AMD's GPUs, XCCL on Intel's GPUs, and gloo on the
-host. The groups have the same ranks as the MPI communicators. torch.distributed starts through
-messages over MPI.
+host. The groups have the same ranks as the MPI communicators. To start torch.distributed, ranks
+exchange messages over MPI.
 """
 
 import atexit
@@ -51,15 +51,15 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # Do not bind the process group to a device: with a bound group, torch makes new groups
-            # by a split, which all ranks of the world must call, not only the ranks of the new
-            # group.
+            # Do not bind the process group to a device. If it were bound, torch would make new
+            # groups by splitting it, and all ranks of the world would have to take part in each
+            # split.
         )
 
     @classmethod
     def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
-        """Begin a session of the ranks of `everyone`, unless these ranks already have a session. A
-        session of other ranks is closed first. All ranks of `everyone` call this method."""
+        """Begin a session for the ranks of `everyone`, unless exactly these ranks already have one.
+        First close a session of other ranks. All ranks of `everyone` call this method."""
         if everyone.Get_size() == 1:
             return
         known = cls.now
@@ -67,7 +67,7 @@ class Session:
         if known is not None and fits:
             same = (MPI.IDENT, MPI.CONGRUENT)
             fits = MPI.Comm.Compare(known.everyone, everyone) in same
-        # all ranks must make the same decision, although only some of them may have a session of an
+        # all ranks must make the same decision, but perhaps only some of them have a session of an
         # earlier world
         if everyone.allreduce(fits, MPI.LAND):
             return
@@ -85,18 +85,18 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a process group of the ranks `ranks` of the world, in ascending order. Only the
-        ranks of the new group call this method. The function `most` returns the maximum of its
-        argument over these ranks."""
-        # torch names a group by its ranks and by the number of groups that the process has made.
-        # The number of groups made must therefore be the same on all ranks of the new group.
+        """Return a process group of the world ranks `ranks`, in ascending order. Only the ranks of
+        the new group call this method. The function `most` returns the maximum of its argument over
+        these ranks."""
+        # torch names a group after its ranks and the number of groups that the process has made.
+        # That number must therefore be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         self.made += 1
-        # on a GPU a group of several ranks connects immediately, with this rank's own GPU
+        # on a GPU, a group of several ranks connects immediately and uses this rank's own GPU
         device = None if self.device.type == "cpu" or len(ranks) == 1 else self.device
         group = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         assert isinstance(group, dist.ProcessGroup), "this rank is in it"
@@ -130,8 +130,8 @@ class Begun:
 
 
 class Attendant:
-    """A thread that waits for gloo's messages. The thread is necessary, because gloo reports the
-    end of a message only to a thread that waits for the message."""
+    """A thread that waits for gloo's messages. Gloo reports the end of a message only to a thread
+    that waits for this message, so without an extra thread `done` could not work."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -177,13 +177,13 @@ class Attended:
 
 
 class TorchCarrier:
-    """A group in torch.distributed, and one more group for each directed pair of pipeline
-    neighbours."""
+    """The process group of torch.distributed for one group of ranks, and a further process group
+    for each directed pair of pipeline neighbours."""
 
     def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
         self.session = session
         self.rank: int = control.Get_rank()
-        # the world ranks of the group, which must be in ascending order, because torch sorts the
+        # the world ranks of the group; they must be in ascending order, because torch sorts the
         # ranks of a group
         self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
         self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
@@ -254,7 +254,7 @@ class TorchCarrier:
         return self.attendants[pair].attend(work)
 
     def pending(self) -> str:
-        """Return an empty text, because torch's own watchdog detects operations that hang."""
+        """Return "", because torch's own watchdog detects operations that hang."""
         return ""  # the watchdog ends a hanging operation even if no rank waits for it
 
     failure = pending

@@ -9,16 +9,16 @@ if TYPE_CHECKING:  # not imported at run time, because importing mpi4py.MPI init
 
 
 class WireError(RuntimeError):
-    """An error: a transport has failed, and cannot complete operations any more. The message names
-    the operation."""
+    """An error that a transport raises when it has failed and cannot complete operations any more.
+    The message names the operation."""
 
 
 class WireTraits:
-    """The base class of communicators with the properties of their transport.
+    """The base class of communicators, with the properties of a transport.
 
     If `exact` is True, the terms of a sum are added in ascending order of ranks, in float32 or a
-    wider type, for every size of the message. Code that needs bitwise equal sums checks `exact`. If
-    `posts_early` is True, a receive may begin long before its message arrives, without delaying
+    wider type, whatever the size of the message. Code that needs bitwise equal sums checks `exact`.
+    If `posts_early` is True, a receive may begin long before its message arrives, without delaying
     later operations. If `overlaps` is True, operations make progress while this rank computes, so
     beginning an operation early saves time.
     """
@@ -41,8 +41,8 @@ class WireTraits:
         return ""
 
     def failure(self) -> str:
-        """Return the error because of which the results of operations are invalid; "" if there is
-        no error. This method never waits, and any thread may call it."""
+        """Return the error that makes the results of operations invalid, or "" if there is no
+        error. This method never waits, and any thread may call it."""
         return ""
 
     def abort(self) -> None:

@@ -1,9 +1,9 @@
-"""User-Level Failure Mitigation (ULFM): the functions of MPI with which ranks continue after
-another rank was lost.
+"""User-Level Failure Mitigation (ULFM): the functions of MPI that let the other ranks continue when
+a rank is lost.
 
 Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability";
-MPI 5 proposal) when it is started with `--with-ft ulfm`. Ranks may see the failure in different
-operations, and with different error classes; only `agree` gives all survivors the same answer.
+MPI 5 proposal) if it is started with `--with-ft ulfm`. Each rank may see the failure in another
+operation, and with another error class; only `agree` gives all survivors the same answer.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from mpi4py import MPI
 from ptdmpi.comm.world import Process, World
 from ptdmpi.config import InputError
 
-# Time limit in seconds for the launcher to report which rank died. A connection can break before
-# this report; the measured delay was 41 ms (median), at most 53 ms.
+# Time limit in seconds for the launcher to report which rank died. Operations can fail before this
+# report arrives; the measured delay was 41 ms (median), at most 53 ms.
 PATIENCE_S = 5.0
 ALL_FLAGS = (1 << 31) - 1
 
@@ -27,9 +27,9 @@ ALL_FLAGS = (1 << 31) - 1
 def require(environ: Mapping[str, str] = os.environ) -> None:
     """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    A test call of a ULFM function would not show this: Open MPI and MPICH accept such calls even
-    under a launcher that ends the job. `mpirun --with-ft ulfm` sets an environment variable for its
-    ranks, and this function checks the variable.
+    Calling a ULFM function as a test would not show this: Open MPI and MPICH accept such calls even
+    under a launcher that ends the job. This function checks an environment variable instead, which
+    `mpirun --with-ft ulfm` sets for its ranks.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
@@ -40,12 +40,12 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
-    """Return True if an operation failed because a rank is lost, according to the communicators of
-    `world`.
+    """Return True if the reason for a failed operation is that a rank is lost. The communicators of
+    `world` show the loss.
 
-    The error class does not reliably show that a rank is lost: a broken barrier can raise
-    MPI_ERR_OTHER. False is returned only after `patience_s` seconds, because the loss may not have
-    been reported yet.
+    The error class of the operation does not reliably show a loss: a broken barrier can raise
+    MPI_ERR_OTHER. The function waits up to `patience_s` seconds before it returns False, because
+    MPI may report the loss late.
     """
     end = time.monotonic() + patience_s
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):
@@ -62,9 +62,9 @@ def revoke(world: World) -> None:
     """Revoke all communicators of this world, so that the MPI call of every rank that waits raises
     an error.
 
-    All communicators must be revoked, even communicators that have lost no rank. A rank may wait,
-    in a communicator that has lost no rank, for another rank that has left its work because of the
-    loss. The waiting rank continues only if this communicator is revoked.
+    Communicators without a lost rank must be revoked, too. In such a communicator, a rank may wait
+    for another rank that has stopped its work because of the loss. The waiting rank continues only
+    if this communicator is revoked.
     """
     for comm in world.made:
         comm.Revoke()
@@ -80,7 +80,7 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     # MPIX_Comm_agree requires a C int, and combines the flags of the ranks by bitwise AND
     bits = np.array([flags], dtype=np.intc)
     request = world.control.Iagree(bits)
-    # if ranks are lost, the call raises an error, but the bits are valid (ULFM, MPI_Comm_agree)
+    # if ranks are lost, the call raises an error, but the bits are valid (ULFM, MPIX_Comm_agree)
     with contextlib.suppress(MPI.Exception):
         while poll_s and not request.Test():
             time.sleep(poll_s)
@@ -89,7 +89,7 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
 
 
 def shrink(world: World) -> tuple[World, list[Process]]:
-    """Return the world of the living ranks, in their old order, and the list of the lost ranks. All
+    """Return the world of the living ranks, in their old order, and a list of the lost ranks. All
     living ranks call this function."""
     control = world.control.Shrink()
     ranks = range(control.Get_size())
@@ -99,8 +99,8 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 
 def leave(world: World, code: int) -> None:
-    """End this process without MPI_Finalize, which can hang after the loss of a rank. All other
-    living ranks call `leave`, too."""
+    """End this process without MPI_Finalize, which can hang after the loss of a rank. All living
+    ranks call `leave`."""
     # if another rank is lost meanwhile, the barrier fails; this rank ends anyway
     with contextlib.suppress(MPI.Exception):
         world.control.Barrier()

@@ -1,5 +1,5 @@
-"""The transport of a run: the name in `comm.wire` selects an object that makes communicators. No
-other module chooses the transport."""
+"""The choice of the transport of a run. The key `comm.wire` names a transport, and the `Wire` of
+this name makes communicators. No other module chooses the transport."""
 
 import importlib
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Wire:
     a process grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
-    same order on every rank. `control` is an MPI communicator of the ranks of the group, and is
-    ready for use on all of these ranks. A transport can therefore send messages through `control`
-    while it connects, such as a unique id or an error of rank 0.
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, which all
+    of these ranks can already use. While a transport connects, it can therefore send messages
+    through `control`, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]

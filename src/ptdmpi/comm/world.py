@@ -1,5 +1,5 @@
-"""The world of all ranks: their numbers, their division into the groups of the process grid, and
-the end of all ranks after an error. No other module uses MPI's COMM_WORLD.
+"""The world of all ranks: the numbering of the ranks, their division into the groups of the process
+grid, and the end of all ranks after an error. No other module uses MPI's COMM_WORLD.
 
 Import `ptdmpi.comm.launch` and call its `prepare` before importing this module. The import
 initialises MPI, before torch starts its threads.
@@ -39,9 +39,9 @@ class Axes:
     """The position of this rank in the process grid, and the communicators of this rank, such as
     `axes["tensor"]` and `axes["replicas"]`.
 
-    `groups` has one communicator for each of the grid's groups that contain this rank, in the
-    grid's order of groups. There is no entry for other groups, such as the group "ends" (the first
-    and the last pipeline rank) on a rank in the middle of a pipeline.
+    `groups` has one communicator for each group of the grid that contains this rank, in the grid's
+    order of groups. For example, a rank in the middle of a pipeline has no entry "ends", because
+    this group consists of the first and the last pipeline rank.
     """
 
     grid: Grid
@@ -84,22 +84,22 @@ class Axes:
         _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
-        """Return a copy of this rank's tallies of sent bytes, by group. Groups with the same ranks
-        share a communicator and have one tally, under the name that `Grid.called` gives to the
-        group."""
+        """Return a copy of this rank's tallies of sent bytes, by group. Groups of the same ranks
+        share a communicator, and so have one tally. `Grid.called` determines the name of this
+        tally."""
         return Traffic({name: group.tally.copy() for name, group in self._tallied.items()})
 
     @cached_property
     def _tallied(self) -> Mapping[str, Communicator]:
-        """The communicators of this rank by the name of their tally. A step reads the tallies
-        twice, and finding the names takes about 2 ms, so they are found only once."""
+        """Return this rank's communicators, by the names of their tallies. Finding the names takes
+        about 2 ms, and each step reads the tallies twice, so the names are found only once."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
         return {self.grid.called(name): self.groups[name] for name in own}
 
 
 @dataclass(frozen=True)
 class Process:
-    """The properties of a rank that do not change when ranks are lost and the others are
+    """The properties of a process that stay the same when ranks are lost and the other ranks are
     renumbered."""
 
     number: int  # the process's rank in the first world; logs and messages use this number.
@@ -115,10 +115,10 @@ class World:
     The ranks of a tensor group are therefore on one node if the tensor-parallel size t divides the
     number of ranks on each node.
 
-    `made` contains every communicator that was split from this world, so that all communicators can
-    be revoked together. A new communicator is used only after a barrier on the communicator from
-    which it was split. After this barrier all ranks have the new communicator, so that each of them
-    can revoke it and wake the ranks that wait in it.
+    `made` contains every communicator that was split from this world, so that all of them can be
+    revoked together. A new communicator is used only after a barrier on the communicator from which
+    it was split. After this barrier, all ranks have the new communicator. If a rank fails later,
+    every other rank can revoke the new communicator, which wakes the ranks that wait in it.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class World:
         self.nodes: int = len({process.node for process in self.processes})
         self.host = self.process.host
         self.connected: list[Communicator] = []
-        # a failing rank calls this function before it ends all ranks, for example to print the
-        # progress of each rank
+        # a failing rank calls this function before it ends all ranks; the function may, for
+        # example, print the progress of each rank
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
     def device(self) -> torch.device:
@@ -157,8 +157,8 @@ class World:
     def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
-        # The number of a node is the lowest rank on this node. Ranks are sorted by node, then by
-        # launch rank.
+        # A node's number is the lowest launch rank on this node. Ranks are sorted by the number of
+        # their node, then by launch rank.
         leader = node.bcast(everyone.Get_rank(), root=0)
         placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))
@@ -194,7 +194,7 @@ class World:
         """Return the communicators of the grid's groups. Every rank of the world must call this
         method.
 
-        `wire` connects every group except the world, which sends small messages of the host through
+        `wire` connects every group except the world, whose small host messages are sent through
         MPI. By default `wire` is the transport that "auto" chooses. Raises InputError if the grid
         and the world have different numbers of ranks.
         """
@@ -207,14 +207,14 @@ class World:
         made: dict[str, MPI.Comm] = {}
         for group in own:
             members = grid.members(self.rank, group)
-            # MPI requires all ranks to call Split, even ranks that are in no group of this name.
-            # The color of a group is its lowest rank, so that exactly the members of a group pass
-            # the same color.
+            # MPI requires all ranks to call Split, even ranks that belong to no group of this name.
+            # The color of a group is its lowest rank, so all members of a group pass the same
+            # color, and other ranks pass other colors.
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
-        # Connect all groups here, one after the other. If a group connected only when it is first
-        # used, the messages of the transport for this connection could cause a deadlock.
+        # Connect all groups here, one after the other. If each group were connected at its first
+        # use, the messages that set up the connection could cause a deadlock.
         carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
@@ -243,15 +243,15 @@ class World:
         )
 
     def abort_wires(self) -> None:
-        """End all operations on this rank's device after a rank has failed. Any thread may call
-        this method. If the operations were not ended, a thread that waits for the device could wait
-        for a message that never comes. After this call, messages can be sent only through MPI,
-        until a new `World` opens the connections again."""
+        """End all operations on this rank's device after a rank has failed. Otherwise a thread that
+        waits for the device could wait for a message that never comes. After this call, messages
+        can be sent only through MPI, until a new `World` opens the connections again. Any thread
+        may call this method."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Run `work()` on rank 0 and return its result on every rank. If `work` raises InputError,
-        or cannot find or read a path, every rank raises InputError."""
+        or fails because a path is missing or unreadable, every rank raises InputError."""
         result: tuple[bool, T | str] = (True, "")
         if self.rank == 0:
             try:
@@ -292,12 +292,12 @@ def end_together(world: World) -> None:
 
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """Return a context in which the failure of one rank ends all ranks. They end within seconds,
-    with a non-zero exit code, and the output names the rank that has failed.
+    """Return a context that ends all ranks if one rank fails. The ranks end within seconds, with a
+    non-zero exit code, and the output names the rank that has failed.
 
     If all ranks have found the same input error (SharedInputError), they exit with code 2. After
-    all other errors MPI_Abort is called, with code 2 for an input error that only this rank has
-    found, 130 for Ctrl-C, and otherwise 1.
+    all other errors MPI_Abort is called: with code 2 for an input error that only this rank has
+    found, 130 for Ctrl-C, and 1 otherwise.
     """
     try:
         yield
@@ -308,8 +308,8 @@ def fail_together(world: World) -> Iterator[None]:
             print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail in the same way: the first rank prints the error, and
-        # ends all other ranks.
+        # Ranks that read the same bytes fail in the same way. The lowest rank prints its error
+        # first, and ends all other ranks before they print theirs.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         # a single rank exits without MPI_Abort, which would print additional lines

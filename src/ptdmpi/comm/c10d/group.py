@@ -14,8 +14,8 @@ from ptdmpi.comm.communicator import Communicator, Handle
 
 BACKEND = "ptdmpi"  # the name of the backend in torch.distributed
 Kind: Any = dist.ReduceOp.RedOpType
-# Reductions by this module, for cases that the transports do not support. Each function reduces the
-# tensors of all ranks, stacked in rank order.
+# Reductions that this module computes with torch, because the transports do not support them. Each
+# function takes the tensors of all ranks, stacked in rank order, and returns their reduction.
 REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
     Kind.SUM: lambda every: reduce(torch.add, every),
     Kind.PRODUCT: lambda every: every.prod(0),
@@ -219,7 +219,7 @@ class TransportGroup(ProcessGroup):
         return _done(outputs[0])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Send a tensor of the root's list to each rank."""
+        """Send the k-th tensor of the root's list to rank k, for every rank k."""
         (output,) = outputs
         if self.comm.rank != opts.rootRank:
             self._received(output, opts.rootRank)
@@ -241,8 +241,9 @@ class TransportGroup(ProcessGroup):
         sent: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange rows of a tensor between all ranks. `sent` and `received` have the number of
-        rows that are sent to, or received from, each rank; empty lists mean equal numbers.
+        """Exchange rows of a tensor between all ranks. `sent[k]` rows go to rank k, and
+        `received[k]` rows come from rank k. If a list is empty or None, every rank sends the same
+        number of rows to each rank.
         """
         uneven = [list(sent), list(received)] if sent and received else []
         output.copy_(self.comm.all_to_all(_contiguous(given), *uneven).view(output.shape))
@@ -301,9 +302,9 @@ class TransportGroup(ProcessGroup):
 
 
 class _Begun(dist.Work):
-    """A send or receive of torch.distributed that has begun. A receive writes to the tensor `into`.
-    If the caller's tensor is not contiguous, `into` is a contiguous tensor, which is copied to the
-    caller's tensor at the end."""
+    """A send or receive of torch.distributed that has begun. A receive writes to the tensor `into`:
+    the caller's tensor if that is contiguous, otherwise a contiguous tensor, which is copied to the
+    caller's tensor when the message has arrived."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()
@@ -362,8 +363,8 @@ def _op(opts: Any) -> Any:
 
 
 def _kind(op: Any, size: int) -> tuple[Any, Any]:
-    """Return the kind of a reduction (such as SUM), and the factor of a reduction of kind
-    PREMUL_SUM; for other kinds the factor is None."""
+    """Return the kind of the reduction `op` (such as SUM), and the factor by which PREMUL_SUM
+    multiplies each tensor; for all other kinds the factor is None."""
     for kind in (*REDUCED, Kind.AVG):
         if op == kind:
             return kind, None

@@ -1,5 +1,5 @@
-"""The start of torch.distributed with the backend "ptdmpi". The ranks are the ranks of MPI, and the
-key-value store works over MPI.
+"""Functions that start torch.distributed with the backend "ptdmpi". MPI determines the ranks, and
+the key-value store works over MPI.
 """
 
 import atexit
@@ -55,7 +55,7 @@ class MpiSession:
 
         everyone = self.world.control
         assert isinstance(everyone, MPI.Intracomm)
-        # all ranks make groups in the same order, so one tag serves for all groups
+        # all ranks make groups in the same order, so the same MPI tag can be used for every group
         control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
         return TransportGroup(self.wire.connect(control, name), name)
 
@@ -66,8 +66,8 @@ class MpiSession:
 
 
 def _create(options: Any, _: Any) -> TransportGroup:
-    """Create a process group when torch requests one. For the group of all ranks,
-    `options.global_ranks_in_group` is empty.
+    """Create a process group when torch requests one. An empty list `options.global_ranks_in_group`
+    means the group of all ranks.
     """
     session = MpiSession.begun()
     ranks = list(options.global_ranks_in_group) or list(range(session.world.size))
@@ -82,9 +82,9 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 
 
 def register() -> None:
-    """Register the backend and its rendezvous handlers in torch.distributed. torch.distributed
-    takes the ranks from MPI for the init_method `ptdmpi://`. Without an init_method, it takes the
-    ranks from MPI if the environment variable RANK is not set, as under plain mpirun."""
+    """Register the backend and its rendezvous handlers in torch.distributed. With the init_method
+    `ptdmpi://`, torch.distributed takes the ranks from MPI. Without an init_method, it does the
+    same if the environment variable RANK is not set, as under plain mpirun."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)
     by_environment = _rendezvous_handlers["env"]

@@ -1,9 +1,9 @@
-"""The interfaces of a communication library with streams, and the implementation of these
-interfaces by NCCL, through NVIDIA's `nccl4py`.
+"""The interfaces to a communication library that uses streams, and their implementation for NCCL
+with NVIDIA's package `nccl4py`.
 
-The implementations decide nothing. Their callers decide which rank makes unique ids, in which order
-ranks connect, and which stream waits for which event. The callers therefore work with every library
-that implements the interfaces.
+The implementation makes no decisions. The callers decide which rank makes unique ids, in which
+order ranks connect, and which stream waits for which event. The callers therefore work with every
+library for which the interfaces are implemented.
 """
 
 import importlib
@@ -55,7 +55,7 @@ class Connection(Protocol):
         """Fill `result` with the tensors `flat` of all ranks, in rank order."""
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
-        """Fill `result` with this rank's part of the sum."""
+        """Fill `result` with this rank's part of the sum of `flat` over the ranks."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
         """Send the parts of `flat`, and receive the parts of `result`, all at once."""
@@ -80,9 +80,9 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Described:
-    """A communication library, as one rank uses it for its device. All ranks must have the same
-    version of the library. No two ranks may have the same device, unless `shares_devices` is
-    True."""
+    """A communication library as one rank has loaded it, and the device that the rank uses. All
+    ranks must have the same version of the library. No two ranks may use the same device, unless
+    `shares_devices` is True."""
 
     version: str
     path: str
@@ -116,7 +116,7 @@ class Library(Protocol):
 
 class Nccl:
     """The calls of the NCCL library for this rank's GPU. Raises ImportError without `nccl4py`, and
-    ValueError if the device is not a GPU of NVIDIA."""
+    ValueError if the device is not an NVIDIA GPU."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -164,9 +164,9 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. The NCCL communicator is never destroyed, because all ranks would
-    have to destroy it together. The NCCL communicator is freed at the end of the process, or by
-    `abort` after an error."""
+    """One communicator of NCCL. It is never destroyed by a call, because all ranks would have to
+    destroy it together. The end of the process frees the communicator, or `abort` after an
+    error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
@@ -212,7 +212,7 @@ class NcclConnection:
         self.communicator.recv(flat, peer, stream=stream)
 
     def error(self) -> str:
-        """Return the name of the error that NCCL has reported; empty if there is none."""
+        """Return the name of the error that NCCL has reported, or "" if there is none."""
         with self._asking:
             if self._aborted:
                 return "aborted"
@@ -258,16 +258,16 @@ def description() -> str:
         return "no nccl4py"
     try:
         version, path = loaded()
-    # libnccl is missing, or loading libnccl raises an exception of some class
+    # if libnccl is missing or cannot be loaded, nccl4py may raise exceptions of any class
     except Exception as error:
         return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return f"libnccl {version} ({path})"
 
 
 def loaded() -> tuple[str, str]:
-    """Return version and path of the libnccl that this process has loaded. Raises ValueError if no
-    libnccl is loaded, or more than one, because torch and ptdmpi would then use different
-    libraries."""
+    """Return the version and path of the libnccl that this process has loaded. Raises ValueError if
+    no libnccl is loaded. Raises ValueError also if several are loaded, because torch and ptdmpi
+    might then use different ones."""
     library = importlib.import_module("nccl.core").get_version().libnccl
     if library is None:
         raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")

@@ -2,8 +2,9 @@
 of a group, and the order of its operations.
 
 Every connection has its own stream for its operations. An operation begins after all earlier
-computations, because its stream waits for a mark in the computation stream. To wait for an
-operation, the computation stream waits for a mark after the operation, and the host continues.
+computations, because its stream waits for a mark in the computation stream. When a rank waits for
+an operation, only its computation stream waits for the mark after the operation; the host
+continues.
 """
 
 from collections import deque
@@ -25,9 +26,9 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
 class Queued:
-    """An operation in a connection's stream. The object keeps the operation's tensors until `wait`
-    is called, because their memory must not be used again before the computation stream waits for
-    the operation."""
+    """An operation in a connection's stream. The object keeps references to the operation's tensors
+    until `wait` is called. Otherwise their memory could be reused before the operation has used
+    it."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line
@@ -69,8 +70,8 @@ class Line:
         self._failed = ""
 
     def begin(self, what: str, work: Callable[..., None], *arguments: Argument) -> Handle:
-        """Put the operation `work` into the stream, after all that this rank has computed so
-        far."""
+        """Put the operation `work` into the connection's stream, so that it begins after all
+        computations that this rank has issued so far."""
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
@@ -88,17 +89,17 @@ class Line:
         return Queued(self, ended, label, tensors)
 
     def pending(self) -> str:
-        """Return the name of the operation that the stream executes; "" while the stream waits for
-        computations.
+        """Return the name of the operation that the stream executes. Return "" if no operation is
+        in the stream, or the stream still waits for computations.
 
         Any thread may call this method.
         """
-        # copy the queue in one operation of the interpreter, because another thread changes the
-        # queue at the same time
+        # `list` copies the queue in one step of the interpreter, because another thread may change
+        # the queue at the same time
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may be far ahead of the device: while the device still computes, the
-                # device has not begun the next operation
+                # the host may be far ahead of the device; while the device still computes, it has
+                # not begun the next operation
                 return what if computed.query() else ""
         return ""
 
@@ -115,8 +116,8 @@ class Line:
 
 
 class NcclCarrier:
-    """The connections (`Line`) of one group: one connection of all ranks, and one for each directed
-    pair of ranks to which this rank belongs."""
+    """The connections (`Line`) of one group: one for the whole group, and one for each directed
+    pair of ranks that contains this rank."""
 
     def __init__(
         self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
@@ -186,9 +187,8 @@ class NcclCarrier:
     def pending(self) -> str:
         """Return the name of the operation that the stream of the group's connection executes, or
         ""."""
-        # The connections of pairs are not queried. The connections of pairs carry pipeline
-        # messages. A rank that waits for a pipeline message reports the op of the schedule that
-        # needs the message.
+        # The connections of pairs are not queried, because they carry pipeline messages. A rank
+        # that waits for a pipeline message reports the op of the schedule that needs the message.
         return self.whole.pending()
 
     def failure(self) -> str:
@@ -211,7 +211,7 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def load(cls, everyone: MPI.Comm, device: torch.device) -> Library:
-        """Return the library on this rank's device."""
+        """Load the library for this rank's device, and return it."""
         return Nccl(device)
 
     @classmethod
@@ -250,12 +250,13 @@ class NcclCommunicator(RoutedCommunicator):
 def agreed_ids(
     library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
 ) -> tuple[bytes, dict[Pair, bytes]]:
-    """Return the unique id of a group, made by its rank 0, and the unique id of each pair, made by
-    the pair's sender. If a rank could not make an id, all ranks raise InputError with the reason.
+    """Return the unique id of the group, which its rank 0 makes, and the unique id of each pair,
+    which the sender of the pair makes. If a rank cannot make an id, all ranks raise InputError with
+    the reason.
     """
     rank = control.Get_rank()
-    # if no id can be made, send the error in place of the id, because the receivers would otherwise
-    # wait for ever
+    # a rank that cannot make an id sends its error instead of the id, because the receivers would
+    # otherwise wait for ever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
     mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}
     of_pair: dict[Pair, tuple[bytes, str]] = {}

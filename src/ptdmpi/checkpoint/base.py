@@ -39,8 +39,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
-    weights. Raise InputError if there is no checkpoint, or if its matrices do not have the
-    quantized format `form` (None: any format is accepted)."""
+    weights. Raise InputError if there is no checkpoint, or if the matrices of the checkpoint do not
+    have the quantized format `form`. If `form` is None, any format is accepted."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -83,13 +83,13 @@ def _words(form: LowBit) -> str:
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights of the checkpoint `adapt.base`, and record in `course`, the
-    description of the run, which checkpoint is the base. If the checkpoint has a head for the task,
-    also load the parameters of the head, which the run trains. Return the names of the head's
-    parameters that keep their initial values.
+    """Load the frozen weights of the checkpoint `adapt.base`. Record in `course`, the description
+    of the run, which checkpoint the base model came from. If the checkpoint has a head for the
+    task, also load the parameters of the head, because the run trains them. Return the names of the
+    parameters of the head that keep their initial values.
 
-    `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
-    The hash is used only if the checkpoint of the base does not record its tokenizer. Raise
+    `tokenizer_sha256` is the hash of the base model's tokenizer, or None if the caller does not
+    know the hash. It is used only if the checkpoint does not record its tokenizer. Raise
     InputError, on every rank, if the checkpoint cannot be used.
     """
     path = Path(course.config.adapt.base)

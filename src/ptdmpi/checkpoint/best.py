@@ -16,8 +16,8 @@ KEY = "validation_loss"
 
 
 def in_manifest(loss: float | None) -> Mapping[str, Any]:
-    """Return the manifest's entry for a validation loss in nats per token. If the loss is None or
-    not finite, the entry is empty, and the checkpoint is never chosen as the best one."""
+    """Return the entry of the manifest for a validation loss in nats per token. If the loss is None
+    or not finite, the entry is empty, so the checkpoint is never chosen as the best one."""
     if loss is None or not math.isfinite(loss):
         return {}
     return {KEY: loss}
@@ -55,7 +55,7 @@ def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[P
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():
-        # a damaged file `best` names no checkpoint, so no further checkpoint is kept
+        # a damaged file `best` names no checkpoint; then only the `count` best ones are kept
         with contextlib.suppress(InputError):
             kept.append(files.named(pointer))
     return kept

@@ -1,12 +1,13 @@
-"""The files of a checkpoint: logical tensors, which are the unsharded tensors of the model, cut
-into slices (`Box`). The checksum of a slice is computed while the slice is written or read.
+"""The data files of a checkpoint. They contain slices (`Box`) of logical tensors, which are the
+unsharded tensors of the model. The checksum of a slice is computed while the slice is written or
+read.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
-any tool can open it. This module writes the safetensors format itself for two reasons: the
-checksums are computed while the data is written, not in a second pass over the file, and the data
-is written directly from the memory of the parameters. To read a slice of a tensor, a reader takes
-its offset from the manifest, and reads only the bytes of this slice, directly into the array that
-receives them.
+any tool can open it. This module writes the safetensors format itself for two reasons. It computes
+the checksums while it writes the data, not in a second pass over the file; and it writes the data
+directly from the memory of the parameters. To read a slice of a tensor, a reader takes the offset
+of the slice from the manifest, and reads only its bytes, directly into the array that receives
+them.
 """
 
 import json
@@ -38,12 +39,12 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# Data is written in chunks of this size: a chunk stays in the processor's cache between the
-# computation of its checksum and its write.
+# Data is written in chunks of this size. A chunk then stays in the processor's cache from the
+# computation of its checksum until it is written.
 CHUNK_BYTES = 1 << 20
-# The bytes that a rank needs from a file may have gaps between them. Gaps up to this size are read,
-# too: the disk reads complete blocks anyway, and skipping such a small gap by a separate read call
-# would not be faster. A larger gap is skipped by a separate read call.
+# The bytes that a rank needs from a file may have gaps between them. A gap of up to this size is
+# read, too: the disk reads complete blocks anyway, so a separate read call that skips the gap would
+# not be faster. A larger gap is skipped by a separate read call.
 GAP_BYTES = 4096
 
 
@@ -130,12 +131,12 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """A reader of slices of logical tensors. The slices may differ from the pieces into which the
-    checkpoint cuts the tensors.
+    """A reader of slices of logical tensors. A slice that is read may differ from the pieces into
+    which the checkpoint cuts the tensor.
 
-    If a whole piece is read, the reader also compares the bytes with the checksum of the piece.
-    `checked` has an entry for each of `pieces`, which is 1 if the piece was compared with its
-    checksum. `means` is `Manifest.means`. Threads must not share a reader.
+    If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
+    array `checked` has one entry for each piece in `pieces`; the entry is 1 if the piece was
+    compared with its checksum. `means` is `Manifest.means`. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -282,12 +283,12 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Read the part `common` of a piece into `values`. The part `common` is stored as several
-        runs of consecutive bytes; small gaps between these runs are read, too."""
+        """Read the part `common` of a piece into `values`. This part is stored as several runs of
+        consecutive bytes. Small gaps between the runs are read, too; larger gaps are skipped."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # `cut` is the last dim that is not read completely; for each index in the dims before
-        # `cut`, the wanted bytes are consecutive
+        # `cut` is the last dim that is not read completely. For each index of the dims before
+        # `cut`, the wanted bytes are consecutive.
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row

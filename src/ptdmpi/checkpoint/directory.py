@@ -8,7 +8,7 @@ may be removed.
     checkpoints/step-00000100.replaced   replaced by a newer save; restored after a crash
     checkpoints/step-00000100.damaged    damaged, and replaced by a newer save of this step
     checkpoints/step-00000100.abandoned  not continued: the run began anew, or at an earlier step
-    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named at that time
+    checkpoints/branched_from            the checkpoint from which the run was resumed
 
 When all files of a checkpoint are on the disk, one rename gives its directory the name
 `step-NNNNNNNN`. Before a checkpoint is removed or replaced, one rename gives its directory another
@@ -65,15 +65,15 @@ def named(path: Path) -> Path:
         ):
             raise InputError(
                 f"{path}: no checkpoint of this run was validated at its step, so none is the "
-                "best; legal: checkpoint.keep_best while it trains, or the run directory for the "
-                "newest one"
+                "best; legal: set checkpoint.keep_best in the training run, or name the run "
+                "directory for its newest checkpoint"
             )
         if inside.is_file():
             path = inside
     if path.is_file() and path.name in (LATEST, BEST):
         name = path.read_text(encoding="utf-8", errors="replace").strip()
         if not is_name(name):
-            raise InputError(f"{path} names no checkpoint: it has {name!r}")
+            raise InputError(f"{path} names no checkpoint: it contains {name!r}")
         return path.parent / name
     return path
 
@@ -139,14 +139,14 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Rename all checkpoints in the run directory that are not part of the history of the run,
-    because the run has begun from an earlier or another checkpoint. Record the checkpoint `source`
-    that the run continues, and the path `named` that the user gave, because that path may mean
-    another checkpoint later.
+    """Rename all checkpoints in the run directory that are not part of the history of the run. Such
+    checkpoints exist if the run has begun from an earlier checkpoint of its own, or from another
+    run's. Also record the checkpoint `source` that the run continues, and the path `named` that the
+    user gave, because that path may mean another checkpoint later.
 
     Without the renaming, the next start would resume from the abandoned checkpoint with the highest
-    step. If `source` is in this directory, `source` and all earlier checkpoints are kept. `source`
-    is None if the run began at step 0.
+    step. If `source` is in this directory, `source` and all earlier checkpoints keep their names.
+    `source` is None if the run began at step 0.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
@@ -203,9 +203,9 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Yield the checkpoints that may be removed. All other checkpoints are kept: damaged or
+    """Yield the checkpoints that may be removed. The other checkpoints are kept: damaged or
     incomplete ones, the newest `keep` complete ones, the checkpoints at multiples of `keep_every`
-    steps, and the checkpoints in `spared`. With `keep = 0` no checkpoint may be removed."""
+    steps, and the checkpoints in `spared`. If `keep` is 0, no checkpoint may be removed."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:
@@ -219,8 +219,8 @@ def superfluous(
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint: first rename it, so that a crash leaves no incomplete checkpoint with
-    its name."""
+    """Remove a checkpoint. First rename it, so that a crash during the removal leaves no incomplete
+    checkpoint with the name of a complete one."""
     name = directory.name.partition(".")[0] + ".tmp"
     gone = directory.with_name(name)
     if os.path.lexists(gone):

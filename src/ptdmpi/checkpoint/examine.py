@@ -32,9 +32,9 @@ SLAB_BYTES = 1 << 25
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints that `path` names, in ascending order of steps. `path` is a
-    checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`; or the
-    name of a model on the hub, which is converted into the user's cache. Raise InputError if there
-    is no checkpoint, or if `path` cannot be read."""
+    checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`. It may
+    also be the name of a model on the hub, which is then converted and stored in the user's cache.
+    Raise InputError if there is no checkpoint, or if `path` cannot be read."""
     try:
         return _checkpoints(path)
     except OSError as error:
@@ -73,8 +73,8 @@ def newest(path: Path) -> Path:
 
 
 def problems(directory: Path) -> list[str]:
-    """Read a checkpoint completely, and return one line for each problem; an empty list if the
-    checkpoint is undamaged.
+    """Read a checkpoint completely, and return one line for each problem. If the checkpoint is
+    undamaged, the list is empty.
 
     The checks are: the checksum of the manifest; sizes, headers and checksums of the files; and
     whether the pieces of each tensor cover the tensor without a gap or an overlap.
@@ -113,8 +113,8 @@ def _uncovered(tensor: StoredTensor) -> Iterator[str]:
                 break
             if box.overlap(other):
                 yield f"pieces {box} and {other} overlap"
-    # if the pieces do not overlap, and together have as many elements as the tensor, they leave no
-    # gap
+    # if the pieces do not overlap, and together have as many elements as the tensor, there are no
+    # gaps between them
     held = sum(box.elements for box in boxes)
     if held != whole.elements:
         yield f"pieces hold {held} elements of {whole.elements}"
@@ -156,11 +156,11 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints in one tensor, or in one value of the run's progress,
-    such as the number of steps. `what` describes the difference. `greatest_absolute` is the
-    greatest absolute difference of all elements; `greatest_relative` is the same difference divided
-    by the greatest magnitude in the first checkpoint's tensor. Both differences are None if the
-    values cannot be compared.
+    """A difference between two checkpoints, either in one tensor or in one value of the run's
+    progress, such as the number of steps. `what` describes the difference. For a tensor,
+    `greatest_absolute` is the greatest absolute difference of two elements, and `greatest_relative`
+    is the same difference divided by the greatest magnitude in the first checkpoint's tensor. Both
+    are None if the values cannot be compared.
     """
 
     name: str
@@ -238,9 +238,9 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
 
 
 def _relative(absolute: float, magnitude: float) -> float:
-    """Return the greatest `absolute` difference of two tensors, divided by `magnitude`, the
-    greatest magnitude in the first tensor. If the magnitude is 0, return 0 for equal tensors,
-    otherwise infinity.
+    """Return the relative difference of two tensors: `absolute`, the greatest absolute difference,
+    divided by `magnitude`, the greatest magnitude in the first tensor. If the magnitude is 0,
+    return 0 for equal tensors, otherwise infinity.
     """
     if magnitude:
         return absolute / magnitude

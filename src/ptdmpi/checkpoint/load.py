@@ -50,13 +50,13 @@ def load(
     """Load a checkpoint and return its manifest, or the reason why it cannot be read. The result is
     the same on every rank.
 
-    If replicas differ, each replica continues from its own values. All replicas continue from the
-    mean of the replicas if the checkpoint contains only the mean, or if the number of replicas has
-    changed and `mean` is True. If `whole` is False, a node need not have all files of the
-    checkpoint, but only the files that its ranks read. If the checkpoint is damaged, the state is
-    undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if the
-    checkpoint is undamaged but belongs to another model, or if the function `judge` refuses the
-    checkpoint.
+    If replicas differ, each replica continues from its own values. There are two exceptions, in
+    which all replicas continue from the mean of the replicas: the checkpoint contains only the
+    mean, or the number of replicas has changed and `mean` is True. If `whole` is False, a node
+    needs only the files of the checkpoint that its ranks read, not all files. If the checkpoint is
+    damaged, the state is undefined afterwards, and another checkpoint must be loaded. Raise
+    SharedInputError if the checkpoint is undamaged but belongs to another model, or if the function
+    `judge` refuses the checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -108,18 +108,17 @@ def load_tensors(
 ) -> Manifest | str:
     """Load the tensors of the given `kinds`, such as the weights or a kind of optimizer state.
     Return the manifest, or the reason why the checkpoint cannot be read. Before a tensor is read,
-    `judge` may refuse the checkpoint by an InputError on every rank. The function `read` returns
-    the manifest of a directory. If the checkpoint lacks tensors that the data-parallel method
-    keeps, these tensors get the values that they have at the beginning of a new run. `head` has the
-    names of the parameters of a task head; if the checkpoint lacks one of these parameters, it
-    keeps its initial value (see `drawn`). With a head, the model may have fewer learned positions
-    than the checkpoint; then only the first positions are loaded.
+    `judge` may refuse the checkpoint by raising InputError; then every rank raises the error. The
+    function `read` returns the manifest of a directory. If the checkpoint lacks tensors that the
+    data-parallel method stores, these tensors get the values that they have at the beginning of a
+    new run. `head` has the names of the parameters of a task head; a parameter of the head that the
+    checkpoint lacks keeps its initial value (see `drawn`). With a head, the model may have fewer
+    learned positions than the checkpoint; then only the first positions are loaded.
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
-    whole piece compares the piece with its checksum. If the checkpoint was written by a run with
-    another layout, there may be pieces of which every rank reads only a part. The ranks divide the
-    pieces that no rank reads completely among them, and read these pieces once more to compare the
-    checksums. Raise the same errors as `load`.
+    whole piece compares the piece with its checksum. If a run with another layout has written the
+    checkpoint, there may be pieces that no rank reads completely. The ranks divide these pieces
+    among them, and read them once more to compare the checksums. Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -177,10 +176,10 @@ def load_frozen(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request of a rank for tensors of a checkpoint: the slices (`pieces`) and their kinds.
+    """The tensors that a rank requests from a checkpoint: their slices (`pieces`) and their kinds.
     `whole` is True for a checkpoint of a full model, and False for a checkpoint of adapters. If
     `shorter` is True, the model may have fewer learned positions than the checkpoint. `judge` may
-    refuse the checkpoint. If `shared` is False, the nodes have different files, and a rank verifies
+    refuse the checkpoint. If `shared` is False, the nodes have different files, so a rank verifies
     only the checksums of files on its own node."""
 
     pieces: Sequence[Piece]
@@ -217,9 +216,9 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
 
 
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of the parameters of a task head that must keep their initial values. `head`
-    maps each name to a shape. The checkpoint lacks these parameters, or stores them with another
-    shape, for example for another number of classes."""
+    """Return the names of the parameters of a task head that must keep their initial values. They
+    are the parameters that the checkpoint lacks, or stores with another shape, for example for
+    another number of classes. `head` maps the name of each parameter to its shape."""
     stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 

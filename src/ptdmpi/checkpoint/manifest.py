@@ -2,16 +2,16 @@
 
     {"format_version": 2, "progress": {...}, "model": {section [model]}, other entries of the run,
      "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
-     "start", "stop", "offset", "crc32"}]}}, "crc32": of everything before it}
+     "start", "stop", "offset", "crc32"}]}}, "crc32": the checksum of all other entries}
 
 A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The entry
 "quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
-`weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} has the
-exponents of the delayed scales of each operand in the last steps.
+`weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} has, for
+each operand with a delayed scale, the exponents that determined its scale in the last steps.
 
-The checksum of the manifest detects damage to the manifest. The checks of the structure (keys,
-types, lengths) detect a wrong manifest with a valid checksum, which a faulty or foreign program has
-written. The module `examine` checks that the pieces cover their tensors.
+The checksum of the manifest detects damage to the manifest. A faulty or foreign program may write a
+wrong manifest with a valid checksum; the checks of keys, types and lengths detect such a manifest.
+The module `examine` checks that the pieces cover their tensors.
 """
 
 import json
@@ -48,7 +48,7 @@ EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 class Progress:
     """The progress of a run, apart from its tensors: `step` steps are done, and `samples` samples
     are consumed. `updates`, `loss_scale` and `good_steps` are the counters of the optimizer (see
-    `Counters`); their defaults are those of a run that has not begun. `seed` determines the order
+    `Counters`); the defaults are the values at the start of a new run. `seed` determines the order
     of samples."""
 
     step: int
@@ -73,7 +73,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor in a checkpoint: its full shape, its data type by numpy's name, and its
+    """A logical tensor in a checkpoint: its full shape, its data type (the name in numpy), and its
     slices in files."""
 
     shape: tuple[int, ...]
@@ -96,10 +96,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said` describes the origin of the checkpoint's tensors as JSON:
-    the progress, the section [model] of the configuration, and further entries about the run.
-    `files` has the size of each file in bytes. `tensors` has the tensors by their names in the
-    training state, such as `weights/NAME`.
+    """The content of a checkpoint. `said` has the entries of the manifest about the origin of the
+    tensors, as JSON: the progress, the section [model] of the configuration, and further entries
+    about the run. `files` has the size of each file in bytes. `tensors` maps the names of the
+    tensors in the training state, such as `weights/NAME`, to the tensors.
     """
 
     progress: Progress
@@ -116,8 +116,8 @@ class Manifest:
     def means(self) -> dict[str, list[str]]:
         """Return the names of the tensors that are stored separately for each replica:
         `weights/NAME` -> [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas.
-        The name without the number of a replica, `weights/NAME`, means the average over all
-        replicas."""
+        Reading the name without the number of a replica, `weights/NAME`, returns the average over
+        all replicas."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -134,9 +134,9 @@ class Manifest:
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
-        """Return a manifest in which the tensors of the given `kind`, such as the moving average of
-        the weights, take the place of the weights and have their names. The returned manifest has
-        no other tensors. Raise InputError if the checkpoint has no tensors of this kind."""
+        """Return a manifest with only the tensors of the given `kind`, such as the moving average
+        of the weights. They have the names of the weights, so that they are read in place of the
+        weights. Raise InputError if the checkpoint has no tensors of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -149,8 +149,8 @@ class Manifest:
 
     @property
     def exponents(self) -> dict[str, tuple[int, ...]]:
-        """Return the exponents of delayed scales in the last steps, by the name of the operand
-        (`Counters`); empty if the run had no such scales."""
+        """Return, for each operand with a delayed scale, the exponents in the last steps
+        (`Counters`). Return an empty dict if the run had no such scales."""
         return {
             name: tuple(map(int, text.split()))
             for name, text in self.said.get(EXPONENTS, {}).items()
@@ -166,9 +166,9 @@ class Manifest:
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Return a float32 tensor of full shape for each quantized weight, by the name under which
-        its dequantized values can be read. The returned tensors have no pieces, because no file
-        contains the dequantized values."""
+        """Return a float32 tensor of full shape for each quantized weight. The keys are the names
+        by which the dequantized values can be read. The returned tensors have no pieces, because no
+        file contains the dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -187,8 +187,8 @@ class Manifest:
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor with this name. If the name means the mean of replicas, return the
-        tensor of the first replica. Return None if the checkpoint has no tensor with this name."""
+        """Return the tensor with this name. If the name stands for the mean of the replicas, return
+        the tensor of the first replica. Return None if the checkpoint has no such tensor."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)
 
@@ -257,7 +257,7 @@ def manifest_text(
 
 
 def exponents_as_json(exponents: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return exponents (`Counters`) as the manifest stores them: their numbers as one text."""
+    """Return exponents (`Counters`) as the manifest stores them: a text for each operand."""
     return {name: " ".join(map(str, history)) for name, history in exponents.items()}
 
 

@@ -1,17 +1,17 @@
-"""Copies of the training state in the memory of the nodes. After a loss of ranks, a run continues
-from such an in-memory copy.
+"""Copies of the training state in the memory of the nodes. When ranks are lost, the run continues
+from such a copy.
 
 A copy is a checkpoint whose files are in a folder of the file system tmpfs, which is in memory. The
 files in this folder remain if the ranks die. Each node has the files of its own ranks and the files
-of the previous node's ranks (Wang et al. 2023, "Gemini", section 4), so that no file is lost with a
-single node. `ptdmpi run` chooses the folder and removes it at the end.
+of the previous node's ranks (Wang et al. 2023, "Gemini", section 4), so that no file is lost if one
+node is lost. `ptdmpi run` chooses the folder and removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 
 A copy is made in two phases. First every rank writes its file, and sends the file to the next node.
-If all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
-report success, the previous copy is removed. A complete copy therefore exists at any time after the
-first copy was made.
+When all ranks have reported success, each node writes the manifest, which makes the copy valid.
+When all nodes have reported success, the previous copy is removed. Once the first copy is made,
+there is therefore a complete copy at any time.
 """
 
 import contextlib
@@ -42,15 +42,16 @@ from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import InputError
 from ptdmpi.model.state import State, key
 
-# The largest number of bytes in one message, because MPI calls count elements in 32-bit integers.
+# The largest size of a message in bytes. MPI calls count elements in 32-bit integers, so larger
+# files are sent in several messages.
 MESSAGE_BYTES = 1 << 30
 Describe = Callable[[int, Sequence[Written]], str]
 
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """The files of a copy on one node: the text of the manifest, which is empty until the copy is
-    valid, and the size of each file.
+    """The files of a copy on one node: the text of the manifest and the size of each file. The text
+    is empty until the copy is valid.
     """
 
     manifest: str
@@ -60,8 +61,8 @@ class HeldCopy:
 class MemoryCopies:
     """The copies of one run's state in the memory of the nodes. Every rank calls every method.
 
-    `count` is the number of copies that this process has made, and `seconds` is the total time that
-    the copies took.
+    `count` is the number of copies that this process has made. `seconds` is the total time that it
+    took to make them.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # `find` sets these two attributes: the copies on each node, by the rank that leads the
-        # node; and the name of the newest complete copy
+        # `find` sets these two attributes: the copies on each node, in the entry of the rank that
+        # leads the node; and the name of the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -101,7 +102,7 @@ class MemoryCopies:
 
     def keep(self, step: int) -> str:
         """Copy the state after `step`. Return "", or the reason why the copy failed; all ranks
-        return the same. After a failure the previous copy stays."""
+        return the same text. If the copy fails, the previous copy stays."""
         begin = time.perf_counter()
         name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
         path = self.folder / name
@@ -155,7 +156,7 @@ class MemoryCopies:
 
     def _commit(self, path: Path, manifest: str) -> str:
         """Write the manifest on each node, which makes the copy valid. Return "", or the reason why
-        some node could not write the manifest."""
+        a node could not write the manifest."""
         why = ""
         if self.leads:
             try:
@@ -169,8 +170,8 @@ class MemoryCopies:
     # -------------------------------------------------------------------------
 
     def find(self) -> int | None:
-        """Search for the newest complete copy: a copy of which every file is on some node. Return
-        its step, or None if there is no complete copy."""
+        """Search for the newest complete copy. A copy is complete if each of its files is on some
+        node. Return the step of this copy, or None if there is no complete copy."""
         self._holdings = self.world.all_gather_object(self._held() if self.leads else {})
         names = {name for held in self._holdings for name in held}
         whole = [name for name in names if self._is_whole(name)]
@@ -179,8 +180,8 @@ class MemoryCopies:
 
     def load(self, judge: Judge) -> Manifest | str:
         """Load the newest complete copy, which an earlier call of `find` has determined (see the
-        function `load`). If a node lacks files that its ranks need, other nodes send these files.
-        Return the manifest, or the reason why the copy cannot be read."""
+        function `load`). If a node lacks files that its ranks need, another node sends them. Return
+        the manifest, or the reason why the copy cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -212,9 +213,9 @@ class MemoryCopies:
 
     def _fetch(self, path: Path) -> str:
         """Send to each node the files that its ranks will read and that the node lacks. If several
-        nodes have a file, the first of these nodes sends the file. Only the leading ranks of the
-        nodes send and receive, and all use the same order of messages. Return "", or the reason why
-        a file could not be sent."""
+        nodes have a file, the first of them sends it. Only the ranks that lead a node send and
+        receive, and all of them use the same order of messages. Return "", or the reason why a file
+        could not be sent."""
         manifest = read_manifest(path)
         needs = self.world.all_gather_object(self._needed(manifest))
         why = ""
@@ -244,8 +245,8 @@ class MemoryCopies:
         return needed
 
     def _held(self) -> dict[str, HeldCopy]:
-        """Return the copies of the state in this node's folder; the keys are the names of the
-        copies. A damaged manifest counts as missing."""
+        """Return the copies in this node's folder, by name. A damaged manifest counts as
+        missing."""
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.glob("step-*-*"):

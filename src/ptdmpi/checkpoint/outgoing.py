@@ -39,9 +39,9 @@ class OutgoingState:
         """Return the slices that this rank writes, with the present values of the state.
 
         If the mean of replicas is written, or training may change the state during the save, the
-        slices are copied to a host buffer that all saves share. In all other cases the slices are
-        views of the state itself. If the state is on a device, the device copies while it computes;
-        the next update of the state waits until the copy is complete (`State.read`).
+        slices are copied to a host buffer, which all saves use. Otherwise the slices are views of
+        the state itself. If the state is on a device, the copy runs while the device computes; the
+        next update of the state waits until the copy is complete (`State.read`).
         """
         self.state.settle()  # wait until all operations that change the state are complete
         views = [part.values for part in self.parts]
@@ -81,9 +81,9 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return the slice `values` as an array on the host. The writer requests the slices one
-        after the other, so the memory of the slices that are already written is free again. A
-        device copies into page-locked memory."""
+        """Return the slice `values` as an array on the host. A slice on a device is copied into
+        page-locked memory. The writer requests one slice after another, so the memory of a slice
+        that is already written can be used again."""
         self.state.let_go()
         # the slice is already on the host, so do not wait for the device
         if values.device.type == "cpu":

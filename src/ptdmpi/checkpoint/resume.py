@@ -1,5 +1,5 @@
-"""Starting a run from a checkpoint: the checkpoint is searched for, checked, and loaded on all
-ranks."""
+"""The start of a run from a checkpoint: the search for the checkpoint, its checks, and its loading
+on all ranks."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,10 +21,10 @@ from ptdmpi.plan.shape import parameters
 class Resumption:
     """The start of a run from a checkpoint. Every rank calls every method.
 
-    If an earlier start has already resumed from the checkpoint that `checkpoint.resume` names, this
-    start resumes from the run's own newest checkpoint, and `followed` is the named checkpoint.
-    `mean_of` is the number of replicas that the checkpoint stores separately, if the run continues
-    from their mean; otherwise 0.
+    If `checkpoint.resume` names a checkpoint, and an earlier start has already resumed from it,
+    this start resumes from the run's own newest checkpoint instead. `followed` is then the named
+    checkpoint. `mean_of` is the number of replicas that the checkpoint stores separately, if the
+    run continues from the mean of these replicas; otherwise 0.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Resumption:
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
         checkpoint is loaded. If an earlier start has resumed from that path and has saved a
         checkpoint since then, the run's own newest checkpoint is loaded instead. `lost` is True if
-        ranks were lost; in that case the remaining replicas may begin from the mean of all
-        replicas.
+        ranks were lost; then the remaining replicas may begin from the mean of all replicas that
+        the checkpoint stores.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all
-        checkpoints are damaged, because a new run would replace files that could perhaps be
-        repaired.
+        checkpoints are damaged. A new run would overwrite them, and it may be possible to repair
+        them.
         """
         if wanted == "never":
             self.retention.branch_from(None)
@@ -92,8 +92,8 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return the progress of the copy, or None if no copy exists or can be read.
 
-        The copy was made by an earlier start of the same job. That start may have begun anew, or
-        from another checkpoint that `checkpoint.resume = wanted` names. If it has not saved a
+        An earlier start of the same job has made the copy. That start may have begun anew, or from
+        another checkpoint that `checkpoint.resume = wanted` names. If that start has not saved a
         checkpoint yet, the next save renames the checkpoints that the run does not continue.
         """
         step = copies.find()
@@ -160,8 +160,8 @@ class Resumption:
 
     def _went_on_from(self, wanted: str) -> bool:
         """Return True if the run has resumed from `wanted` and has saved a checkpoint since then. A
-        batch job that is started again has the same command as before, but must continue from the
-        run's own newest checkpoint."""
+        batch job that is started again runs the same command as before, but must then continue from
+        the run's own newest checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
     def _candidates(self, wanted: str) -> list[Path]:

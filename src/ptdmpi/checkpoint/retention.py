@@ -1,5 +1,5 @@
-"""The changes that a save makes to the older checkpoints of a run: they are kept, renamed or
-removed. Only rank 0 uses this module."""
+"""The treatment of a run's older checkpoints in each save: they are kept, renamed or removed. Only
+rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +22,8 @@ class Retention:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # the first save calls this function to rename the checkpoints that the run does not
-        # continue
+        # the function that renames the checkpoints that the run does not continue; the first save
+        # calls it
         self._branch: Callable[[], None] | None = None
 
     @property
@@ -34,15 +34,15 @@ class Retention:
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:
         """Make the next save rename the checkpoints that the run does not continue: the checkpoints
-        after `source`, or all checkpoints if `source` is None. `named` is the path by which the
-        user named `source`."""
+        after `source`, or all checkpoints if `source` is None. `named` is the path that the user
+        gave for `source`."""
         self._branch = partial(files.branch, self.directory, source, named)
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
-        """Return an empty directory for the checkpoint of `step`, and rename the checkpoints that
-        the run does not continue. The checkpoints are renamed only at the first save, so that a
-        start that saves no checkpoint leaves the run directory unchanged. Raise InputError if there
-        is not enough space."""
+        """Return an empty directory for the checkpoint of `step`. The first save also renames the
+        checkpoints that the run does not continue. Earlier they keep their names, so that a start
+        that saves no checkpoint leaves the run directory unchanged. Raise InputError if there is
+        not enough space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()

@@ -1,19 +1,18 @@
 """Saving of checkpoints. A checkpoint consists of logical (unsharded) tensors, which a run with any
 layout can read.
 
-A checkpoint is a directory `step-00000100/` with one safetensors file of each rank and
-`manifest.json`. The manifest lists every logical tensor (`weights/NAME`, `exp_avg/NAME`,
-`exp_avg_sq/NAME`; the weights are the fp32 master weights) with its shape, its type, and the file
-and offset of each of its slices. All files are written into a directory with a temporary name, and
-synced to the disk. After that, the manifest is written, the directory is renamed, and the file
-`latest` is changed, in this order. If several ranks have the same tensors, each of these ranks
-writes an equal part of the bytes.
+A checkpoint is a directory `step-00000100/` with `manifest.json` and one safetensors file from each
+rank. The manifest lists every logical tensor (`weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`;
+the weights are the fp32 master weights) with its shape, its type, and the file and offset of each
+of its slices. All files are written into a directory with a temporary name, and synced to the disk.
+After that, the manifest is written, the directory is renamed, and the file `latest` is changed, in
+this order. If several ranks have the same tensors, each of them writes an equal part of the bytes.
 
 A thread of each rank writes the rank's file, and a thread of rank 0 writes the manifest and renames
 the directory. When ranks must agree, for example that all files are written, their main threads use
-the world communicator between two training steps. The threads that write files never call MPI, so
-MPI need not support threads, and the messages of a save are not mixed with the messages of a
-training step.
+the world communicator between two training steps. The threads that write files never call MPI. MPI
+therefore need not support threads, and the messages of a save cannot be confused with the messages
+of a training step.
 """
 
 import contextlib
@@ -89,12 +88,12 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Every rank calls every method together, except `close`
-    and `describe`.
+    """The checkpoints of one run directory. All ranks call each method together, except `close` and
+    `describe`.
 
     The class itself writes checkpoints. Its attribute `retention` keeps and removes checkpoints,
     and `resumption` finds and checks the checkpoint from which a run resumes. `validated` has the
-    step and the loss of the last validation; the training loop sets it.
+    step and the loss of the last validation; the training loop sets this attribute.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
@@ -107,7 +106,7 @@ class Checkpoints:
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
         # a function that returns further entries for each manifest, as JSON; a user's program may
-        # set it
+        # replace it
         self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)
@@ -170,10 +169,10 @@ class Checkpoints:
     def save(self, step: int) -> list[Saved]:
         """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
-        If `checkpoint.asynchronous` is True, the state is copied, and a thread writes the copy. In
-        an asynchronous save, this method first completes an earlier save that is still in progress,
-        and returns the earlier save. Later calls of `poll` complete the present save. Raise
-        SaveFailed if a rank could not write; the files of the failed save are then removed.
+        If an earlier save is still in progress, this method completes it first, and returns it,
+        too. If `checkpoint.asynchronous` is True, the state is copied, a thread writes the copy,
+        and later calls of `poll` complete the save. Raise SaveFailed if a rank could not write; the
+        files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()
@@ -248,7 +247,7 @@ class Checkpoints:
 
     def _lineage(self, loss: float | None, said: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a manifest about the origin of its tensors. `loss` is the
-        validation loss of this state, and `said` has the entries about it (`_said`)."""
+        validation loss of this state. `said` has the entries that `_said` returned for it."""
         return {**self.course.in_manifest(), **best.in_manifest(loss), **said}
 
     def _advance(self, wait: bool) -> list[Saved]:
@@ -267,8 +266,8 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Return True if all ranks have written their files. When all ranks have written their
-        files, the thread of rank 0 begins to publish the checkpoint."""
+        """Return True if all ranks have written their files. The first call that finds all files
+        written makes the thread of rank 0 begin to publish the checkpoint."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
@@ -290,8 +289,8 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """Write the manifest, give the checkpoint its name, and remove older checkpoints. Only rank
-        0 calls this method. Return the seconds since the first byte was written, and the reason why
-        older checkpoints could not be removed (None if they were)."""
+        0 calls this method. Return two values: the seconds since the first byte was written, and
+        the reason why older checkpoints could not be removed (None if they were removed)."""
         model = self.course.config.model.model_dump()
         lineage = self._lineage(flight.validation_loss, flight.said)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
@@ -304,7 +303,7 @@ class Checkpoints:
         error: str | None = None
         if flight.publishing is not None and (wait or flight.publishing.done()):
             done, error = _result(flight.publishing)
-        # Rank 0 sends its result in every poll: only rank 0 knows when the save is complete, and
+        # Rank 0 sends its result in every poll. Only rank 0 knows when the save is complete, and
         # all ranks must stop polling after the same step.
         done, error = self.world.broadcast_object((done, error))
         self._give_up_on(flight, error)

@@ -18,7 +18,7 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     If replicas differ and `mean` is False, each replica is written under a name of its own."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # first divide the slices of which the fewest ranks have a copy
+    # begin with the slices of which the fewest ranks have a copy
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
@@ -32,14 +32,14 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
 def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
-    """Divide slices among `holders` ranks, each of which has all of the slices. Yield (number of a
-    slice, range of its rows) for all rows that the rank with number `place` among these ranks
-    writes. `shapes` has the shapes of the slices.
+    """Divide slices among `holders` ranks, each of which has a copy of all of them. `place` is the
+    number of one of these ranks. Yield (number of a slice, range of its rows) for all rows that
+    this rank writes. `shapes` has the shapes of the slices.
 
     The bytes of all slices, one slice after the other, form one sequence. The sequence is cut into
-    `holders` equal sections, and each rank gets one section. Each row of dim 0 is written by the
-    rank in whose section the row begins. A slice of at most WHOLE_BYTES is not cut; it is written
-    by the rank in whose section the slice begins.
+    `holders` equal sections, one for each rank. A row (an index of dim 0) is written by the rank in
+    whose section it begins. A slice of at most WHOLE_BYTES is not cut; the rank in whose section it
+    begins writes the whole slice.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes
     begin, end = (total * k // holders for k in (place, place + 1))
@@ -47,8 +47,8 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
-        # -(-a // b) rounds up; the result is the first row or slice that begins at the cut or after
-        # the cut
+        # -(-a // b) rounds up; the result is the number of the first row (or slice) that begins at
+        # or after the cut
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

@@ -3,12 +3,11 @@ changes although no code writes to it.
 
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
 Before every N-th update, ranks that should have the same values compare hashes of these values. If
-only two ranks should have the same values and their values differ, it is unknown which rank is
-right. If three or more ranks should have the same values, the values of the majority are assumed to
-be right. Each rank also compares its hashes with the hashes that it computed after its previous
-update. The comparison with earlier hashes needs no replicas, and shows on which rank the values
-have changed. A rank compares hashes after the step has used the values of the state, and before the
-update replaces them.
+three or more ranks should have the same values, the values of the majority are assumed to be right.
+If there are only two such ranks and their values differ, it is unknown which rank is right. Each
+rank also compares its hashes with the hashes that it computed after its previous update. This
+second comparison needs no replicas, and shows on which rank the values have changed. Hashes are
+compared late in a step: after the step has used the state, and before the update replaces it.
 """
 
 import hashlib
@@ -77,11 +76,11 @@ class Hashed(NamedTuple):
 
 
 class Verification:
-    """The comparison of the state's hashes before every `every`-th update. If `every` is 0, nothing
-    is compared.
+    """The comparison of the state's hashes before every N-th update, where N is `every`. If `every`
+    is 0, nothing is compared.
 
-    Every rank calls every method. If replicas may differ under the data-parallel method, ranks of
-    different replicas are not compared. If ranks of one replica have copies of the same tensor,
+    Every rank calls every method. Under some data-parallel methods replicas may differ; then ranks
+    of different replicas are not compared. If ranks of one replica have copies of the same tensor,
     these copies are always compared.
     """
 
@@ -170,8 +169,8 @@ def hash_of(values: Tensor) -> Tensor:
 
     The tensor is treated as a matrix of 8-byte words with COLUMNS columns. The words of each column
     are added up modulo 2^64, and the sums are mixed to one number. A single flipped bit changes the
-    sum of one column, and so always changes the hash. Several changes are not detected if they
-    cancel in one sum, for example if two words of one column are exchanged.
+    sum of one column, and so always changes the hash. Several changes stay undetected if they leave
+    all sums unchanged, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS
@@ -188,7 +187,7 @@ def hash_of(values: Tensor) -> Tensor:
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
     """Return one combined hash for each group of at least two ranks that should have the same
-    values. The hash covers all tensors that the group has in common."""
+    values. The hash covers all tensors that the ranks of the group have in common."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:

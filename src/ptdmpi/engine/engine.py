@@ -157,14 +157,14 @@ class Engine:
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # the norm, which clipping uses, is the norm of the gradient of the mean loss
+            # the scale is removed first, so that clipping uses the norm of the mean loss's gradient
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
             greatest = self.scales.sent()
-            # The host waits for the device only here and when gradients are compressed. The host
-            # waits because loss and norm decide whether the step is skipped, and because the update
-            # must not use the incomplete result of an aborted message.
+            # The host waits for the device only here and when gradients are compressed. It waits
+            # because loss and norm decide whether the step is skipped, and because the update must
+            # not use the incomplete result of an aborted message.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -210,9 +210,9 @@ class Engine:
         replicas differ and the run measures the distance of the replicas in this step, return the
         distance; otherwise return None."""
         self.verification.before_update(step)
-        # If replicas are equal, no message is sent from here to the end of the update. Each rank
-        # therefore updates completely or not at all, and after the loss of a rank the state of the
-        # surviving ranks is never half updated.
+        # If replicas are equal, no message is sent from here to the end of the update. A rank
+        # therefore updates its state completely or not at all. So if a rank is lost, the state of
+        # the surviving ranks is never half updated.
         self.steps_done = None
         if not skipped:
             self.optimizer.step(rate, norm)
@@ -322,8 +322,8 @@ class Engine:
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
         """Return the total loss and the losses by name, each summed in the order of the global
-        batch's microbatches. `values` are the numbers of the tensor that `_values` has copied to
-        the host."""
+        batch's microbatches. `values` are the losses that `_arriving` has copied to the host, in
+        the order of `_values`."""
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
@@ -379,9 +379,9 @@ def _sums_early(config: Config, axes: Axes) -> bool:
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in norms. Only a tied
-    table that is on two ranks is such a parameter: the first stage counts it, and the last stage
-    does not."""
+    """Return the names of this rank's parameters that another rank counts in norms. There is such a
+    parameter only if a tied embedding table is on two ranks: the first stage counts the table, and
+    the last stage does not."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:

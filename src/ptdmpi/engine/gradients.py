@@ -2,9 +2,10 @@
 the gradients that the update uses, and their norm.
 
 The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
-data-parallel method reduces over the data axis. If each tensor rank has only a part of the sum of a
-gradient, the parts are added over the tensor axis, or over some neighbours on the tensor axis. The
-gradients of the two uses of a tied table are added over the first and the last pipeline rank.
+data-parallel method reduces over the data axis. If each tensor rank has only one term of the sum
+that is a gradient, the terms are added over the tensor axis, or over some neighbours on this axis.
+The gradients of the two uses of a tied embedding table, as embedding and as head, are added over
+the first and the last pipeline rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -53,7 +54,7 @@ class CopiedShares:
     parameter, such as a key head that serves the queries of several ranks. Each neighbour computes
     the part of the gradient that comes from its own queries.
 
-    `copied` has, by the name of a parameter, the slices on this rank; other ranks have copies of
+    `copied` maps the name of a parameter to its slices on this rank. Other ranks have copies of
     some of these slices.
     """
 
@@ -71,9 +72,9 @@ class CopiedShares:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
         If each slice is on c of the t tensor ranks, there are t / c different slices. The message
-        contains all t / c slices, and each rank sends zeros for the slices that it does not have.
-        The message is t / c times as long as an all-reduce among c ranks would need, but it is sent
-        only once in a step and needs no further communicators.
+        contains all of them, and each rank sends zeros for the slices that it does not have. The
+        message is t / c times as long as an all-reduce among c ranks would need, but it is sent
+        only once per step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
@@ -160,8 +161,8 @@ class GradientReduction:
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
-        # the names are sorted, because ranks send norms without names, and the order identifies the
-        # norms
+        # sort the names, because ranks send their norms without the names: the position of a norm
+        # tells which parameter it belongs to
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         # True for each parameter that the tensor axis does not divide; copied to the device only
         # once
@@ -186,9 +187,9 @@ class GradientReduction:
         """Return the 2-norm of the full model's gradient. The result is bitwise equal on all ranks.
 
         First the norm of each parameter's gradient is computed, from the norms of the rows of the
-        flat buffer. The result is the norm of the norms of all parameters, in alphabetical order of
-        the parameters, as in torch.nn.utils.clip_grad_norm_. Copies of a parameter on several ranks
-        contribute only once.
+        flat buffer. The result is the norm of these norms, in alphabetical order of the parameters'
+        names, as in torch.nn.utils.clip_grad_norm_. A parameter with copies on several ranks
+        contributes only once.
         """
         norms = self._counted_norms()
         # pad the norms, because ranks have unequal numbers of norms and an all-gather needs equal
@@ -223,8 +224,8 @@ class GradientReduction:
 
     def _row_norms(self) -> Tensor:
         """Return the norm of each row of ALIGNMENT elements of the flat buffer. Every parameter
-        begins at a new row, so the norm of a row does not depend on the rank's other parameters, or
-        on the rank that has the row."""
+        begins at a new row, so the norm of a row does not depend on the rank that has the row, or
+        on the other parameters of this rank."""
         buffer = self.buffer
         parts = [
             torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)
@@ -293,9 +294,9 @@ def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
     """Return the all-reduces for parameters that several tensor ranks have completely, although
-    each of these ranks computes only one term of the gradient. The term comes from the attention
-    heads of the rank; under sequence parallelism, from its positions (Korthikanti et al. 2022,
-    section 4.2); or from the tokens that the rank sends to an expert."""
+    each of these ranks computes only one term of the gradient. A rank's term comes from its
+    attention heads; under sequence parallelism, from its positions (Korthikanti et al. 2022,
+    section 4.2); or from the tokens that it sends to an expert."""
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     over: dict[str, list[Entry]] = {}
     for entry in buffer.entries.values():

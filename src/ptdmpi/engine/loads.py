@@ -1,9 +1,10 @@
 """The loads of the experts of each layer, and the balancing of the loads. The load of an expert is
-the number of tokens of the global batch that it gets.
+the number of tokens of the global batch that it gets. Each expert has a balance number, which
+changes how many tokens it gets (see `Balance`).
 
-Loads are integers, so the loads and the update of the balance numbers are the same in every layout.
-Loads are sent as float64, because every transport can add float64 numbers, and integers up to 2^53
-are exact.
+Loads are integers, so the loads and the balance numbers are the same in every layout. Loads are
+sent as float64, because every transport can add float64 numbers, and float64 represents integers up
+to 2^53 exactly.
 """
 
 from collections.abc import Mapping
@@ -41,9 +42,9 @@ class ExpertLoads:
     def with_routers(
         self, sums: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return `sums`, the sum of each loss by name, with the losses of the routers added. In the
-        result, the total loss includes the losses of the routers. `counts` has the number of terms
-        of each loss."""
+        """Return the sum of each loss by name, including the losses of the routers. `sums` has the
+        sums of the other losses; its total loss is increased by the losses of the routers. `counts`
+        has the number of terms of each loss."""
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
@@ -56,17 +57,17 @@ class ExpertLoads:
 
 
 class Balance:
-    """The sum of expert loads over all ranks, and the update of the balance numbers, of which each
-    expert has one. If the key `balance` is "bias", the balance numbers are added to the scores by
-    which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is
-    "batch", the balance number of an expert is (its load in the step / the mean load) - 1."""
+    """The sum of expert loads over all ranks, and the update of the balance numbers of the experts.
+    If the key `balance` is "bias", the balance numbers are added to the scores that determine which
+    experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is "batch",
+    the balance number of an expert is (its load in the step / the mean load) - 1."""
 
     def __init__(
         self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State
     ) -> None:
         """Prepare the sums for the layers with experts in `stages`."""
         self.model = config.model
-        # True if a tensor rank chooses experts for its own tokens, and not for those of other ranks
+        # True if a tensor rank chooses experts only for its own tokens, not for those of all ranks
         self.routes_apart = config.layout.dealing.whole
         self.axes = axes
         self.state = state

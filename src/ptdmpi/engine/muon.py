@@ -5,7 +5,7 @@ updates all other parameters.
 Only a complete matrix can be orthogonalized, so the slices of a matrix are first gathered over the
 tensor axis. If the state is sharded over data ranks, each slice is divided into parts, one for each
 rank of a shard group. One rank of the group receives the parts of all other ranks, orthogonalizes
-the matrix, and sends each rank its part of the update.
+the matrix, and sends to each of these ranks its part of the update.
 
 One parameter may contain several matrices of the model's equations: query, key and value, or a gate
 and the values that it multiplies. Each of these matrices is orthogonalized separately, and its
@@ -30,9 +30,9 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
-# Coefficients of the Newton-Schulz iteration x <- A x + B (x x^T) x + C (x x^T)^2 x. With these
-# coefficients the polynomial is very steep at 0, and singular values are between 0.7 and 1.2 after
-# 5 steps (Jordan et al. 2024).
+# Coefficients of the Newton-Schulz iteration x <- A x + B (x x^T) x + C (x x^T)^2 x. They make the
+# polynomial very steep at 0, so that all singular values are between 0.7 and 1.2 after 5 steps
+# (Jordan et al. 2024).
 A = 3.4445
 B = -4.7750
 C = 2.0315
@@ -42,9 +42,9 @@ RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, secti
 
 class Matrix(NamedTuple):
     """A parameter that Muon updates, or the part of it that this rank has. All tensors are flat,
-    and contain only the elements `own` of the parameter. `moments` are the momentum and, if the run
-    keeps one, the moving average of the weights. `decay` is the weight decay, and `share` is the
-    factor by which the learning rate is multiplied."""
+    and contain only the elements `own` of the parameter. `moments` has the momentum and, if the run
+    has one, the moving average of the weights. `decay` is the weight decay. The learning rate is
+    multiplied by `share`."""
 
     own: OwnPart
     master: Tensor
@@ -60,8 +60,8 @@ class Matrix(NamedTuple):
 
 
 def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
-    """Return True if Muon updates a parameter. Muon updates the matrices of the layers, but not the
-    embedding tables and the head (Jordan et al. 2024)."""
+    """Return True if Muon updates the parameter `entry`. Muon updates the matrices of the layers,
+    but not the embedding tables and the head (Jordan et al. 2024)."""
     return (
         config.has_matrices
         and entry.name.startswith("layers.")
@@ -81,9 +81,9 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update by Muon of all matrices on a group of ranks. The ranks of the axis `tensor` each
-    have a slice of a matrix, and the ranks of a shard group each have a part of such a slice. All
-    ranks of `tensor` and of the shard group call `step` together."""
+    """Muon's update of all matrices on a group of ranks. Each rank of the axis `tensor` has a slice
+    of a matrix, and each rank of a shard group has a part of such a slice. All ranks of `tensor`
+    and of the shard group call `step` together."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Muon:
         buffer: ParameterBuffer,
         tensor: Communicator,
     ) -> None:
-        """Prepare the exchanges between ranks. `matrices` has the matrices of which this rank has a
-        part."""
+        """Prepare the exchanges between ranks. `matrices` has the matrices of which this rank has
+        at least a part."""
         self.config = config
         self.matrices = matrices
         self.tensor = tensor
@@ -148,8 +148,8 @@ class Muon:
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
         """Copy parts of the update of one matrix into `arrived`, for the ranks that need these
-        parts. The matrix is the slice `box` of its parameter. The tensors in `arrived` are sent to
-        these ranks later."""
+        parts. The tensors in `arrived` are sent to these ranks later. The matrix is the slice `box`
+        of its parameter."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])
@@ -165,7 +165,7 @@ class Muon:
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield (slice of the matrix, view of its values in `flat`) for all elements of one matrix
-        that `part` contains. The matrix is the slice `box` of the parameter."""
+        that `part` contains. The matrix is the slice `box` of its parameter."""
         for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
             common = at.overlap(box)
             if common is not None:
@@ -185,9 +185,8 @@ class Muon:
         return slice_.view(entry.shape)
 
     def _wanted(self, matrix: Matrix) -> Tensor:
-        """Return this rank's part of the matrix to orthogonalize, which is the momentum or
-        Nesterov's momentum. The result is a flat tensor in the data type of the Newton-Schulz
-        iteration."""
+        """Return this rank's part of the matrix that is orthogonalized: the momentum or Nesterov's
+        momentum. The result is a flat tensor in the data type of the Newton-Schulz iteration."""
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -196,8 +195,8 @@ class Muon:
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
     """Return the factor by which the learning rate is multiplied for the orthogonal update of a
-    matrix [rows, columns]. By default the update is about as large as an update of AdamW, so that
-    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, equation 4). With
+    matrix [rows, columns]. By default the update is about as large as an update by AdamW, so the
+    learning rate and weight decay of AdamW can be used (Liu et al. 2025, equation 4). With
     `muon_scale = "original"` the result is the factor of Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
@@ -238,7 +237,7 @@ def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        # a square matrix with as many rows as the shorter side of x
+        # `squares` is a square matrix with as many rows as x
         squares = kernels.product(x, x.mT)
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)

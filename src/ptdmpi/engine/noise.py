@@ -13,9 +13,8 @@ class GradientNoise:
     """Unbiased estimates for the noise of gradients, from one step with `tokens` valid tokens.
     `square` estimates |G|^2, the squared norm of the true gradient, and `variance` estimates
     tr(Sigma), the trace of the covariance of one token's gradient. Both estimates may be negative
-    by chance. Users should therefore compute the mean of each estimate over many steps, and from
-    the two means the noise scale B_simple = tr(Sigma) / |G|^2 in tokens (section 2.2, equation
-    2.9).
+    by chance. Users should therefore average each estimate over many steps, and compute the noise
+    scale B_simple = tr(Sigma) / |G|^2, in tokens, from the two means (section 2.2, equation 2.9).
     """
 
     square: float
@@ -51,13 +50,13 @@ def gradient_noise(
     parts: Sequence[tuple[float, float]], norm: float, tokens: float
 ) -> GradientNoise | None:
     """Return the noise of gradients, estimated from the parts of a batch. `parts` has two values
-    for each part of the batch: the norm of the part's mean gradient, and its number of tokens.
-    `norm` is the norm of the mean gradient over all `tokens`. Return None if a part has no tokens,
-    or if there is only one part.
+    for each part: the norm of its mean gradient, and its number of tokens. `norm` is the norm of
+    the mean gradient over all `tokens`. Return None if a part has no tokens, or if there is only
+    one part.
 
     The estimate follows from E|G_B|^2 = |G|^2 + tr(Sigma) / B for the mean gradient G_B over B
     tokens (appendix A.1, equations A.1 and A.2). If the parts have different numbers of tokens B,
-    the mean of 1 / B over the parts takes the place of 1 / B.
+    1 / B is replaced by its mean over the parts.
     """
     if len(parts) < 2 or not all(count for _, count in parts):
         return None

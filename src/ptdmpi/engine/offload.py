@@ -2,10 +2,10 @@
 rank.
 
 The host does the update, chunk by chunk: gradients are copied to the host, and the updated weights
-are copied back to the device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for the
-gradients, the loss and the norm together, once in a step. The length of a chunk is a multiple of
-ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk is read and
-the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021,
+are copied back to the device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits only
+once per step, for the gradients, the loss and the norm together. The length of a chunk is a
+multiple of ALIGNMENT, so that the result does not depend on the length. With a file, the next chunk
+is read and the previous chunk is written while the host updates a chunk (Rajbhandari et al. 2021,
 arXiv 2104.07857, section 5.2.2).
 """
 
@@ -35,7 +35,7 @@ class Alike(NamedTuple):
     """Flat tensors whose elements are all updated by the same rule: the master weights, the
     gradients, the optimizer's moments, and the weights that are copied from the master weights.
     `weights` is empty if the model computes with the master weights themselves. `decay` is the
-    weight decay, and `share` is the factor by which the learning rate is multiplied."""
+    weight decay. The learning rate is multiplied by `share`."""
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -68,11 +68,12 @@ class HostUpdate:
     computes this update.
 
     If gradients are on a device, the host has page-locked memory for every gradient that this rank
-    uses, and for every master weight that is at the same time the weight on the device. The copies
-    of a step can therefore begin before the host waits for the loss and the norm, and when this
-    wait is over, the copies are complete, too. If weights are fp16 or bf16, the host rounds the new
-    weights before it sends them, which halves the bytes on the link between host and device. The
-    rounded weights are written over their gradients in page-locked memory, and sent from there.
+    uses. It also has page-locked memory for the master weights if the model computes with the
+    master weights themselves, so that they are on the device. The copies of a step can therefore
+    begin before the host waits for the loss and the norm, and are complete when this wait is over.
+    If weights are fp16 or bf16, the host rounds the new weights before it sends them, which halves
+    the bytes on the link between host and device. The rounded weights overwrite their gradients in
+    page-locked memory, and are sent from there.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -99,9 +100,8 @@ class HostUpdate:
 
     def parts(self, factor: float) -> Iterator[Alike]:
         """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
-        caller updates the chunk before it requests the next chunk. When the caller requests the
-        next chunk, the new weights of this chunk are sent to the device, and its new state is
-        stored."""
+        caller updates a chunk before it requests the next one. The request sends the new weights of
+        the updated chunk to the device, and stores the chunk's new state."""
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
             (arrived, room) = self._rooms[number]
@@ -147,10 +147,10 @@ class FileStorage(Storage):
     """A storage of tensors in one unnamed file in `directory`. Disk space is allocated when tensors
     are made.
 
-    The tensors are memory mappings of the file. A checkpoint and the recovery after a loss of ranks
-    read these tensors slice by slice, as they read tensors in memory. `let_go` frees the memory
-    that the reading needs. The update reads and writes the file by system calls, so that a disk
-    error raises an exception. With a memory mapping, a disk error would send a signal that ends the
+    The tensors are memory mappings of the file. Checkpoints and the recovery after a loss of ranks
+    read these tensors slice by slice, like tensors in memory; `let_go` frees the memory that such
+    reading occupies. The update reads and writes the file by system calls, so that a disk error
+    raises an exception. With a memory mapping, a disk error would send a signal that ends the
     process.
     """
 
@@ -170,7 +170,7 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Extend the file, and return tensors of the given `lengths`, filled with zeros, which are
+        """Extend the file, and return tensors of the given `lengths`, filled with zeros. They are
         mappings of the new part of the file. Raise OSError if the disk has no space."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
@@ -185,16 +185,17 @@ class FileStorage(Storage):
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
-        """Free the memory that the mapped parts of the file occupy. No change is lost, because the
-        mappings are shared with the file."""
+        """Free the memory that the mapped parts of the file occupy. No change of the tensors is
+        lost, because the mappings are shared with the file."""
         for mapping in self._mappings:
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each of `rows`, which are lists of stored tensors, as tensors that are read from
-        the file into memory. When the caller requests the next row, the tensors of the previous row
-        are written to the file. The next row is read in the background while the caller uses a row.
-        Raise OSError if the disk fails; the contents of the file are undefined in that case.
+        """Read stored tensors from the file into memory. Each of `rows` is a list of stored
+        tensors; yield the lists of tensors in memory, in the same order. When the caller requests
+        the next row, the tensors of the previous row are written to the file. The next row is read
+        in the background while the caller uses a row. Raise OSError if the disk fails; the contents
+        of the file are then undefined.
         """
         self.let_go()
         stored: list[Future[None]] = []
@@ -232,8 +233,9 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read all bytes of `kept` from the file into `memory`, or write `memory` to the file, by
-        the system call `call`. The offset in the file is computed from the address of `kept`."""
+        """Read all bytes of `kept` from the file into `memory`, or write `memory` to the file.
+        `call` is the system call to use. The offset in the file follows from the address of
+        `kept`."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)
         mapping = max(before, key=lambda mapping: mapping.address)

@@ -34,9 +34,9 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     the minimum.
 
     In a warm-up of w steps, step w - 1 is the first step at the peak rate. The cosine decay uses
-    the closed form of PyTorch's CosineAnnealingLR, and gives bitwise the same rates. With "wsd"
+    the closed form of PyTorch's CosineAnnealingLR, and yields bitwise the same rates. With "wsd"
     (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) the rate stays at the
-    peak until the last steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
+    peak, and falls linearly in the last steps (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak = optimizer.learning_rate
     low = optimizer.min_learning_rate
@@ -92,10 +92,10 @@ class LossScale:
 
 
 class Optimizer:
-    """The optimizer that the configuration names. The optimizer works on flat tensors, one for each
-    shard unit, which contain this rank's part of the shard unit. Parameters with the same weight
-    decay and the same factor of the learning rate form a group, and the elements of a group are
-    updated together.
+    """The optimizer that the configuration names. It works on flat tensors: one tensor for each
+    shard unit, which contains this rank's part of the unit. Parameters with the same weight decay
+    and the same factor of the learning rate form a group, and the elements of a group are updated
+    together.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.
@@ -109,13 +109,13 @@ class Optimizer:
         *,
         width_ratio: float = 1.0,
     ) -> None:
-        """Prepare the update of `state`. `tensor` is the communicator of the tensor axis, which
-        divides the matrices of Muon. `width_ratio` is the ratio of widths in muP."""
+        """Prepare the update of `state`. `tensor` is the communicator of the tensor axis, whose
+        ranks have slices of Muon's matrices. `width_ratio` is the ratio of widths in muP."""
         self.config = config
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
-        # the number of updates, by which Adam corrects the bias of its moments
+        # the number of updates; Adam needs it to correct the bias of its moments
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
         rates = partial(_rates, config, width_ratio)
         self._groups = _alike(config, state, rates)
@@ -129,8 +129,8 @@ class Optimizer:
 
     @property
     def writes_weights(self) -> bool:
-        """Return True if `step` writes not only the master weights of this rank's part, but also
-        its weights."""
+        """Return True if `step` writes this rank's weights, too, and not only its master
+        weights."""
         return self._host is not None
 
     def expect(self, scale: float) -> None:
@@ -145,7 +145,7 @@ class Optimizer:
     def step(self, rate: float, norm: float) -> None:
         """Clip the gradients by `norm`, their global norm, and update the master weights.
         `State.changed` copies the master weights to the weights later. If `writes_weights` is True,
-        this method has already updated this rank's weights, and `State.changed` updates only the
+        this method already updates this rank's weights, and `State.changed` updates only the
         weights of other ranks. Raise OSError if the disk with the state fails.
 
         Clipping uses the same arithmetic as torch.nn.utils.clip_grad_norm_.
@@ -160,8 +160,8 @@ class Optimizer:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects the bias of its moments by the number of updates. `counters` has this
-        # number: it does not include skipped steps, and is stored in checkpoints.
+        # Adam corrects the bias of its moments by the number of updates, which `counters` has. This
+        # number does not include skipped steps, and is stored in checkpoints.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
@@ -170,8 +170,8 @@ class Optimizer:
 
 
 def _alike(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Alike]:
-    """Divide this rank's part of the state, except the matrices that Muon updates, into groups. All
-    elements of a group are updated by the same rule. Return the groups. `rates_of` returns the
+    """Divide this rank's part of the state, except the matrices that Muon updates, into groups, and
+    return the groups. All elements of a group are updated by the same rule. `rates_of` returns the
     weight decay of a parameter and the factor of its learning rate."""
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
@@ -224,8 +224,8 @@ def _ranges(
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
-        """Return the number of the shard unit, and the pair (weight decay, factor of the learning
-        rate), of a parameter's part. For a matrix that Muon updates, the second value is None."""
+        """Return (number of the shard unit, (weight decay, factor of the learning rate)) for a
+        parameter's part. For a matrix that Muon updates, the second value is None."""
         if is_matrix(config, own.entry):
             return own.unit, None
         return own.unit, rates_of(own.entry)
@@ -241,9 +241,9 @@ def _ranges(
 
 def _rates(config: OptimizerConfig, width_ratio: float, entry: Entry) -> tuple[float, float]:
     """Return the weight decay of a parameter, and the factor by which its learning rate is
-    multiplied. Every update multiplies the weight decay by the learning rate of the parameter. The
-    weight decay is therefore divided by muP's factor of the learning rate, so that muP does not
-    change the decay of a step."""
+    multiplied. In every update, the weight decay is multiplied by the learning rate of the
+    parameter, which includes muP's factor. So that muP does not change the decay of a step, the
+    weight decay is divided by this factor here."""
     group = group_of(config, entry.name)
     in_layers = entry.name.startswith("layers.") and len(entry.declaration.shape) == 2
     by_width = 1.0

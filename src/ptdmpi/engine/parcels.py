@@ -18,11 +18,10 @@ class Parcels:
     pair of ranks exchanges one message in each direction. If the state is not sharded, each rank
     owns all its matrices, and no message is sent.
 
-    `away` is for matrices that other ranks own: it maps the name of a matrix to the position of
-    this rank's part in the message to the owner. `coming` is for matrices that this rank owns: it
+    `away` is for matrices that other ranks own. It maps the name of a matrix to the position of
+    this rank's part in the message to the owner. `coming` is for matrices that this rank owns. It
     maps the name of a matrix to the positions of the other ranks' parts in the messages from these
-    ranks. In the positions in `away` and `coming`, the field `unit` is the number of the other
-    rank.
+    ranks. In all these positions, the field `unit` is the number of the other rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:

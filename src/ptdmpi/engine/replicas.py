@@ -12,8 +12,8 @@ from ptdmpi.model.state import WEIGHTS, State
 
 
 class Replicas:
-    """The replicas of a model on the data axis, from the view of this rank's replica. If all
-    replicas are always equal, the methods of this class send nothing and change nothing."""
+    """This rank's view of the replicas of a model on the data axis. If all replicas are always
+    equal, the methods of this class send nothing and change nothing."""
 
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction
@@ -48,11 +48,10 @@ class Replicas:
         return self.consensus() if self.differ and asked else None
 
     def consensus(self) -> float:
-        """Return the consensus distance, which is equal on all ranks. The consensus distance is the
-        root mean square, over the d replicas, of the distance of a replica's weights x_i from the
-        mean of all replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all
-        weights over the data axis. The computation uses the memory of the gradients, and overwrites
-        them."""
+        """Return the consensus distance, which is equal on all ranks. It is the root mean square,
+        over the d replicas, of the distance of a replica's weights x_i from the mean of all
+        replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all weights over the
+        data axis. It uses the memory of the gradients, and overwrites them."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)

@@ -1,8 +1,8 @@
 """The execution of a rank's program, which is a list of actions: ops, sends and receives.
 
-The runner needs only the pipeline stages of this rank and the program. The runner does not know
-whether the rank is the first or the last, or which phases the schedule has. Every message is at a
-position in the program where it cannot deadlock.
+The runner needs only the program and the pipeline stages of this rank. It need not know whether the
+rank is the first or the last, or which phases the schedule has. The program contains every message
+at a position where it cannot cause a deadlock.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ class _Work(NamedTuple):
 
 
 class Runner:
-    """The executor of the pipeline stages of one rank. A runner also sends activations, and
-    gradients of activations, over the pipeline axis.
+    """The executor of the pipeline stages of one rank. It also sends activations, and gradients of
+    activations, over the pipeline axis.
 
     The `hooks` are called before and after each op, in their order. `most_in_flight` is the maximum
     number of forward passes whose activations were stored at the same time in the last `run`,
@@ -97,7 +97,8 @@ class Runner:
         """Execute `program`, this rank's part of `schedule`. The microbatch of an op is an index
         into `microbatches`, which contain their losses afterwards. `watch` records the spans.
 
-        If an exception is raised, a note is added that shows its position in the schedule.
+        If an action raises an exception, a note with the position in the program is added to the
+        exception.
         """
         work = _Work(schedule, microbatches, watch)
         for stage in self.stages.values():
@@ -112,8 +113,8 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        # wait until all messages are sent, because the next step overwrites the memory of the sent
-        # tensors
+        # wait until all messages are sent, because the next step overwrites the memory of the
+        # tensors that they contain
         for handle, _, peer in self._leaving:
             with watch.span("send", "", peer):
                 handle.wait()
@@ -206,8 +207,8 @@ class Runner:
 
 
 def _here(program: Sequence[Action], place: int) -> str:
-    """Return a text with the actions before and after position `place` of the program, one in each
-    line, with a mark at `place`."""
+    """Return a text with the actions near position `place` of the program, one per line, with a
+    mark at `place`."""
     lines = [f"in op {program[place]} of this rank's schedule:"]
     for i in range(max(0, place - 3), min(len(program), place + 4)):
         lines.append(f"  {program[i]}{'   <-- here' if i == place else ''}")

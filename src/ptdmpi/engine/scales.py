@@ -1,10 +1,10 @@
-"""The scales of products in 8-bit floating point that follow from earlier steps
-(`precision.fp8 = "delayed"`).
+"""Delayed scales (`precision.fp8 = "delayed"`): the scales of products in 8-bit floating point that
+are computed from the magnitudes in earlier steps.
 
-Once a step, all ranks agree on the greatest magnitude of each operand of each linear, over all
-ranks and all microbatches. So the scales are the same in every layout, up to the rounding of the
-operands themselves. The exponents of the last steps are in the counters of the state, on every rank
-for the whole model: a run may resume in another layout.
+Once per step, all ranks agree on the greatest magnitude of each operand of each linear, over all
+ranks and all microbatches. The scales are therefore the same in every layout, except for effects of
+the rounding of the operands. The counters of the state on every rank have the exponents of the last
+steps for all linears of the model, so that a run may resume in another layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ class ScaleHistory:
         """Find the linears of `stages` that have delayed scales."""
         self.axes = axes
         self.state = state
-        # the names of all operands of the model, on all ranks: each is a row of the sums
+        # the names of all operands of the model, on every rank; each name is a row of the maxima
         self.names = list(_names(model)) if model.scaling == "delayed" else []
         self._rows = {name: row for row, name in enumerate(self.names)}
         self._mine: dict[str, DelayedScales] = {}
@@ -56,8 +56,9 @@ class ScaleHistory:
             scales.begin(known)
 
     def sent(self) -> Tensor | None:
-        """Return the greatest magnitude [names] of each operand in this step over all ranks, as
-        float32 on the device; None without delayed scales. Every rank calls this method."""
+        """Return the greatest magnitude of each operand in this step, over all ranks: [operands]
+        float32, on the device. Return None without delayed scales. Every rank calls this
+        method."""
         if not self.names:
             return None
         every = torch.zeros(len(self.names), device=self.state.buffer.device)
@@ -74,7 +75,8 @@ class ScaleHistory:
         return every
 
     def update(self, sent: Tensor | None) -> None:
-        """Add the magnitudes of this step, as `sent` returned them, to the state."""
+        """Add the magnitudes of this step to the state; `sent` is the result of the method
+        `sent`."""
         if sent is None:
             return
         host = sent.cpu()
@@ -86,13 +88,13 @@ class ScaleHistory:
             history = extended(before.get(name, ()), of_type[kind][row])
             if history:
                 after[name] = history
-        # a new mapping, because a checkpoint in progress may refer to the old one
+        # make a new mapping, because a checkpoint in progress may refer to the old one
         self.state.counters.exponents = after
 
 
 def _names(model: ModelConfig) -> Iterator[str]:
-    """Yield the names of the operands of all linears, such as "layers.0.mlp.up.input": for each
-    linear the operands in the order of `OPERANDS`."""
+    """Yield the names of the operands of all linears, such as "layers.0.mlp.up.input". For each
+    linear, the operands are in the order of `OPERANDS`."""
     for number in range(model.layers):
         for name, part in parameters.layer(model, model.kind_of(number)).items():
             if isinstance(part, Linear):

@@ -1,6 +1,5 @@
-"""The arithmetic of element-wise updates on flat tensors: AdamW and SGD by PyTorch's own functions,
-Lion, and the moving average of the weights after each update. The module `muon` has the updates of
-matrices.
+"""The arithmetic of element-wise updates on flat tensors: AdamW and SGD with PyTorch's functions,
+Lion, and the moving average of the weights. The module `muon` has the updates of matrices.
 
 AdamW and SGD call the same functions as the classes of torch.optim. The classes themselves are not
 used, because they load torch's compiler: 800 modules, 70 MB, and one second at the start of every
@@ -18,8 +17,8 @@ from ptdmpi.base.plugins import plugin
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# The number of elements of a temporary tensor. Such a tensor is so small that the memory plan does
-# not count it.
+# The number of elements of a temporary tensor. The memory plan does not count such a tensor,
+# because it is small.
 PIECE = 1 << 20
 
 
@@ -44,7 +43,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # torch's function needs, for each tensor, a tensor of its own with the number of updates
+        # torch's function needs a separate tensor with the number of updates for each tensor
         [updates.clone() for _ in group.masters],
         # use torch's fused kernel, which rounds the last elements of a tensor differently (see
         # `ALIGNMENT` in plan/shape)
@@ -80,9 +79,9 @@ def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tens
 
 
 def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Do the update of Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in the order of its
-    authors' program: first the weight decay, then rate times the sign of a weighted mean of
-    momentum and gradient."""
+    """Do the update of Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2). The order is that of
+    the authors' program: first the weight decay, then the learning rate times the sign of a
+    weighted mean of momentum and gradient."""
     (moments,) = group.moments
     for masters, gradients, momentum in zip(group.masters, group.gradients, moments, strict=True):
         pieces = (flat.split(PIECE) for flat in (masters, gradients, momentum))

@@ -11,10 +11,11 @@ def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
     Without error feedback, the unbiased form of a compressor is used if there is one. With error
-    feedback, the decoded values of this compressor are divided by 1 + omega (see `Compressor`), so
-    that the compressor contracts. Without this division the compression errors that error feedback
-    stores would grow from step to step. The decentralized method needs a compressor that contracts,
-    too, because the differences that it sends to neighbours contain the errors of earlier messages.
+    feedback, an unbiased compressor with variance bound omega (see `Compressor`) would not
+    contract, so its decoded values are divided by 1 + omega. Without this division, the compression
+    errors that error feedback stores would grow from step to step. The decentralized method needs a
+    compressor that contracts, too, because the differences that it sends to neighbours contain the
+    errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# Some random numbers are the same on all data ranks. The hash for these random numbers contains
-# this value in place of the number of the data rank.
+# Some random numbers are the same on all data ranks. They are hashes in which this value takes the
+# place of the number of the data rank.
 EVERYBODY = -1
 
 
@@ -27,8 +27,8 @@ def unit_number(name: str, line: int, run: int) -> int:
 @dataclass(frozen=True)
 class Draws:
     """Random numbers for some compression blocks. Each number is a hash of (seed, step, round),
-    data rank, block and element, so no random generator is needed. Every layout, every resumed run
-    and every receiver therefore computes the same random numbers.
+    data rank, block and element, so no random generator is needed. The same numbers are therefore
+    computed in every layout, in every resumed run and by every receiver.
 
     `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
     round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`
@@ -43,7 +43,7 @@ class Draws:
 
     @property
     def on_host(self) -> "Draws":
-        """Return an object whose methods give the same random numbers, but compute them on the
+        """Return an object whose methods return the same random numbers, but compute them on the
         host."""
         return self if self.host is None else replace(self, units=self.host, host=None)
 
@@ -76,12 +76,13 @@ class Draws:
 
 class Compressor(ABC):
     """The base class of compressors, which encode rows of numbers as bytes and decode them. C(x)
-    denotes the decoded values of the code of x.
+    denotes the values that are decoded from the code of x.
 
-    Each row is a compression block, has at most `longest` numbers, and is compressed independently.
-    For an `unbiased` compressor, the expected values are E C(x) = x and E ||C(x) - x||^2 <=
-    omega ||x||^2. For a compressor that is not `unbiased`, E ||C(x) - x||^2 <= (1 - delta) ||x||^2.
-    The length of a code depends only on random numbers that are the same on all data ranks.
+    Each row is a compression block. It has at most `longest` numbers, and is compressed
+    independently of other rows. An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <=
+    omega ||x||^2, where E is the expected value. Any other compressor has E ||C(x) - x||^2 <=
+    (1 - delta) ||x||^2. The length of a code depends only on random numbers that are the same on
+    all data ranks.
     """
 
     unbiased = False
@@ -91,8 +92,8 @@ class Compressor(ABC):
 
     @abstractmethod
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length, in bytes, of the code of all compression blocks in `draws`. Each block
-        has `length` numbers."""
+        """Return the length, in bytes, of the code of all compression blocks in `draws`. Each of
+        the blocks has `length` numbers."""
 
     @abstractmethod
     def encode(self, x: Tensor, draws: Draws) -> Tensor:

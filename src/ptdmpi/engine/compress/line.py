@@ -13,8 +13,8 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# A server is the data rank that averages a tile. When a server encodes, `source` has this value in
-# place of the number of a data rank, so that the random numbers do not depend on which rank is the
+# A server is the data rank that averages a tile. When a server encodes, `source` has this value
+# instead of the number of a data rank. The random numbers then do not depend on which rank is the
 # server.
 SERVER = -2
 
@@ -30,14 +30,15 @@ class DrawnUnits(NamedTuple):
 
 @dataclass(frozen=True)
 class Coder:
-    """An encoder and decoder of some tiles of a batch. In a code, all compression blocks of one
-    length come before the blocks of the next length.
+    """An encoder and decoder for some tiles of a batch. A code contains first all compression
+    blocks of one length, then all blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
-    all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error of
-    the round before it, and the receiver adds up the decoded values of all rounds (fast compressed
-    communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error of the
-    decoded values is then at most (1 - delta)^rounds times the squared norm of the encoded values.
+    all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error that
+    the previous rounds have left, and the receiver adds up the decoded values of all rounds (fast
+    compressed communication, Huang et al. 2022, arXiv 2206.03665, section 4.1). The squared error
+    of the decoded values is then at most (1 - delta)^rounds times the squared norm of the encoded
+    values.
     """
 
     compressor: Compressor
@@ -102,7 +103,7 @@ class Coder:
 
     def decode(self, code: Tensor, source: int, dtype: torch.dtype) -> Tensor:
         """Decode a code of data rank `source` to [tiles, width]. The result is bitwise equal to the
-        second value that `encode` returned on that rank."""
+        decoded values that `encode` returned on that rank."""
         arrived = torch.zeros((self.count, self.batch.width), dtype=dtype, device=code.device)
         at = 0
         for number in range(self.rounds):
@@ -149,15 +150,15 @@ def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
     """Return two values: C(x), the decoded code of this rank's x [tiles, width], and C(y), the
-    decoded code that the servers send for the sum y. C(y) is bitwise equal on all ranks. The tensor
-    y is the sum of two terms: the mean of C(x) over all ranks, and the server's `error` [tiles,
-    width]. After the exchange, `error` becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
+    decoded code that the servers send. The tensor y is the mean of C(x) over all ranks plus the
+    server's `error` [tiles, width]. C(y) is bitwise equal on all ranks. After the exchange, `error`
+    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
-    rank sends the code of each tile to the server of the tile. Each server encodes the means of its
-    tiles, and sends this code to all ranks. A rank therefore sends about as many bytes as two codes
-    of the batch have, whatever the number of ranks is. A rank uses and changes `error` only for the
-    tiles of which it is the server.
+    rank sends the code of each tile to the server of the tile. Each server averages its tiles, adds
+    its error, encodes the result, and sends this code to all ranks. A rank therefore sends about as
+    many bytes as two codes of the batch have, whatever the number of ranks is. Each rank uses and
+    changes `error` only for the tiles that it serves.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)
@@ -171,8 +172,8 @@ def squeezed_mean(
     aimed = mean + error[mine.at]
     code, value = mine.encode(aimed, SERVER)
     error[mine.at] = aimed - value
-    # the codes of the servers have unequal lengths, but an all-gather needs equal lengths, so codes
-    # are padded
+    # the codes of the servers have unequal lengths, but an all-gather needs equal lengths, so the
+    # shorter codes are padded
     sizes = [share.code_bytes(x.dtype) for share in shares]
     padded = code.new_zeros(max(sizes))
     padded[: len(code)] = code

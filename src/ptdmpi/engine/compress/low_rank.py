@@ -23,8 +23,8 @@ class LowRank:
 
     The contraction delta (see `Compressor`) depends on x, and on how far the columns of P are from
     the first singular vectors of x. If P consists of the first singular vectors, delta is at least
-    rank / min(lines, length). P approaches the first singular vectors of x over the steps, if x
-    changes slowly from step to step. In the first step delta may be 0.
+    rank / min(lines, length). If x changes slowly from step to step, P approaches the first
+    singular vectors of x over the steps. In the first step delta may be 0.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class LowRank:
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] with which the iteration starts. The start is the
+        """Return the factor [n, length, rank] with which the power iteration starts. It is the
         transpose of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that
         are zero, as in the first step, are replaced by random numbers that are the same on all
         ranks."""
@@ -48,9 +48,9 @@ class LowRank:
     def summed(
         self, x: Tensor, second: Tensor, data: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the next
-        factor `second`, [n, length, rank]. The function does two all-reduces over the data axis.
-        Together, the two all-reduces send rank (lines + length) numbers for each tile."""
+        """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the
+        factor [n, length, rank] with which the next step starts. The two all-reduces over the data
+        axis together send rank * (lines + length) numbers for each tile."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())

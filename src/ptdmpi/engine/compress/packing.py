@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# A code, which is the compressed form of a tensor, is padded to a multiple of this number of bytes:
+# A code (the compressed form of a tensor) is padded to a multiple of this number of bytes, which is
 # the alignment of float64.
 GRAIN_BYTES = 8
 

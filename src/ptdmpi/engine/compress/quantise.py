@@ -36,8 +36,8 @@ class Quantiser(Compressor):
         scales."""
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length in bytes of the code of the blocks of `draws`, each of which has
-        `length` numbers."""
+        """Return the length in bytes of the code for the blocks in `draws`. Each block has `length`
+        numbers."""
         n = len(draws.units)
         return joined_bytes(n * dtype.itemsize, packed_bytes(n * length, self.bits))
 
@@ -61,8 +61,8 @@ class Qsgd(Quantiser):
     section 3.1). For s `levels` and blocks of d elements, omega = min(d / s^2, sqrt(d) / s).
 
     Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
-    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The error of the expected
-    value is at most 2^-24 of a level, because the random numbers have 24 bits.
+    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The random numbers have
+    24 bits, so the expected value of an element is wrong by at most 2^-24 of a level.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:
@@ -88,7 +88,7 @@ class Qsgd(Quantiser):
         return parts * scales / (1.0 + self.omega(codes.shape[1]))
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the variance."""
+        """Return omega, the bound of the relative variance."""
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
@@ -128,9 +128,9 @@ class Rounded(Quantiser):
 
     The element of greatest magnitude is exact. The error of any other element is at most half the
     distance of two neighbouring multiples, and at most the magnitude of the element. From these
-    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). This delta is
-    the best possible bound: a block reaches it if all its other elements are half of the first
-    multiple.
+    bounds it follows for blocks of d elements that delta = 4 q^2 / (4 q^2 + d - 1). No greater
+    delta is possible: the error reaches the bound if all elements except the greatest one are half
+    of the smallest positive multiple.
     """
 
     def __init__(self, bits: int, block: int) -> None:

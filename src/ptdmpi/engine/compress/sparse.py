@@ -3,8 +3,8 @@ become zero.
 
 The `ratio` of sent elements times the block's length d is in general not an integer. Therefore
 floor(ratio d + u) elements of the block are sent, where u is a uniform random number in [0, 1) that
-is the same on all data ranks. On average, ratio d elements are therefore sent, for blocks of any
-length d.
+is the same on all data ranks. For blocks of any length d, the average number of sent elements is
+then exactly ratio d.
 """
 
 import math
@@ -20,8 +20,8 @@ from ptdmpi.plan.shape.codes import SPARSE
 
 
 class Sparse(Compressor):
-    """The base class of compressors that send the elements of a block with the greatest scores. If
-    elements have equal scores, the first of these elements are sent."""
+    """The base class of compressors that send the elements of a block with the greatest scores.
+    Among elements with equal scores, the first ones are sent."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__(SPARSE)
@@ -37,8 +37,8 @@ class Sparse(Compressor):
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """Return the number of sent elements, summed over all blocks. The host computes the number
-        of sent elements without waiting for the device."""
+        """Return the number of sent elements, summed over all blocks. The host computes this number
+        without waiting for the device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class Sparse(Compressor):
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # the most that a block sends.
+        most = min(length, math.floor(self.ratio * length) + 1)  # the most elements a block sends
         # use only the values that topk returns, not its indices: torch does not specify which of
         # several equal elements topk chooses
         greatest = scores.topk(most, dim=1).values
@@ -83,8 +83,8 @@ class TopK(Sparse):
         return 0 if self.ratio == 1.0 else (length - 1).bit_length()
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length in bytes of the code of the blocks of `draws`, each of which has
-        `length` numbers."""
+        """Return the length in bytes of the code for the blocks in `draws`. Each block has `length`
+        numbers."""
         count = self.count(draws, length)
         indices = packed_bytes(count, self.index_bits(length))
         return joined_bytes(count * dtype.itemsize, indices)
@@ -127,8 +127,8 @@ class RandomK(Sparse):
         return draws.hashes(x.shape[1])
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length in bytes of the code of the blocks of `draws`, each of which has
-        `length` numbers."""
+        """Return the length in bytes of the code for the blocks in `draws`. Each block has `length`
+        numbers."""
         return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
@@ -146,7 +146,7 @@ class RandomK(Sparse):
         return decoded
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the variance."""
+        """Return omega, the bound of the relative variance."""
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:

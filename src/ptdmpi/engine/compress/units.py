@@ -3,8 +3,8 @@
 A *line* of a parameter consists of the elements at one index of the dim that the tensor axis
 divides: a row of a column-parallel weight, or a column of a row-parallel weight. No legal size of
 the tensor axis cuts a line. `grains` returns the number of neighbouring lines that are on the same
-rank for every legal size of the tensor axis. A *tile* consists of as many neighbouring lines as
-`grains` returns; its elements are in logical order, line after line. A tile is cut into consecutive
+rank for every legal size of the tensor axis. A *tile* consists of this number of neighbouring
+lines; its elements are in logical order, line after line. A tile is cut into consecutive
 compression blocks, or *units*, which are as long as the compressor allows. A parameter that the
 tensor axis does not divide is one tile.
 """
@@ -24,17 +24,17 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
-    """Return, for each part of a parameter that the tensor axis divides, how many neighbouring
-    lines are on one rank in every legal layout. `most_tensor` is the largest legal size of the
-    tensor axis; every legal size divides this number."""
+    """Return one number for each part of a parameter that the tensor axis divides: how many
+    neighbouring lines of this part are on one rank in every legal layout. `most_tensor` is the
+    largest legal size of the tensor axis; every legal size divides this number."""
     split = declaration.split
     if split is None:
         return ()
     lines = []
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
-        # a vocabulary is padded to a multiple of the axis size, so the axis may cut it after any
-        # line
+        # a vocabulary is padded to a multiple of the size of the tensor axis, so the axis may cut
+        # it after any line
         lines.append(part // shares if part % shares == 0 else 1)
     return tuple(lines)
 
@@ -45,7 +45,7 @@ class Slab:
     elements.
 
     `box` is the slice of the local tensor that the tiles cover. `dim` is the dim along which lines
-    are counted, and `first` is the number, in the logical parameter, of the first line.
+    are counted. `first` is the number of the first line in the logical parameter.
     """
 
     entry: Entry
@@ -80,16 +80,16 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """Yield the number of each tile. The number of a tile is the same in every layout. It
-        determines, together with the number of data ranks, which rank is the server of the tile."""
+        """Yield the number of each tile, which is the same in every layout. This number and the
+        number of data ranks determine which rank is the server of the tile."""
         # halve the hash, so that adding the index of a tile cannot overflow 64 bits
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
 
     def names(self, runs: Sequence[int]) -> Iterator[int]:
-        """Yield the number of each compression block (see `unit_number`), tile by tile. `runs` are
-        the indices of the blocks within their tile."""
+        """Yield the number of each compression block (see `unit_number`), tile by tile. `runs` has
+        the indices of the wanted blocks within a tile."""
         for tile in range(self.tiles):
             for run in runs:
                 yield unit_number(self.entry.name, self.first + tile * self.lines, run)
@@ -137,8 +137,8 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the integers that belong to the selected `tiles`. The object stores the integers
-        of `every` tiles, tile by tile, with the same number of integers for each tile.
+        """Return the integers that belong to the selected `tiles`. This object must have the
+        integers of `every` tiles, tile by tile, with the same number of integers for each tile.
         """
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
@@ -196,8 +196,8 @@ class TileBatch:
 def batches(
     some: Sequence[Slab], longest: int, device: torch.device, most: int = MOST_ELEMENTS
 ) -> list[TileBatch]:
-    """Return the tiles of all slabs in batches of tiles of the same shape. Each tile is in one
-    batch. A batch has at most `most` elements, unless it is a single larger tile."""
+    """Return the tiles of all slabs in batches. All tiles of a batch have the same shape, and each
+    tile is in one batch. A batch has at most `most` elements, unless it is a single larger tile."""
     by_shape: dict[tuple[int, int], list[Slab]] = {}
     for slab in some:
         by_shape.setdefault((slab.lines, slab.length), []).append(slab)

@@ -13,22 +13,23 @@ PUBLIC = "public"
 
 
 class Choco(Decentralized):
-    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2). The neighbours of
-    replica i have a copy `public`_i of its weights x_i. After each update, replica i computes
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2). Replica i has the
+    weights x_i, and its neighbours have a copy of them, `public`_i. After each update, replica i
+    computes
 
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
     In these formulas C is a compressor that contracts, w_ij are the weights of the graph, and rate
     is `consensus_rate` (gamma in the paper). The matrix w is symmetric and the same in every step.
-    The next difference x_i - public_i contains the values that C has left out of the previous
-    difference, so a change of the weights that was not sent in one step is sent in a later step.
+    The values that C leaves out of one difference are part of the next difference x_i - public_i.
+    So a change of the weights that is not sent in one step is sent in a later step.
 
-    Each replica has a copy of the public weights of each neighbour. A copy is bitwise equal to the
-    public weights on the neighbour itself, because both replicas add the same decoded numbers. The
-    copies are not part of the saved state: the public weights are sent once, uncompressed, before
-    the first exchange after a start. Because no copies are saved, a run may resume on another
-    graph, or continue with fewer replicas.
+    Each replica has a copy of the public weights of each neighbour. The copy is bitwise equal to
+    the public weights on the neighbour itself, because both replicas add the same decoded numbers.
+    The copies are not saved: after a start, the public weights are sent once, uncompressed, before
+    the first exchange. A run may therefore resume on another graph, or continue with fewer
+    replicas.
 
     The initial values of the public weights are the initial weights, which are the same on all
     replicas; in the paper they are zero.
@@ -41,8 +42,8 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the compressed difference of this replica to its neighbours. After the exchange,
-        move the weights of this replica towards the public weights of its neighbours."""
+        """Send the compressed difference of this replica to its neighbours. Then move the weights
+        of this replica towards the public weights of its neighbours."""
         # `public` has no parts on a rank that trains no parameter
         if skipped or not self.state.kinds[PUBLIC].parts:
             return

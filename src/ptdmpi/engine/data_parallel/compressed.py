@@ -30,16 +30,16 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        # True when the error-feedback state of this step is stored, but the weights are not updated
-        # yet
+        # True while the error-feedback state already belongs to this step, but the weights are not
+        # updated yet
         self._midway = False
 
     def reduce(self) -> None:
         """Replace the gradients by the mean of the compressed gradients of all replicas.
 
         If the gradient of any replica is not finite, or its square overflows, set all gradients to
-        NaN instead. If gradients are set to NaN, no code is sent, the error-feedback state does not
-        change, and every rank skips the step.
+        NaN instead. In this case no code is sent, the error-feedback state does not change, and
+        every rank skips the step.
         """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:
@@ -60,7 +60,7 @@ class Compressed(DataParallel):
         return not self._midway
 
     def replicas_lost(self) -> None:
-        """Recompute the mean of the estimates of EF21 over the remaining replicas."""
+        """After a loss of ranks, recompute the mean of EF21's estimates over the replicas."""
         kinds = self.state.kinds
         if "estimate_mean" in kinds:
             for mean, own in zip(
@@ -72,11 +72,11 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # the minimum and the maximum of a tensor are NaN if any element is NaN, and computing them
-        # needs no temporary tensor
+        # if any element is NaN, torch's minimum and maximum are NaN, too; computing them needs no
+        # temporary tensor
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # If a gradient overflows, its code must not be sent. To decide whether the code is sent,
-        # the host waits for the device, a second time in this step.
+        # The code must not be sent if a gradient overflows. To know whether one does, the host must
+        # wait for the device, a second time in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

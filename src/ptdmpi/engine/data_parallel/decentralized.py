@@ -1,5 +1,5 @@
-"""Decentralized SGD: each replica averages its weights with those of its neighbours in a graph, not
-with those of all replicas.
+"""Decentralized SGD: each replica averages its weights only with the weights of its neighbours in a
+graph, not with those of all replicas.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An incomplete exchange of values with the neighbours in the graph. The values `own` are a
-    slice of the state of this rank, inside shard unit `number`. `terms` has a pair for this rank
-    and for each neighbour from which it receives: the index of that rank's values in `arrived`
-    (None for this rank), and the weight of that rank in the sum.
+    """An exchange of values with the neighbours in the graph that is not complete. The tensor `own`
+    is a slice of this rank's state, inside shard unit `number`. `terms` has a pair for this rank
+    and for each neighbour from which it receives: the index of the neighbour's values in `arrived`
+    (None for this rank), and the weight of the rank in the sum.
     """
 
     number: int
@@ -62,13 +62,12 @@ class Decentralized(DataParallel):
 
     If `overlap` is True, the exchange of step k continues during the forward of step k + 1. Before
     the forward computes a module (embedding, layer or head), it waits for the neighbours' weights
-    of this module and averages them. The weights are bitwise equal to the weights without
-    `overlap`. Code that reads the state between steps calls `settle` first, which finishes the
-    exchange.
+    of this module and averages them. The results are bitwise equal with and without `overlap`. Code
+    that reads the state between steps calls `settle` first, which finishes the exchange.
 
-    Every operation of this method works element by element, and adds replicas in ascending order.
-    If the gradients are bitwise equal for every tensor-parallel size, pipeline-parallel size and
-    schedule, the weights are therefore bitwise equal, too.
+    Every operation of this method works element by element, and adds the values of the replicas in
+    ascending order. If the gradients are bitwise equal for every tensor-parallel size,
+    pipeline-parallel size and schedule, the weights are therefore bitwise equal, too.
     """
 
     differs = ("replicate",)
@@ -109,7 +108,8 @@ class Decentralized(DataParallel):
 
     def begin(self, op: Op) -> None:
         """Let the exchanges make progress. MPI makes progress only while one of its functions is
-        called, so this method tests whether the exchanges are complete, and ignores the result."""
+        called. This method therefore tests whether the exchanges are complete, and ignores the
+        result."""
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -135,10 +135,10 @@ class Decentralized(DataParallel):
         places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
-            # `.data` is used because it has its own version counter. The weights of all modules are
-            # views of one flat tensor with one version counter. Without `.data`, a change of a
-            # later module's weights would make autograd report that weights of earlier modules,
-            # which it has saved for the backward, were changed.
+            # The weights of all modules are views of one flat tensor, and share its version
+            # counter. If this loop changed the weights of a later module, autograd would report
+            # that it has also changed the weights of earlier modules, which are saved for the
+            # backward. `.data` avoids this, because it has its own version counter.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)

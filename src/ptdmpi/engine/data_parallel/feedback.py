@@ -1,5 +1,5 @@
 """The mean over replicas of compressed gradients, with error feedback. The key `error_feedback`
-names the rule by which the compression error of a step is used in later steps."""
+names the rule that determines how later steps use the compression error of a step."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,15 +19,15 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# With this number in the hash, compression draws other random numbers than all other uses of the
-# same seed.
+# This number is part of the hash of compression's random numbers, so that they differ from the
+# random numbers of all other uses of the same seed.
 PURPOSE = 1_000_003
 
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles of the gradients in one step, with the objects that compress and send the tiles,
-    and with the error-feedback state of the tiles."""
+    """Some tiles of the gradients in one step, with the objects that compress and send these tiles,
+    and with their error-feedback state."""
 
     batch: TileBatch
     state: State
@@ -73,9 +73,9 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Do for low-rank compression what `mean` does for other compressors: return C(x) and its
-        mean. The state "low_rank" has the shape of the parameters; the first lines of each tile in
-        this state store the factor with which the next step starts."""
+        """Return C(x) and its mean over all replicas for low-rank compression, as `mean` does for
+        other compressors. The state "low_rank" has the shape of the parameters. In this state, the
+        first lines of each tile store the factor with which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -104,9 +104,9 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the compressed mean of x over all replicas. The replicas compress x, and the servers
-    compress the mean again; replicas and servers store their own compression errors (Tang et al.
-    2019, arXiv 1905.05957, algorithm 1). With codes of several rounds the method is NEOLITHIC
-    (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
+    compress the mean again; replicas and servers each store their own compression errors (Tang et
+    al. 2019, arXiv 1905.05957, algorithm 1). If a code consists of several rounds, the method is
+    NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)
@@ -138,8 +138,8 @@ FEEDBACK: Mapping[str, Callable[[CompressedTiles, Tensor], Tensor]] = {
 
 
 def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
-    """Return the kinds of state, by name, that the method of this section [data_parallel] keeps for
-    each parameter."""
+    """Return the kinds of state that the data-parallel method stores for each parameter, by name.
+    `section` is the section [data_parallel], which names the method."""
     return {
         name: Kept(
             () if name in COMMON else ("replicate",),
@@ -195,8 +195,9 @@ class Compression:
             self.bits_per_element = 8 * code_bytes / elements
 
     def mean(self, state: State, flat: Tensor) -> None:
-        """Replace the tensor `flat`, in the order of the flat buffer, by the mean over replicas
-        that the error-feedback rule computes. The mean is bitwise equal on all replicas."""
+        """Replace the tensor `flat`, which has the order of the flat buffer, by the mean over
+        replicas that the error-feedback rule computes. The mean is bitwise equal on all
+        replicas."""
         rule = FEEDBACK[self.section.error_feedback]
         for place in self.places(state):
             place.batch.write(flat, rule(place, place.batch.read(flat)))

@@ -1,5 +1,5 @@
-"""Local SGD: replicas do several local steps and then average, so that they communicate once in a
-round instead of in every step."""
+"""Local SGD: replicas do several local steps and then average. They communicate once per round
+instead of once per step."""
 
 import torch
 
@@ -15,8 +15,8 @@ class Local(DataParallel):
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses a difference
     as its gradient: the mean of the replicas' parameters at the beginning of a round minus the mean
-    at its end. `anchor` stores the parameters at the beginning of the round, and Nesterov's method
-    updates them with `outer_learning_rate` and `outer_momentum`.
+    at the end of the round. `anchor` stores the parameters at the beginning of the round.
+    Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor, each replica encodes the change of its parameters in the round and sends the
     code. All replicas then change their parameters by the mean of the decoded changes. Averaging
@@ -25,9 +25,9 @@ class Local(DataParallel):
     1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. Every operation of this method
-    works element by element, and adds replicas in ascending order. If the gradients are bitwise
-    equal for every tensor-parallel size and pipeline-parallel size, the weights are therefore
-    bitwise equal, too.
+    works element by element, and adds the values of the replicas in ascending order. If the
+    gradients are bitwise equal for every tensor-parallel size and pipeline-parallel size, the
+    weights are therefore bitwise equal, too.
     """
 
     differs = ("replicate",)

@@ -2,11 +2,11 @@
 other, and when.
 
 A method is one class with a few hooks. `leaf` is called when the gradient of one microbatch is
-complete, `reduce` is called when the gradients of all microbatches are complete, and `after_update`
-is called after the update. `differs` names the axes along which replicas need not be equal. `kinds`
-is the state that the method keeps for each parameter from step to step. The code for norms, skipped
-steps, memory, validation and checkpoints uses only `differs` and `kinds`, and does not depend on
-the method.
+complete, `reduce` when the gradients of all microbatches are complete, and `after_update` after the
+update. `differs` names the axes along which replicas need not be equal. `kinds` is the state that
+the method stores for each parameter from step to step. The code for norms, skipped steps, memory,
+validation and checkpoints uses only `differs` and `kinds`, so it works with every method without
+knowing it.
 """
 
 import math
@@ -46,32 +46,32 @@ class DataParallel(OpHook):
     bit by bit, after every step.
 
     `linear`: True if `reduce` only adds, so that it may run before the gradients are summed over
-    the tensor axis and over the two uses of a tied table. A method that does more than add, for
-    example one that compresses, sets `linear` to False. If `linear` is False, the input of `reduce`
-    is this replica's gradients, already summed over its tensor ranks and, for a tied table, over
-    the first and the last pipeline rank.
+    the tensor axis and over the two uses of a tied embedding table. A method that does more than
+    add, for example one that compresses, sets `linear` to False. The input of `reduce` is then this
+    replica's gradients, already summed over its tensor ranks and, for a tied table, over the first
+    and the last pipeline rank.
 
-    `by_unit`: True if the method sums over all ranks that see different tokens. The ranks that see
-    different tokens are the group `losses`, which may be larger than the group `data`. A method
-    with `by_unit` sums each shard unit separately, and does not sum over the axes along which the
-    parameters of the unit are declared to be `apart`. A run that needs separate sums for shard
-    units is refused if `by_unit` of its method is False.
+    `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
+    group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
+    separately. Some shard units declare axes along which their parameters differ (`apart`); the
+    method does not sum over these axes. A run that needs separate sums for shard units is refused
+    if `by_unit` of its method is False.
 
-    `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
-    moments: one number for every element, in the type of the master weights. Each kind declares
-    whether replicas have different values (`Kept.differs`), and its initial values.
-    `ptdmpi.config.methods.kept_by` has the names of the kinds, for code that counts memory without
-    an engine. The tensors are made together with the state: `self.state.kinds["error"].parts[n]`
-    corresponds, element by element, to `self.replica.buffer.masters[n]`. Checkpoints contain the
-    method's tensors, for each replica if replicas differ, so a resumed run continues bitwise
-    equally.
+    `kinds`: the state, by name, that the method stores for each parameter in addition to weights
+    and moments: one number for every element of the parameter, in the type of the master weights.
+    Each kind declares whether replicas have different values (`Kept.differs`), and its initial
+    values. `ptdmpi.config.methods.kept_by` has the names of the kinds, for code that counts memory
+    without an engine. The tensors are made together with the state:
+    `self.state.kinds["error"].parts[n]` corresponds, element by element, to
+    `self.replica.buffer.masters[n]`. Checkpoints contain these tensors, for each replica if
+    replicas differ, so a resumed run gives bitwise the same results as an uninterrupted run.
     """
 
     differs: tuple[str, ...] = ()
     linear: bool = True
     by_unit: bool = False
-    # size, in bits per element, of the values that this rank compressed in the last step; None if
-    # nothing was compressed
+    # average size, in bits per element, of the codes that this rank sent in the last step; None if
+    # it sent no codes
     bits_per_element: float | None = None
     # the engine sets this attribute when it makes the state, which contains the method's `kinds`
     state: State
@@ -82,9 +82,9 @@ class DataParallel(OpHook):
         self.kinds: Mapping[str, Kept] = {}
 
     def begin_step(self) -> None:
-        """Discard what the method has stored of an earlier step that did not call `reduce`, for
-        example a step that only searched for values that are not finite. `begin_step` is called
-        before the gradients are set to zero and the first op begins."""
+        """Prepare a step, before the gradients are set to zero and the first op begins. Discard the
+        values that the method has stored in an earlier step without a call of `reduce`, for example
+        a step that only searched for values that are not finite."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete. If the backward of a microbatch
@@ -104,9 +104,9 @@ class DataParallel(OpHook):
         batch is their plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Do the method's work after step `step` (from 0). The master weights of this replica are
-        then updated, or all replicas have `skipped` the step. The method may change the master
-        weights here, because the weights are copied from the master weights afterwards."""
+        """Do the method's work after step `step` (from 0). The optimizer has then updated the
+        master weights of this replica, or all replicas have `skipped` the step. The method may
+        change the master weights, because they are copied to the weights only afterwards."""
 
     @property
     def settled(self) -> bool:
@@ -115,8 +115,8 @@ class DataParallel(OpHook):
         return True
 
     def replicas_lost(self) -> None:
-        """After a loss of ranks, recompute the state that depends on all replicas. After the loss
-        there are fewer replicas, or some replicas are copies of other replicas. All ranks call this
+        """After a loss of ranks, recompute the state that depends on all replicas. There are then
+        fewer replicas, or some replicas are copies of other replicas. All ranks call this
         method."""
 
     def settle(self) -> None:
@@ -124,8 +124,7 @@ class DataParallel(OpHook):
 
     def agreed(self, value: float) -> float:
         """Return the greatest `value`, such as a norm, over all replicas. The result is the same on
-        all ranks. If one value is NaN, return NaN, because the result decides whether a step is
-        skipped."""
+        all ranks. It decides whether a step is skipped, so it is NaN if any value is NaN."""
         if not self.differs:
             return value  # equal replicas have the same `value`, so no message is needed
         values = self.data.all_gather_object(value)

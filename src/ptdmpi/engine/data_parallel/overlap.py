@@ -1,10 +1,10 @@
 """Overlap of communication with the backward of the last microbatch: sums of gradients over ranks
 begin before this backward ends.
 
-The overlap needs a transport that makes progress during computation (`overlaps`). The gradients of
-each shard unit, which is a module such as a layer, are summed as soon as they are complete, from
-the last module to the first. The replicas execute the same program, so they begin the same sums in
-the same order.
+The overlap needs a transport that makes progress during computation (`overlaps`). A shard unit is a
+module such as a layer. The gradients of each unit are summed as soon as they are complete, from the
+last unit to the first. The replicas execute the same program, so they begin the same sums in the
+same order.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of the gradients of all shard units of a rank. Each sum begins once in a step: this
-    class calls the function `begin` with the gradients and the shard unit.
+    """The sums of the gradients of all shard units of a rank. Each sum begins once per step, by a
+    call of the function `begin` with the gradients and the shard unit.
     """
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
@@ -46,8 +46,8 @@ class BegunSums:
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """Begin the gradient sums of the stage of `op` that have not begun. `op` was computed just
-        before this call."""
+        """Begin the gradient sums of the stage of `op` that have not begun yet. This method is
+        called right after `op` was computed."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)
@@ -70,7 +70,7 @@ class BegunSums:
         self.end()
 
     def forget(self) -> None:
-        """Do nothing: no sum can be incomplete, because `wait` was called before the gradients were
+        """Do nothing, because no sum is in progress: `wait` was called before the gradients were
         set to zero."""
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Sums of all gradients by messages between pairs of ranks. The sums are bitwise equal to the sums
-of the method `all_reduce`. The methods of this module send about as many bytes as the textbook
-algorithms."""
+"""Methods that sum all gradients by messages between pairs of ranks. The sums are bitwise equal to
+the sums of the method `all_reduce`. The number of bytes that are sent is about the same as in the
+textbook algorithms."""
 
 from collections.abc import Iterator
 
@@ -12,17 +12,18 @@ from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS
 
 
 class Ring(DataParallel):
-    """A reduction and then a gather around a ring of n ranks (Patarasuk and Yuan 2009): each rank
-    sends at most 2 (n - 1) messages, and each message has 1 / (n - 1) of the gradients.
+    """A reduction and then a gather around a ring of n ranks (Patarasuk and Yuan 2009). Each rank
+    sends at most 2 (n - 1) messages, each of which has 1 / (n - 1) of the gradients.
 
     In the textbook algorithm, the sum of part c of the gradients begins at rank c, so the ranks are
     added in a different order for each part. In ptdmpi's ring the sum of every part begins at
     rank 0 and ends at rank n - 1, so that all parts are added in ascending order of ranks. After
-    the reduction, rank n - 1 sends the sums along the ring to ranks 0, 1, .., n - 2. All ranks
-    together send as many bytes as in the textbook algorithm, 2 (n - 1) times the gradients. In the
-    textbook algorithm each rank sends 2 (n - 1) / n times the size of the gradients. In ptdmpi's
-    ring, ranks n - 2 and n - 1 send the size of the gradients once, and all other ranks send it
-    twice. For n = 3 and parts a and b:
+    the reduction, rank n - 1 sends the sums along the ring to ranks 0, 1, .., n - 2.
+
+    All ranks together send as many bytes as in the textbook algorithm: 2 (n - 1) times the size of
+    the gradients. In the textbook algorithm each rank sends 2 (n - 1) / n times this size. In
+    ptdmpi's ring, ranks n - 2 and n - 1 send the gradients once, and all other ranks send them
+    twice. For n = 3 ranks and two parts a and b (a01 is the sum of a over ranks 0 and 1):
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 

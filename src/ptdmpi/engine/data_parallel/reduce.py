@@ -35,9 +35,9 @@ class EarlySums(DataParallel):
             self.sums = BegunSums(replica, begin)
 
     def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
-        """Return a list of groups of ranks. The gradients of a shard unit are summed first over the
-        first group, then over the next. `done` are the axes over which the gradients are already
-        summed."""
+        """Return the groups of ranks over which the gradients of a shard unit are summed: first
+        over the first group, then over the next. `done` has the axes over which the gradients are
+        already summed."""
         axes = self.replica.axes
         without = {*unit.apart, *done}
         if not without:
@@ -56,7 +56,7 @@ class EarlySums(DataParallel):
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """If `op` completes the gradients of its stage, begin the sums of this stage that have not
-        begun."""
+        begun yet."""
         if self.sums is not None:
             self.sums.leave(op)
 
@@ -90,13 +90,13 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """A method for sharded state (ZeRO) that sums gradients over all ranks with different tokens.
-    Each rank of a shard group gets only its shard of the sum. Gradients are summed first within the
-    shard group, then over the shard groups.
+    """A method for sharded state (ZeRO) that sums gradients over all ranks that see different
+    tokens. Each rank of a shard group gets only its shard of the sum. Gradients are summed first
+    within the shard group, then over the shard groups.
 
-    With ZeRO stage 1 the gradients are unsharded, and are reduced one shard unit at a time, in
+    With ZeRO stage 1 the gradients are not sharded. They are reduced one shard unit at a time, in
     `reduce` or during the backward of the last microbatch. With ZeRO stages 2 and 3, each gradient
-    was already reduced within the shard group when it was computed.
+    has already been reduced within the shard group when it was computed.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -128,15 +128,15 @@ class TreeSum(DataParallel):
     The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves
     [j 2^k, (j+1) 2^k). A node is the sum of its two children, or equal to its left child if there
     is no right child. The tree does not depend on the assignment of microbatches to ranks, so the
-    sum has the same bits for every assignment. Each pipeline stage stores at most log2(m) + 1
-    partial sums for its m microbatches. Every data rank sends its part of the tree to all other
-    data ranks.
+    bits of the sum do not depend on it, either. Each pipeline stage stores at most log2(m) + 1
+    partial sums, where m is the number of its microbatches. Every data rank sends its part of the
+    tree to all other data ranks.
     """
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self.leaves = replica.schedule.microbatches * self.data.size
-        # the gradients of each stage, which are copied from the flat buffer into a leaf
+        # for each stage, the gradients in the flat buffer that are copied into a leaf
         self.views = {
             number: [weight.main_grad for _, weight in stage.trained_parameters()]
             for number, stage in replica.stages.items()
@@ -187,8 +187,8 @@ class TreeSum(DataParallel):
     def _merge(
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
-        """Add the node `key` (level, index) to the tree. While the sibling of the node is in the
-        tree, or while the node can have no sibling, replace the node by its parent."""
+        """Add the node `key` (level, index) to the tree. As long as the sibling of the node is in
+        the tree, or the node can have no sibling, replace the node by its parent."""
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1

@@ -115,7 +115,9 @@ def test_a_run_keeps_its_kernels_in_triton(comm, tmp_path):
         assert kinds(None, "b") == ("loss", "norm", "gated")
     with in_triton(["norm"], here=comm.rank == 0):
         assert kinds({}) == ()
-        assert said[-1] == "not by Triton, which is not here: norm; other bits than before"
+        assert said[-1] == (
+            "Triton is not available here, so PyTorch computes norm; the bits of results change"
+        )
     with in_triton(["norm"]):
         assert kinds({}) == ("norm",)  # back where it was
 
@@ -153,7 +155,7 @@ def test_all_ranks_agree_and_a_run_that_goes_on_keeps_to_it(comm, tmp_path):
         assert order({"attention": ["flash"]}) == ("cudnn", "flash")
     with on((8, 0), True):
         assert order({}) == ("flash",)
-    assert "before also by cudnn, which is not here: other bits; " in said.pop()
+    assert "not available here: cudnn (the bits of results change); " in said.pop()
     with on((9, 0), True):  # back where it was
         assert order({}) == ("cudnn", "flash")
         assert said.pop().endswith(
@@ -257,9 +259,9 @@ def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
     assert (half(False, "a", {}), told()) == ("widened", "widened")
     as_before = "widened (as before; fastest here: native)"
     assert (half(True, "a", {}), told()) == ("widened", as_before)
-    lost = "widened, for native is not here"
+    lost = "widened, because native is not available here"
     assert (half(True, "b", {}), told()) == ("native", "native")
-    assert (half(False, "b", {}), told()) == ("widened", f"{lost}: other bits than before")
+    assert (half(False, "b", {}), told()) == ("widened", f"{lost}: the bits of results change")
     assert (half(True, "c", native), told()) == ("native", "native")
     # a run of before this was kept goes by the processor, as it did
     assert (half(False, "d", {"attention": ["library"]}), told()) == ("widened", "widened")
@@ -329,7 +331,7 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
         assert stored(anew)["linear"] == ["onednn:8:inf"]
     with mock.patch.object(host, "has_fused", lambda: False):
         assert agreed(world, tmp_path, place, {}, say=said.append) == found
-    assert "for onednn:8:inf is not here: other bits than before" in said.pop()
+    assert "because onednn:8:inf is not available here: the bits of results change" in said.pop()
 
 
 @parallel(ranks=[1])

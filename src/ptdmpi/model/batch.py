@@ -1,4 +1,4 @@
-"""A microbatch as tensors; the copy of microbatches to the device while the device computes; and
+"""A microbatch as tensors, the copy of microbatches to the device while the device computes, and
 the state of a microbatch on its way through the pipeline stages of a rank."""
 
 import copy
@@ -30,13 +30,13 @@ class TeacherOutputs:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch of b sequences of s tokens, in the form that a model uses. `inputs` and `labels`
-    [s, b] are token ids, `weights` [s, b] are the weights of the labels (None if all are 1), and
-    `samples` [b] are the global sample numbers.
+    """A microbatch of b sequences of s tokens, as the model uses it. `inputs` and `labels` [s, b]
+    are token ids. `weights` [s, b] are the weights of the labels (None if all are 1), and `samples`
+    [b] are the global sample numbers.
 
-    Labels are already shifted by one token relative to inputs, so a rank may select the same
-    positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch from rows of a
-    dataset.
+    Labels are already shifted by one token relative to inputs, so the label of an input has the
+    same position. A rank of the context axis can therefore select the same positions of both.
+    `ptdmpi.inference.tensors` makes a microbatch from rows of a dataset.
 
     `documents` is None unless a sequence contains several documents. In a masked language model
     with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
@@ -46,9 +46,8 @@ class Microbatch:
     for the labels, if the run distills one.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
-    segment order contributes to the loss. `tokens` and `orders` are computed on the host when a
-    batch is made. If the host read these numbers from the device, it would have to wait for the
-    device.
+    segment order contributes to the loss. Both numbers are computed on the host when the microbatch
+    is made, because reading them from the device would make the host wait.
     """
 
     inputs: Tensor
@@ -84,9 +83,9 @@ class Microbatch:
         on the host.
 
         `documents` keeps all positions, because queries see keys at all positions. Masked positions
-        are converted to indices among this rank's positions. If another rank has a masked position,
-        the weight of that position is 0 on this rank. Only the rank with the first position
-        computes the loss of the segment order.
+        are converted to indices among this rank's positions. The weight of a masked position that
+        is on another rank is 0 on this rank. Only the rank with the first position computes the
+        loss of the segment order.
         """
         if positions.are_all:
             return self
@@ -102,7 +101,8 @@ class Microbatch:
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
         """Return a copy of this microbatch, which has only this rank's positions, with the masked
-        positions and the segment order of `whole`, the same microbatch at all positions."""
+        positions and the segment order of `whole`. The microbatch `whole` is the same one, at all
+        positions."""
         assert whole.masked is not None
         count = len(self.inputs)
         numbers = positions.numbers(count, self.inputs.device)
@@ -138,10 +138,10 @@ class MicrobatchPass:
     the results of its ops.
 
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
-    from which dropout masks are computed; None means evaluation, without dropout. `scale` is the
+    which determines the dropout masks; None means evaluation, without dropout. `scale` is the
     factor of the total loss before its gradient is computed: 1 / (valid tokens of the global
     batch), times the loss scale of fp16. The total loss is a weighted sum of losses. `weights` has
-    the weight of each loss by name; the first loss is not included, because its weight is 1.
+    the weight of each loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -156,8 +156,8 @@ class MicrobatchPass:
     total: Tensor | None = None
 
     def factors(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the factor of the gradient of each loss in `names`, by name. Losses without a
-        weight are not included."""
+        """Return the factors by which the gradients of the losses `names` are multiplied, by name
+        of the loss. A loss without a weight has no entry."""
         return {name: self.scale * self.weights[name] for name in names if name in self.weights}
 
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
@@ -165,7 +165,8 @@ class MicrobatchPass:
         autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            # routers' losses are absent: the routers themselves add the gradients of these losses
+            # the losses of routers are not in `losses`: routers add the gradients of their losses
+            # themselves
             if name in losses:
                 total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}
@@ -175,8 +176,9 @@ class MicrobatchPass:
 
 @dataclass
 class _Slot:
-    """Memory for the microbatches of one step: `host` on the host and `there` on the device. After
-    the event `free`, the device no longer uses this memory."""
+    """Memory for the microbatches of one step: `host` on the host and `there` on the device. Once
+    the device has passed the mark `free`, it no longer uses this memory. Once it has passed
+    `copied`, the copy from host to device is complete."""
 
     host: Tensor
     there: Tensor
@@ -185,11 +187,11 @@ class _Slot:
 
 
 class Placing:
-    """Copies of microbatches to a device. Two slots of memory (`_Slot`) are used in turn. All
-    microbatches of a step are sent in one copy. While the device computes with one slot, the host
-    fills the other slot, and neither host nor device waits. The tensors that `place` returns may be
-    used only by kernels that are started before the next call of `place`. If the device is the
-    host, nothing is copied."""
+    """Copies of microbatches to a device. All microbatches of a step are sent in one copy. Two
+    slots of memory (`_Slot`) are used in turn: while the device computes with one slot, the host
+    fills the other one, and neither of them waits. A tensor that `place` has returned may be used
+    only by kernels that are started before the next call of `place`. If the device is the host,
+    nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -201,8 +203,8 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the slot that the last call filled becomes free when all computations that were issued so
-        # far have ended
+        # the slot that the last call filled is free when all computations that were issued until
+        # now have ended
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
@@ -236,12 +238,12 @@ class Placing:
         """Return the slot of memory that is used next, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
-            # the copy from this slot began two calls ago, so in practice the host does not wait
+            # the copy from this slot began two calls ago, so the host hardly ever waits for it
             slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # The copy into the new memory waits for all computations issued so far (`now`), because
-            # one of them may still use a freed tensor that was in this memory.
+            # The copy into the new memory waits for all computations issued so far (`now`). One of
+            # them may still use a freed tensor that was in the same memory.
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages: the form in which an activation is sent, and the two
-ends of the autograd graph that a stage builds for a microbatch (its input and its output)."""
+"""The boundary between two pipeline stages: the form in which an activation is sent, and the input
+and output ends of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ class Boundary:
     """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
     If `scatter_gather` is True, each of the t ranks of a tensor group sends 1/t of the activation,
-    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). Sending 1/t is possible
+    and the receivers gather the parts (Narayanan et al. 2021, section 4.1). This is possible
     because all ranks of the tensor group have the same activation. Under sequence parallelism the
-    activation is already divided among the tensor ranks.
+    activation is already divided among the tensor ranks, so this option has no effect.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
@@ -27,15 +27,15 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # each rank sends the whole activation if the number of tensor ranks does not divide the
-        # number of its elements, because all parts must have the same length
+        # all parts must have the same length, so each rank sends the whole activation if the number
+        # of its elements is not a multiple of the number of tensor ranks
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the part of `x` that this rank sends, as a flat contiguous tensor."""
-        # only values are sent, without an autograd graph: the next stage builds its own graph, and
-        # its backward op sends the gradient back
+        # only values are sent, without an autograd graph: the next stage builds a graph of its own,
+        # and its backward op sends the gradient back
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
@@ -46,15 +46,15 @@ class Boundary:
 
 
 class Arrival:
-    """The input end of a stage's autograd graph. An `Arrival` stores the gradient of the input, and
-    keeps no reference to the input's values."""
+    """The input end of a stage's autograd graph. It stores the gradient of the input, but keeps no
+    reference to the input's values."""
 
     gradient: Tensor | None = None
 
     def begin(self, x: Tensor) -> Tensor:
-        """Return the input `x` as a non-leaf tensor of the stage's own autograd graph. Autograd
-        would keep a leaf in memory until its gradient exists, although the first layer may need
-        only a part of it."""
+        """Return the input `x` as a non-leaf tensor of the stage's own autograd graph. If `x` were
+        a leaf, autograd would keep it in memory until its gradient exists, although the first layer
+        may need only a part of it."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
@@ -74,8 +74,8 @@ class _Arrive(Function):
 
 
 class Departure:
-    """The output end of a stage's autograd graph. A `Departure` keeps no reference to the output's
-    values, so their memory can be freed when they have been sent."""
+    """The output end of a stage's autograd graph. It keeps no reference to the output's values, so
+    their memory can be freed once they have been sent."""
 
     gradient: Tensor | None = None
 
@@ -83,12 +83,13 @@ class Departure:
         self._end: GradientEdge | None = get_gradient_edge(_Depart.apply(y, self))
 
     def backward(self, dy: Tensor | None) -> None:
-        """Run the backward of the graph, beginning with the output's gradient `dy`. `dy` is not
-        passed as an argument of torch.autograd.backward, because torch would then import SymPy to
-        compare two shapes, which takes a second at the start of every rank."""
+        """Run the backward of the graph, beginning with the output's gradient `dy`. If `dy` were an
+        argument of torch.autograd.backward, torch would import SymPy to compare two shapes, which
+        takes a second at the start of every rank. `_Depart` therefore reads it from this
+        object."""
         assert self._end is not None, "a graph runs back once"
-        # remove the reference to the graph, because the graph refers to this object, and a
-        # reference cycle would stay in memory until garbage collection
+        # remove the reference to the graph: the graph refers to this object, and such a cycle of
+        # references would stay in memory until garbage collection
         end = self._end
         self._end = None
         self.gradient = dy
@@ -96,8 +97,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """An autograd Function whose output has no values, so that the graph can end with it. The
-    backward of this function reads the gradient from a `Departure`."""
+    """An autograd Function that ends the graph, and whose output has no values. Its backward reads
+    the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

@@ -23,7 +23,7 @@ from ptdmpi.model.random import initial
 class Storage:
     """The memory of the optimizer's state: the moments, and the master weights unless the weights
     themselves are the master weights. The base class uses the memory of `device`. `apart` is True
-    if this memory is not on the training device. In that case the host computes the update (see
+    if this memory is not on the training device; then the host computes the update (see
     `offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
@@ -37,14 +37,14 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each group of tensors in `rows`, after reading the group into memory, where the
-        caller may read and change it. When the caller requests the next group, the previous group
-        may be written back."""
+        """Yield each group of tensors in `rows`, after reading it into memory. The caller may read
+        and change these tensors. When the caller requests the next group, the previous group may be
+        written back."""
         yield from rows
 
     def let_go(self) -> None:
-        """Free memory that is only a cached copy of the stored tensors. Call this method when no
-        tensor is being read."""
+        """Free memory that is only a cached copy of the stored tensors. Do not call this method
+        while a tensor is being read."""
 
 
 class ParameterBuffer(FlatOrder):
@@ -52,13 +52,13 @@ class ParameterBuffer(FlatOrder):
     are initially zero. If `trains` is False, there are no gradients. `storage` allocates the master
     weights, unless the weights themselves are the master weights.
 
-    `masters` and `reduced` have one tensor for each shard unit. The tensor has the master weights
-    (`masters`) or the gradients (`reduced`) of the part of the shard unit that this rank updates.
-    If the master type equals the compute type, the master weights are the weights. `gradients` is
-    the flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of
-    all shard units; with ZeRO stage 3 it is empty. Frozen weights have separate shard units:
-    `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this rank's part
-    of each of these shard units.
+    `masters` and `reduced` have one tensor for each shard unit. It contains the master weights
+    (`masters`) or the gradients (`reduced`) of this rank's part of the shard unit, which this rank
+    updates. If the master type equals the compute type, the master weights are the weights.
+    `gradients` is the flat tensor in which gradients accumulate. `weights` is the flat tensor of
+    the weights of all shard units; with ZeRO stage 3 it is empty. Frozen weights have separate
+    shard units: `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this
+    rank's part of each of these units.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class ParameterBuffer(FlatOrder):
             self.reduced = [self.own(unit, self.gradients) for unit in self.gradient_units]
 
     def own(self, unit: Unit, flat: Tensor) -> Tensor:
-        """Return this rank's part of a shard unit in `flat`, a tensor that has the order of the
-        flat buffer."""
+        """Return this rank's part of a shard unit, as a view of `flat`, a tensor in the order of
+        the flat buffer."""
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
@@ -128,8 +128,8 @@ class ParameterBuffer(FlatOrder):
             weight = absent(entry, self.precision.compute, self.device)
         else:
             weight = entry.view(self.weights if trains else self.idle_weights)
-        # the tensors themselves are swapped, because an assignment to `.data` cannot change the
-        # type and device of a meta tensor
+        # swap the tensors, because an assignment to `.data` cannot change the type and device of a
+        # meta tensor
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
@@ -142,15 +142,15 @@ class ParameterBuffer(FlatOrder):
             parameter.second = self.second[name]
         if not self.portion.shards_gradients:
             parameter.main_grad = (parameter.second or entry).view(self.gradients)
-        # ptdmpi's own layers add their gradients to main_grad; this hook is for other modules, such
-        # as LayerNorm
+        # ptdmpi's own layers add their gradients to `main_grad` themselves; this hook is for other
+        # modules, such as LayerNorm
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
-        """Fill the master weights with random values that depend on the seed and the parameter's
-        name. The logical tensors are the same in every layout; each rank computes only the part
-        that it stores. If `trained_alone` is True, frozen weights get no random values, because
-        they are loaded from a checkpoint."""
+        """Fill the master weights with random values that depend only on the seed and the
+        parameter's name, so the logical tensors are the same in every layout. Each rank computes
+        only the part that it stores. If `trained_alone` is True, frozen weights get no random
+        values, because they are loaded from a checkpoint."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -202,9 +202,8 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder for a weight that is not gathered at present. The placeholder has the
-    weight's shape and uses no memory. All elements of the placeholder are NaN, so that a use by
-    mistake is noticed."""
+    """Return a placeholder for a weight that is not gathered at present. It has the weight's shape
+    and uses no memory. Its elements are all NaN, so that a use by mistake is noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 

@@ -1,6 +1,6 @@
 """Functions that build modules from the descriptions of their parameters in
-`plan.shape.parameters`. The planner counts parameters with the same descriptions. A function that
-builds a module raises TypeError if it gets the description of another kind of module."""
+`plan.shape.parameters`; the planner counts parameters by the same descriptions. Each of these
+functions raises TypeError if it gets the description of another kind of module."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -63,9 +63,9 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach adapters to a linear: the adapters that `parts` describes under the linear's name
-    `name`. `columns` has one slice for each part of the linear (such as query, key and value): the
-    outputs of this part on this rank."""
+    """Attach adapters to a linear: the adapters that `parts` describes under `name`, the linear's
+    name. A linear may have several parts, such as query, key and value. `columns` has one slice for
+    each part: the outputs of this part on this rank."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -119,8 +119,8 @@ def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
     """Set two properties in the declaration of each parameter of a stage: whether the parameter
-    trains, and its quantized form. The values come from the descriptions in
-    `plan.shape.parameters`. Only the weights of the layers' linears may be quantized."""
+    trains, and its quantized format. The descriptions in `plan.shape.parameters` determine both.
+    Only the weights of the layers' linears may be quantized."""
     modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
@@ -151,8 +151,8 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
 
 
 def _declared(module: nn.Module) -> Iterator[Parameter]:
-    """Yield the parameters of the module itself, without the parameters of its submodules. The
-    first parameter is the module's weight."""
+    """Yield the module's own parameters, without the parameters of its submodules. The first one is
+    the module's weight."""
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight
@@ -161,7 +161,7 @@ def _declared(module: nn.Module) -> Iterator[Parameter]:
 def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
     """Raise InputError unless `row.parts()` describes the parameters of `module` on one of `tensor`
     tensor ranks. `row` is the description of the operator that `module` computes. The planner and
-    the optimizer read `row.parts()` and not the module, so both must agree."""
+    the optimizer read `row.parts()`, not the module, so the two must agree."""
     mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
     described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
     for name, part in row.parts().items():

@@ -9,12 +9,12 @@ from ptdmpi.model.kernels.attention import AttentionCore
 
 
 class KeyValueCache:
-    """The keys and values of b sequences for each of the `layers`: [b, capacity, kv heads / t, head
-    size], where t is the tensor-parallel size.
+    """The keys and values of b sequences, for each of the `layers`: [b, capacity, kv heads / t,
+    head size], where t is the tensor-parallel size.
 
     Sequences may have different lengths, because each token has its own position (see the method
-    `at`). If padding was stored at a position, the real token overwrites the padding before any
-    query sees it, because no query sees positions after its own.
+    `at`). If padding was stored at a position, the next real token overwrites it before any query
+    sees it, because no query sees positions after its own.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class KeyValueCache:
         self._places = torch.empty(0)
 
     def at(self, positions: Tensor) -> None:
-        """Set the positions [s, b] of the tokens that come next: the position of each token in its
+        """Set the positions [s, b] of the tokens that are computed next, each within its own
         sequence."""
         self.positions = positions
-        # the number of positions up to the last of these tokens; later positions of the cache are
-        # not read
+        # the positions from 0 to the last of these tokens; later positions of the cache are not
+        # read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:
@@ -52,7 +52,7 @@ class KeyValueCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to the earlier
         tokens of their sequence and to themselves. If the layer has a window, a token attends only
-        to tokens in its window. Store the keys and values of the new tokens."""
+        to tokens in its window. This method also stores the keys and values of the new tokens."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)

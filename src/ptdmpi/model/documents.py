@@ -1,6 +1,6 @@
 """The documents in the sequences of a microbatch, and the pairs of documents that a preference loss
-compares. Attention is computed within each document, and the positions of a document are counted
-from 0.
+compares. Tokens attend only to tokens of their own document, and the positions of a document are
+counted from 0.
 
 In this module a document is a run of tokens that attend only to each other: one text of a packed
 sample, or the padding after the last text.
@@ -22,10 +22,10 @@ class Documents:
 
     `numbers` [b, s] has the number of each token's document within its sequence. `positions` [s, b]
     has the position of each token in its document, from 0 on. `pieces` has (sequence, begin, end)
-    of all documents, sequence by sequence; it is on the host, because the host divides the
-    computation by these documents. If all sequences are concatenated, `offsets` int32 [documents +
-    1] has the position of each document's first token, and the end of the last document. `longest`
-    is the length of the longest document.
+    of all documents, sequence by sequence. It is on the host, because the host divides the
+    computation by documents. `offsets` int32 [documents + 1] is for all sequences concatenated: it
+    has the position of each document's first token, and the end of the last document. `longest` is
+    the length of the longest document.
     """
 
     numbers: Tensor
@@ -42,8 +42,8 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the document of a token starts at the last position up to the token at which a document
-        # starts; the cumulative maximum finds this position
+        # a token's document starts at the last start of a document that is not after the token; the
+        # cumulative maximum finds this position
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -76,14 +76,15 @@ class Documents:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of answers in a microbatch of b sequences of s tokens: in each sequence, document 2
-    i has the preferred answer of pair i, and document 2 i + 1 has the other answer.
+    """The pairs of answers in a microbatch of b sequences of s tokens. In each sequence, document
+    2 i has the preferred answer of pair i, and document 2 i + 1 has the other answer.
 
-    `answers` [s, b] has the number of each label's answer: 2 n for the preferred answer of pair n,
-    2 n + 1 for the other answer, and -1 for a label with weight 0. `references` [s, b] are the
-    log-probabilities of the labels in the reference model. `size` is the number of pairs. `counted`
-    is the number of pairs that this rank contributes when pairs are counted over the context axis.
-    The rank with the first position contributes all pairs, and every other rank contributes 0.
+    `answers` [s, b] has the number of each label's answer, counted over all sequences: 2 n for the
+    preferred answer of pair n, 2 n + 1 for the other answer, and -1 for a label with weight 0.
+    `references` [s, b] are the log-probabilities of the labels in the reference model. `size` is
+    the number of pairs. `counted` is the number that this rank contributes when pairs are counted
+    over the context axis: the rank with the first position contributes all pairs, and every other
+    rank contributes 0.
     """
 
     answers: Tensor

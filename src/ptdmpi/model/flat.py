@@ -24,9 +24,9 @@ ALL = "all"  # the name of the shard unit for all parameters that have no separa
 @dataclass(frozen=True)
 class Portion:
     """A rank's part of the model and its state: the rank's position on the tensor axis, the stage
-    of ZeRO (`zero`), and the shard group. The tensors that are sharded at this stage of ZeRO are
-    divided among the ranks of the shard group. If the shard group has only one rank, this rank
-    stores these tensors completely."""
+    of ZeRO (`zero`), and the shard group. Each tensor that this stage of ZeRO shards is divided
+    among the ranks of the shard group. If the shard group has only one rank, this rank stores such
+    tensors completely."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -67,9 +67,9 @@ class Portion:
 @dataclass(frozen=True)
 class Unit:
     """A shard unit: consecutive entries (parameters) at the positions [start, stop) of the flat
-    buffer. Parameters with weight decay come first. `apart` has the axes over which the gradients
-    of these entries are not summed, because the ranks along these axes have different parameters
-    (see `Declaration`)."""
+    buffer. Parameters with weight decay come first. The gradients of these entries are not summed
+    over the axes `apart`, because the ranks along these axes have different parameters (see
+    `Declaration`)."""
 
     name: str
     start: int
@@ -89,8 +89,8 @@ class LogicalPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnPart:
     """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
-    row-major order. The owned elements begin at index `offset` of this rank's part of the shard
-    unit with the number `unit`. Shard units of frozen weights have separate numbers."""
+    row-major order. They begin at index `offset` of this rank's part of shard unit number `unit`.
+    Shard units of frozen weights are numbered separately."""
 
     entry: Entry
     begin: int
@@ -109,7 +109,7 @@ class OwnPart:
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the view that the method `view` returns, extended by the padding after the owned
+        """Return the same view as the method `view`, extended by the padding after the owned
         elements."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
@@ -139,11 +139,11 @@ class FlatOrder:
     rank owns.
 
     `named` has (logical name, parameter) of all pipeline stages of the rank. A name that occurs
-    twice is a tied weight. Both uses of a tied weight share their storage, and the second use has a
-    separate gradient (`second`), so that the two gradients can be reduced separately and then
-    added. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
-    train are in `packed` if they are quantized. Other parameters that do not train are in `frozen`,
-    which has a separate flat buffer with its own shard units.
+    twice is a tied weight. Its two uses share their storage, but the second use has a separate
+    gradient (`second`), so that the two gradients can be reduced separately and then added.
+    `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not train
+    are in `packed` if they are quantized, otherwise in `frozen`, which has a separate flat buffer
+    with its own shard units.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # the gradients of the second uses of tied weights form their own shard unit for the
-        # reduction, although the second uses have no weights of their own
+        # the gradients of the second uses of tied weights form a shard unit of their own, although
+        # the second uses have no weights of their own
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         whole = {name: p for name, p in idle.items() if not p.declaration.packed}
-        # if frozen weights are sharded, they are divided into the same shard units as parameters
-        # that train
+        # if frozen weights are sharded, they are divided into shard units in the same way as
+        # parameters that train
         apart = portion.frozen_shards > 1
         self.frozen_units = self._placed(
             whole,
@@ -205,9 +205,9 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # place parameters with weight decay before parameters without. If all parameters have
+            # Place parameters with weight decay before parameters without. If all parameters have
             # the same learning rate, the optimizer then updates at most two slices of each shard
-            # unit
+            # unit.
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -232,10 +232,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry (a parameter in the buffer) that this rank updates. This rank
-        also has the summed gradient of the part that it updates. For the second use of a tied
-        table, return the part whose gradient this rank has; for a frozen entry, return the part
-        that it stores. Return None if this rank has no part of the parameter."""
+        """Return the part of an entry (a parameter in the buffer) that this rank updates; this rank
+        also has the summed gradient of this part. For the second use of a tied table, return the
+        part whose gradient this rank has; for a frozen entry, return the part that it stores.
+        Return None if this rank has no part of the parameter."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -257,8 +257,8 @@ class FlatOrder:
         )
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slices of an entry (a parameter in the buffer) that are in different shards,
-        each with the number of its shard. The entry must belong to a parameter that trains."""
+        """Return the slices into which the shards cut an entry (a parameter in the buffer), each
+        with the number of its shard. The entry must belong to a parameter that trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)

@@ -1,4 +1,4 @@
-"""The adapters of some columns of a linear's outputs."""
+"""The selection of adapters for a product that computes only some outputs of a linear."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -11,9 +11,9 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
-    """Return the adapters of the outputs `columns` of a linear, for a product that computes only
-    these columns. The result shares the parameters of the given adapters, but has other column
-    numbers."""
+    """Return the adapters for the outputs `columns` of a linear, for a product that computes only
+    these outputs. The returned adapters share the parameters of the given ones, but their column
+    numbers count from the first of these outputs."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 

@@ -1,14 +1,14 @@
 """LoRA adapters for a linear whose weight is divided over the tensor axis (Hu et al. 2021, arXiv
-2106.09685). The adapter has the trained matrices A and B, and the linear has the weight W and the
-bias b:
+2106.09685). The trained matrices A and B of an adapter change the output y of a linear with the
+weight W and the bias b:
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
 In a column-parallel linear, B is divided in the same way as W, and every rank has the full A. Each
-rank computes only a partial gradient of A, and the partial gradients are summed over the tensor
-axis once in a step. In a row-parallel linear, A is divided in the same way as W, and every rank has
-the full B. The adapter's partial product is added to W's partial product before the all-reduce, so
-the adapter needs no message of its own.
+rank computes only one term of the gradient of A, and the terms are summed over the tensor axis once
+per step. In a row-parallel linear, A is divided in the same way as W, and every rank has the full
+B. The adapter's partial product is added to the partial product of W before the all-reduce, so the
+adapter needs no message of its own.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """A pair of adapter matrices A and B. The product of A, B and the input is added to the outputs
-    `columns` of a linear on this tensor rank. The forward and the backward of the linear call the
-    adapter's methods; the adapter itself has no forward method."""
+    """A pair of adapter matrices A and B for the outputs `columns` of a linear on this tensor rank.
+    The adapter's product with the input is added to these outputs. The forward and the backward of
+    the linear call the adapter's methods; the adapter itself has no forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
         """Declare A and B. `tensor` is (this rank's number on the tensor axis, size of the tensor
@@ -42,8 +42,8 @@ class LowRankAdapter(Computing):
             self.first_channel = rank * part.local(size)[0]
         else:
             outputs = Split.of_one(0, part.outputs, part.most)
-        # the same initial variance as in the package `peft`, which uses a uniform distribution
-        # between -1/sqrt(inputs) and 1/sqrt(inputs)
+        # the initial variance is the same as in the package `peft`, which draws from a uniform
+        # distribution between -1/sqrt(inputs) and 1/sqrt(inputs)
         std = (3 * part.inputs) ** -0.5
         shape_of_a = (part.rank, part.inputs)
         shape_of_b = (part.outputs, part.rank)
@@ -52,7 +52,7 @@ class LowRankAdapter(Computing):
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
         """Apply dropout to the input, or to the gradient of the input. The backward computes the
-        mask again instead of storing it."""
+        dropout mask again, so the mask is not stored."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)
@@ -67,7 +67,7 @@ class LowRankAdapter(Computing):
 
     def up(self, dy: Tensor) -> Tensor:
         """Return scale dy B [s, b, rank of the adapter], the gradient of drop(x) A^T. In a
-        column-parallel linear, the result is only this rank's term of a sum over the tensor axis.
+        column-parallel linear, the result is only this rank's term of a sum over the tensor ranks.
         """
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
@@ -86,11 +86,11 @@ class LowRankAdapter(Computing):
         *,
         alone: bool = False,
     ) -> None:
-        """Add this microbatch's gradients of A and B to their buffers, immediately or in the second
-        part of a split backward. `operands` are two functions that return x and dy; they are called
-        when the gradients are computed. `down` is drop(x) A^T, which `add_to` has returned, and
-        `up` is the gradient with respect to `down`, which the method `up` has returned. If `alone`
-        is True, each gradient is rounded separately before it is added (see
+        """Add this microbatch's gradients of A and B to their buffers, immediately or, if the
+        backward is split, in its second part. `operands` are two functions that return x and dy;
+        they are called when the gradients are computed. `down` is drop(x) A^T, which `add_to` has
+        returned. `up` is the gradient of `down`, which the method `up` has returned. If `alone` is
+        True, each gradient is rounded separately before it is added (see
         `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:

@@ -12,8 +12,8 @@ from ptdmpi.plan.layer.parts import Scale
 
 
 class ScaleAdapter(nn.Module):
-    """Trained factors, one for each of the channels `columns` of a linear's output or input on this
-    tensor rank."""
+    """Trained factors for the channels `columns` of a linear's output or input on this tensor rank,
+    one factor for each channel."""
 
     def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 
 class _Rescale(Function):
-    """An autograd Function that multiplies some channels by their factors. For the backward, the
-    function saves the input values of the multiplied channels."""
+    """An autograd Function that multiplies some channels by their factors. It saves the input
+    values of these channels for the backward."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class _Rescale(Function):
 
 
 def _accumulate(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add dy x, summed over the positions, to the gradient of the factors. The sum is computed in
-    the gradient's data type."""
+    """Add dy x, summed over the positions, to the gradient of the factors. The data type of the sum
+    is that of the gradient."""
     if weight.requires_grad:
         weight.accumulate(lambda total: total.add_((dy.to(total.dtype) * x).flatten(0, -2).sum(0)))

@@ -3,12 +3,12 @@ have their experts, and the results are sent back.
 
 The experts of a layer are divided among the e ranks of a group. Rank r has the r-th block of
 experts, in the order of their numbers. All ranks of the group compute the same layer for the same
-microbatch number at the same time, each rank with its own tokens. The activation of a token is
-called a row, and is sent once for each expert of the token.
+microbatch number at the same time, each rank for its own tokens. The activation of a token is
+called a row, and is sent to each expert of the token.
 
 An expert computes the rows of each source rank separately, one source rank after the other. Rows
-from the same rank keep their order. Each matrix product therefore has the same operands as without
-expert parallelism, and the results are bitwise equal.
+from the same rank keep their order. Each matrix product therefore has the same operands as it has
+without expert parallelism, and the results are bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ class RowCounts(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """The interface of the exchange of a microbatch's rows (activations of tokens) between ranks.
+    """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
     The rank has T tokens with k experts each. The experts of this rank compute R rows, each with j
-    weights. `held` says which of these rows belong to which expert of this rank; its expert numbers
-    are local to the rank and start from 0. `counts` has the numbers of rows that ranks send to each
-    other; None if nothing is sent."""
+    weights. `held` has the rows of each expert of this rank; the expert numbers in `held` count
+    from this rank's first expert. `counts` has the numbers of rows that ranks send to each other,
+    or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -61,8 +61,8 @@ class Dispatch(Protocol):
 
 
 class LocalDispatch:
-    """The dispatch without messages, for ranks that have all experts. Each of this rank's T tokens
-    is one row, with the weights of its k experts: R = T and j = k in the notation of `Dispatch`."""
+    """The dispatch without messages, for ranks that have all experts. In the notation of
+    `Dispatch`, R = T and j = k: each token is one row, with the weights of its k experts."""
 
     counts: RowCounts | None = None
 
@@ -91,7 +91,7 @@ class SentDispatch:
     each rank. Each row has one weight: j = 1 in the notation of `Dispatch`."""
 
     def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
-        """Compute which rows this rank sends to which rank, from the experts `chosen` [T, k] of its
+        """Compute which rows this rank sends to each rank. `chosen` [T, k] has the experts of its
         tokens."""
         self.group = group
         self.each = chosen.shape[1]
@@ -120,8 +120,8 @@ class SentDispatch:
         for each of this rank's tokens."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
-        # an expert has each token at most once, so each `index_add_` adds at most one value to a
-        # row
+        # an expert gets each token at most once, so each `index_add_` adds at most one value to a
+        # row of `total`
         split = self.order.split(self.leaving)
         for pairs, values in zip(split, back.split(self.leaving), strict=True):
             total.index_add_(0, pairs // self.each, values)
@@ -157,7 +157,7 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The group of ranks, `comm`, among which the experts of the same layers are divided. The ranks
+    """The group of ranks, `comm`, among which the experts of each layer are divided. These ranks
     also have different tokens. If `whole` is True, the tensor axis does not divide the width of an
     expert, and each tensor rank has different tokens (`tokens.py`)."""
 
@@ -175,9 +175,9 @@ class ExpertAxis:
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 
     def dispatch(self, chosen: Tensor, experts: int, counts: RowCounts | None = None) -> Dispatch:
-        """Return the dispatch of this rank's T tokens to their `chosen` experts [T, k]; a layer has
-        `experts` experts. If `counts` is None, the ranks exchange the counts, so every rank must
-        call this method, and the host waits for the exchange."""
+        """Return the dispatch of this rank's T tokens to their `chosen` experts [T, k]. The layer
+        has `experts` experts. If `counts` is None, the ranks exchange the counts; then every rank
+        must call this method, and the host waits for the exchange."""
         if self.size == 1:
             return LocalDispatch(segments(chosen, experts))
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))

@@ -2,19 +2,18 @@
 the experts' outputs.
 
 No token is dropped. The output of a token is a sum over its experts, in ascending order of the
-experts' numbers. Therefore the output does not depend on other tokens, or on how the batch is
-divided. The tensor axis divides the width of each expert, or experts are whole and each tensor rank
-routes its own tokens (`tokens.py`). If the tensor axis divides experts, each tensor rank computes
-partial outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear
-in the partial gradients, so the router needs no separate message in the layer. The router's
-contribution to the input's gradient is summed over the tensor ranks together with the contribution
-of the experts. The gradient of the router's weight is summed at the end of a step, together with
-other partial gradients.
+experts' numbers, so it does not depend on other tokens, or on how the batch is divided. Either the
+tensor axis divides the width of each expert, or experts are whole and each tensor rank routes its
+own tokens (`tokens.py`). If the tensor axis divides experts, each tensor rank computes partial
+outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in
+these partial gradients, so the router needs no message of its own in the layer. Its contribution to
+the input's gradient is summed over the tensor ranks together with the contribution of the experts.
+The gradient of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
-rows (activations of one token each) that all of these ranks send to this expert. The rank computes
-the gradient of a weight separately for each source rank, and adds these gradients in ascending
-order of ranks, so that the result is bitwise equal to data parallelism without divided experts.
+rows (activations of one token each) that all of these ranks send to this expert. It computes the
+gradient of a weight separately for each source rank, and adds these gradients in ascending order of
+ranks, so that the result is bitwise equal to data parallelism without divided experts.
 """
 
 import itertools
@@ -42,8 +41,8 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
 class Router(nn.Module):
     """A router for E experts: its weight [E, hidden], of which every tensor rank has a full copy,
-    and its balance numbers [E], one for each expert. The balance numbers are changed after the
-    update of each step (`engine/loads.py`)."""
+    and its balance numbers [E], one for each expert. The balance numbers change at the end of each
+    step (`engine/loads.py`)."""
 
     def __init__(self, row: MixExperts) -> None:
         super().__init__()
@@ -53,9 +52,9 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """The two linears of an expert, with their adapters. The mixture does not call these modules,
-    but uses only their parameters. If `dealt.whole` is True, a tensor rank has all of the
-    expert."""
+    """The two linears of an expert, with their adapters. The mixture does not call these modules;
+    it uses only their parameters. If `dealt.whole` is True, each tensor rank has the whole width of
+    the expert."""
 
     def __init__(self, row: MixExperts, axis: TensorAxis, dealt: ExpertAxis) -> None:
         super().__init__()
@@ -104,9 +103,9 @@ class ExpertLinears(NamedTuple):
 class MixturePass:
     """One forward pass of a mixture, with the objects that the backward needs. `experts` has the
     linears of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
-    `factors` has the factor by which the gradient of each router loss is multiplied, by name of the
-    loss; it is empty if no gradient is computed. In the shapes below, T is the number of tokens, k
-    is the number of experts of a token, and E is the number of experts of the layer."""
+    `factors` maps the name of each router loss to the factor by which its gradient is multiplied;
+    it is empty if no gradient is computed. In the shapes below, T is the number of tokens, k is the
+    number of experts of a token, and E is the number of experts of the layer."""
 
     router: Router
     experts: Sequence[ExpertLinears]
@@ -132,13 +131,13 @@ class MixturePass:
     @property
     def keeps_input(self) -> bool:
         """Return True if the gradient of a parameter needs the input of the mixture. If experts are
-        divided among ranks, the gradients of experts need the rows that this rank has received, and
-        not its own input."""
+        divided among ranks, the gradients of experts do not need it: they need the rows that this
+        rank has received."""
         return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
 
     def linear(self, of_expert: ExpertLinear) -> LinearPass:
-        """Return the arguments with which one of an expert's two linears is computed. The adapters
-        have no dropout."""
+        """Return the arguments for computing one of an expert's two linears. The adapters have no
+        dropout."""
         return LinearPass(
             weight=of_expert.weight,
             bias=None,
@@ -169,15 +168,15 @@ class MixturePass:
             inner = (self.activate(y) * weights[pairs]).to(y.dtype)
             result = self.kernels.linear(inner, down.weight)
             of_down = down.add_adapters(result, inner)
-            # an expert has each row at most once, so each `index_add_` adds at most one value to a
-            # row
+            # an expert gets each row at most once, so each `index_add_` adds at most one value to a
+            # row of `total`
             total.index_add_(0, at, result)
             kept.append(ExpertTensors(y, of_up, of_down))
         return Computed(total, kept)
 
     def kept_of(self, saved: Sequence[Tensor]) -> list["ExpertTensors"]:
-        """Return the tensors that `forward` has kept for each segment, given the flat list in which
-        autograd has saved them."""
+        """Return the tensors that `forward` has kept for each segment. `saved` is the flat list in
+        which autograd has saved them."""
         first, second = (len(linear.adapters) for linear in self.experts[0])
         each = 1 + first + second
         return [
@@ -226,8 +225,8 @@ class MixturePass:
         return Gradients(total, by_weight.view_as(weights))
 
     def loads(self, chosen: Tensor, sequences: int) -> SequenceLoads | None:
-        """Return the loads of the experts in each sequence, for the choice [T, k]; None if no loss
-        with a gradient needs them."""
+        """Return the loads of the experts in each sequence, where `chosen` [T, k] has the chosen
+        experts. Return None if no loss with a gradient needs the loads."""
         if not self.factors or self.routing.model.balance != "sequence":
             return None
         return self.tokens.loads(chosen, self.routing.model.experts, sequences)
@@ -237,9 +236,9 @@ class MixturePass:
         return self.routing.losses(logits, loads, self.router.balance)
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
-        """Return the router's losses, multiplied by their factors. The gradient of these losses is
-        a part of this rank's partial gradient. If all tensor ranks route the same tokens, they have
-        the same losses, so all tensor ranks except the first return an empty list."""
+        """Return the router's losses, multiplied by their factors. Their gradient is a part of this
+        rank's partial gradient. If all tensor ranks route the same tokens, they have the same
+        losses; then all tensor ranks except the first return an empty list."""
         if not self.factors or not self.tokens.first:
             return []
         losses = self.losses(logits, loads)
@@ -290,10 +289,9 @@ class Gradients(NamedTuple):
 
 class _Mixture(Function):
     """The full computation of a mixture: gather the input, choose the experts of each token,
-    compute the experts, and sum their outputs. For the backward, the function saves the input at
-    this rank's positions, the router's outputs, the choice of experts, and the outputs of the
-    experts' first linears. The input is saved only if the gradient of a parameter needs the
-    input."""
+    compute the experts, and sum their outputs. For the backward, the function saves the router's
+    outputs, the choice of experts, and the outputs of the experts' first linears. It also saves the
+    input at this rank's positions if the gradient of a parameter needs it."""
 
     @staticmethod
     def forward(
@@ -313,8 +311,8 @@ class _Mixture(Function):
         rows = dispatch.rows(rows)
         computed = layer.forward(rows, weights, dispatch.held)
         ctx.layer = layer
-        # Save the rows that were received from other ranks, because the input has only this rank's
-        # own rows. The dispatch itself is not saved, because full recomputation would not free its
+        # Save the rows that were received from other ranks, because `x` has only this rank's own
+        # rows. Do not save the dispatch itself, because full recomputation would not free its
         # tensors. The backward makes the dispatch again from the stored counts of rows.
         ctx.counts = dispatch.counts
         arrived: tuple[Tensor | None, ...] = ()
@@ -393,9 +391,9 @@ class Mixture(Computing):
     ) -> Tensor:
         """Return the weighted sum of the experts' outputs; under sequence parallelism, only at this
         rank's positions. If `chosen` already contains a choice of experts, this choice is used
-        again; otherwise the new choice is stored in `chosen`. Pass `chosen` = None if the choice is
-        not needed again. `factors` has the factor by which the gradient of each router loss is
-        multiplied, by name of the loss."""
+        again; otherwise the new choice is stored in `chosen`. Pass None for `chosen` if the choice
+        is not needed again. `factors` maps the name of each router loss to the factor by which its
+        gradient is multiplied."""
         layer = MixturePass(
             router=router,
             experts=self.linears,

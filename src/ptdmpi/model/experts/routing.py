@@ -2,7 +2,7 @@
 outputs of the router. In the shapes below, T is the number of tokens, E is the number of experts,
 and k is the number of experts of a token.
 
-All computation is in float32 or a wider type. The choice of a token's experts uses no sum over
+All computations are in float32 or a wider type. The choice of a token's experts uses no sum over
 tokens, so it depends only on the token's own activation.
 """
 
@@ -32,7 +32,7 @@ class Routing:
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
         """Return the numbers [T, k] of each token's experts, in descending order of their scores
-        [T, E]. If the router's `balance` is "bias", the numbers `balance` [E] are added to the
+        [T, E]. If the key `balance` is "bias", the balance numbers `balance` [E] are added to the
         scores before the choice.
 
         If scores are equal, the expert with the lower number comes first. `torch.topk` is not used,
@@ -48,7 +48,7 @@ class Routing:
         return ranked[:, : self.model.experts_per_token].contiguous()
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return the scores, in which experts outside the best groups of each token have -inf."""
+        """Return the scores [T, E], with -inf for experts outside the best groups of the token."""
         groups = self.model.router_groups
         by_group = scores.unflatten(-1, (groups, -1))  # [T, groups, experts of a group]
         # DeepSeek-V2 rates a group by the score of its best expert (arXiv 2405.04434, section
@@ -72,12 +72,12 @@ class Routing:
         self, logits: Tensor, loads: "SequenceLoads | None", balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the T tokens and multiplied by its
-        coefficient. The losses are computed from the router's outputs `logits` [T, E]. The T tokens
-        are the positions [s, b] of b sequences in row-major order.
+        coefficient. They are computed from the router's outputs `logits` [T, E]. The T tokens are
+        the positions [s, b] of b sequences in row-major order.
 
-        No gradient is computed for the loads (needed only for a balance loss of each sequence) and
-        the numbers `balance` [E]. Each loss is a sum over tokens, so the sum over the ranks that
-        have the tokens is the same in every layout.
+        The losses have no gradient with respect to `loads` (needed only for a balance loss of each
+        sequence) and the balance numbers `balance` [E]. Each loss is a sum over tokens, so the sum
+        over the ranks that have the tokens is the same in every layout.
         """
         model = self.model
         shares = self.scores(logits)
@@ -103,9 +103,9 @@ class Routing:
 
 
 class SequenceLoads(NamedTuple):
-    """The experts' loads in each of b sequences: `counts` [b, E] of float64 has the number of the
-    sequence's tokens that chose the expert. A sequence has `positions` tokens with `each` experts
-    each. This rank may have only some of the tokens of a sequence."""
+    """The experts' loads in each of b sequences: `counts` [b, E] float64 has the number of tokens
+    of the sequence that are routed to the expert. A sequence has `positions` tokens with `each`
+    experts each. This rank may have only some of the tokens of a sequence."""
 
     counts: Tensor
     positions: int
@@ -113,8 +113,8 @@ class SequenceLoads(NamedTuple):
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, sequences: int) -> Self:
-        """Return the loads of the experts in each sequence, for the choice [T, k] of T tokens. The
-        tokens are the positions [s, sequences] in row-major order."""
+        """Return the loads of the experts in each sequence. `chosen` [T, k] has the experts of T
+        tokens, which are the positions [s, sequences] in row-major order."""
         tokens, each = chosen.shape
         sequence = torch.arange(tokens, device=chosen.device) % sequences
         pairs = (sequence.unsqueeze(-1) * experts + chosen).flatten()
@@ -123,8 +123,9 @@ class SequenceLoads(NamedTuple):
 
     def loss(self, shares: Tensor) -> Tensor:
         """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv
-        2412.19437, equations 17 to 20), for this rank's normalized scores `shares` [T, E]. The loss
-        is linear in the scores, so ranks with other tokens compute other terms of the sum."""
+        2412.19437, equations 17 to 20). `shares` [T, E] has the normalized scores of this rank's
+        tokens. The loss is linear in them, so ranks with other tokens compute other terms of the
+        sum."""
         sequences, experts = self.counts.shape
         loads = (self.counts / self.positions).to(shares.dtype)
         means = shares.view(-1, sequences, experts).sum(0) / self.positions
@@ -132,10 +133,10 @@ class SequenceLoads(NamedTuple):
 
 
 class Chosen:
-    """The experts that one layer has chosen for one microbatch, stored for recomputation. A second
-    choice might select other experts, because recomputed scores may differ in the last bit.
-    `indices` is None until the experts are chosen. `losses` has the router's losses by name, if
-    they contribute to the gradient."""
+    """The experts that one layer has chosen for one microbatch, stored for recomputation. If the
+    recomputation chose experts anew, it might choose others, because recomputed scores may differ
+    in the last bit. `indices` is None until the experts are chosen. `losses` has the router's
+    losses by name, if they contribute to the gradient."""
 
     def __init__(self) -> None:
         self.indices: Tensor | None = None
@@ -153,8 +154,8 @@ class Segment(NamedTuple):
 
 
 def segments(chosen: Tensor, experts: int) -> list[Segment]:
-    """Return the segments of all experts that have tokens, in ascending order of experts, for the
-    choice [T, k]. The host waits for the device to count the tokens."""
+    """Return the segments of all experts that have tokens, in ascending order of experts. `chosen`
+    [T, k] has the experts of each token. The host waits for the device to count the tokens."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts: list[int] = flat.bincount(minlength=experts).tolist()

@@ -1,22 +1,23 @@
 """The tokens that one tensor rank computes in a mixture of experts: their selection from the input,
 and their combination to the output.
 
-If the tensor axis divides each expert, every tensor rank computes all tokens: the rank has a part
+If the tensor axis divides each expert, every tensor rank computes all tokens. The rank has a part
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
-If experts are whole, each tensor rank routes 1/t of the tokens of its context rank, and an expert
-computes all of its width for its tokens. If experts are whole, a token takes the following path.
-Under sequence parallelism a rank already has only its own positions. Otherwise all tensor ranks
-have the same activations, and tensor rank r takes the r-th block of positions. The token is sent to
-its experts and back, so its output is complete on the rank that has routed it. Without sequence
-parallelism the outputs of all tensor ranks are then gathered. A gradient takes the same path. The
-gradient of the output is complete on every rank that has the position, so each rank takes the
-gradient at its own positions, and sends it to the experts. Each rank then has the complete gradient
-of the input at its own positions. The gradient of the input is gathered if every rank needs all
-positions. If the tensor axis does not divide experts, no activation and no gradient of an
-activation is therefore summed over this axis. The gradients of the router and of the experts are
-sums over tokens, so the gradients of all ranks that have the same parameters are added at the end
-of the step.
+If experts are whole, each of the t tensor ranks routes 1/t of the tokens of its context rank, and
+an expert computes all of its width for its tokens. Under sequence parallelism a rank already has
+only its own positions. Otherwise all tensor ranks have the same activations, and tensor rank r
+takes the r-th block of positions. A token is sent to its experts and back, so its output is
+complete on the rank that has routed it. Without sequence parallelism the outputs of all tensor
+ranks are then gathered.
+
+A gradient takes the same path. The gradient of the output is complete on every rank that has the
+position, so each rank takes the gradient at its own positions, and sends it to the experts. Each
+rank then has the complete gradient of the input at its own positions. These gradients are gathered
+if every rank needs all positions. With whole experts, no activation and no gradient of an
+activation is therefore summed over the tensor axis. The gradients of the router and of the experts
+are sums over tokens, so at the end of the step they are added over all ranks that have the same
+parameters.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class TensorTokens:
         return self.apart or self.axis.rank == 0
 
     def taken(self, x: Tensor) -> Tensor:
-        """Return the activations [s, b, hidden] that this rank routes, from the activations `x`
-        that it has between blocks."""
+        """Return the activations [s, b, hidden] that this rank routes. `x` are the activations that
+        the rank has between blocks."""
         if not self.apart:
             return self.axis.gather(x)
         if self.axis.divides_sequence:
@@ -56,8 +57,8 @@ class TensorTokens:
         return x.chunk(self.axis.size)[self.axis.rank]
 
     def combined(self, y: Tensor) -> Tensor:
-        """Return the outputs at the positions that this rank has between blocks, from its outputs
-        `y` for the tokens that it routes."""
+        """Return the outputs at the positions that this rank has between blocks. `y` are its
+        outputs for the tokens that it routes."""
         if not self.apart:
             return self.axis.reduce(y)
         if self.axis.divides_sequence:
@@ -65,9 +66,9 @@ class TensorTokens:
         return self.axis.comm.all_gather(y.contiguous())
 
     def loads(self, chosen: Tensor, experts: int, sequences: int) -> SequenceLoads:
-        """Return the loads of `experts` experts in whole sequences, for the choice [T, k] of this
-        rank's tokens. If tensor ranks route different tokens of the same sequences, the counts of
-        all tensor ranks are added. Counts are integers, so the sum is exact."""
+        """Return the loads of `experts` experts in whole sequences. `chosen` [T, k] has the experts
+        of this rank's tokens. If tensor ranks route different tokens of the same sequences, the
+        counts of all tensor ranks are added. Counts are integers, so the sum is exact."""
         loads = SequenceLoads.of(chosen, experts, sequences)
         if not self.apart:
             return loads

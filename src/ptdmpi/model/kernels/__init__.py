@@ -1,14 +1,13 @@
-"""The kernels of a layer. The kernels are fast on their device and save few tensors for the
-backward pass.
+"""The kernels of a layer. They are fast on their device and save few tensors for the backward pass.
 
 A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
-products with them. Each module of a stage has a reference to the object (`Computing`); `compute_by`
-replaces the object.
+products with them. Each module of a stage has a reference to this object (`Computing`), which
+`compute_by` replaces.
 
-A CPU without bfloat16 or float16 instructions computes products of these types with scalar code
-(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On a CPU
-without these instructions, the operands are converted to float32 first, and the result is rounded
-once. The results are the same as on hardware with float32 accumulators.
+A CPU without bfloat16 or float16 instructions would compute products of these types with scalar
+code (measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such
+a CPU, the operands are converted to float32 first, and the result is rounded once. The results are
+the same as on hardware with float32 accumulators.
 
 On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
 tensors for its own backward pass. ptdmpi computes each such operation by one autograd Function,
@@ -35,11 +34,11 @@ class Kernels:
     immutable.
 
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
-    None, the default kernels of this machine for the type of the operands are used. The types of
-    matrix products are determined by `precision`. If `precision` is None, operands are multiplied
-    in their own type. If the precision has scales, only the layers' linears multiply in it
-    (`float8`); all other products are in the type of their operands. `triton` are the kinds of
-    kernels (`fused.KINDS`) that are computed in Triton, on a device.
+    None, the default kernels of this machine for the type of the operands are used. `precision`
+    determines the types of matrix products; if it is None, operands are multiplied in their own
+    type. If products have scales in this precision, only the linears of the layers use its 8-bit
+    types (`float8`); all other products are in the type of their operands. `triton` has the kinds
+    of kernels (`fused.KINDS`) that are computed in Triton, on a device.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class Kernels:
         return Kernels(choice, self.precision, triton=self.triton)
 
     def by_triton(self, kind: str) -> bool:
-        """Return True if Triton's kernels compute the operations of this kind (`fused.KINDS`). In a
-        compiled graph they do not, because Inductor fuses these operations with others."""
+        """Return True if Triton's kernels compute the operations of this kind (`fused.KINDS`). They
+        are not used in a compiled graph, because Inductor fuses these operations with others."""
         return kind in self.triton and not torch.compiler.is_compiling()
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
@@ -89,19 +88,19 @@ class Kernels:
 
     def widened(self, x: Tensor) -> Tensor:
         """Return the operand `x` of a product, converted to the type in which the device multiplies
-        it."""
+        such operands."""
         if self.widens(x.device.type, x.dtype):
             return x.float()
         return x
 
     def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the input x [..., inputs] of a linear as its products use it, and the tensors that
-        the backward keeps of it."""
+        """Return the input x [..., inputs] of a linear in the form that its products use, and the
+        tensors to keep for the backward."""
         return x, (x,)
 
     def entered(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """Return the input of a linear as `entering` returned it, in its type `dtype`, from the
-        tensors that were kept of it."""
+        """Return the input of a linear in the form that `entering` returned, in the type `dtype`.
+        `kept` has the tensors that were kept for the backward."""
         return kept[0]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -128,8 +127,8 @@ class Kernels:
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
-        matrix. `which` names a field of `OneDnnLinears`, which has the least size at which the
-        fused call is used for such a product."""
+        matrix. `which` names the field of `OneDnnLinears` that has the least size at which the
+        fused call is used."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)
@@ -143,7 +142,7 @@ class Kernels:
         inputs]. `total` is [outputs, inputs], in float32 or wider."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # if the types allow it, one kernel both computes the product and adds it to `total`
+        # if the types allow it, one kernel computes the product and adds it to `total`
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
@@ -188,8 +187,9 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the tensor that a matrix product uses as the weight: for a quantized weight its
-    dequantized values, which are computed for this product only, and otherwise the weight itself.
+    """Return the tensor that a matrix product uses as the weight. For a quantized weight, it has
+    the dequantized values, which are computed for this product only; otherwise it is the weight
+    itself.
     """
     if isinstance(weight, Parameter):
         return weight.operand
@@ -197,8 +197,8 @@ def operand(weight: Tensor) -> Tensor:
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, with the bias added in the same kernel; torch's own call would first copy
-    the bias to all rows of the result. Autograd cannot differentiate this call, so only autograd
-    Functions use the call."""
+    """Return x W^T + b. The bias is added in the same kernel, whereas torch's own call would first
+    copy the bias to all rows of the result. Autograd cannot differentiate this call, so only
+    autograd Functions use it."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

@@ -1,14 +1,13 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
 GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes one
-tanh in the forward and another tanh in the backward; together these take as long as the
-exponentials of four sigmoids. The second implementation is used on hosts on which it was faster in
-measurements (`choice.HostChoice`). The second implementation computes gelu(x) = x S(z) with the
-logistic function S and z = 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the
-derivative S(z) + x S(z) S(-z) dz/dx and saves the derivative instead of the input, so that the
-backward is one multiplication. The second implementation computes in float32 or wider, for a few
-rows at a time, so that all intermediate values fit into the caches of the processor. Each result is
-rounded once.
+tanh in the forward and another one in the backward, which together take as long as the exponentials
+of four sigmoids. The second implementation is used on hosts on which measurements found it faster
+(`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z =
+2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
+dz/dx and saves it instead of the input, so that the backward is one multiplication. The second
+implementation computes in float32 or wider, for a few rows at a time, so that all intermediate
+values fit into the caches of the processor. Each result is rounded once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +25,9 @@ from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 
 # number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
 CHUNK_ELEMENTS = 1 << 17
-# Tensors with fewer elements are computed by PyTorch. For them, the time to start ten kernels
-# instead of one is as long as the time that the second implementation saves. From this number of
-# elements on, the memory for a chunk is not larger than the gradient, which the backward needs
-# anyway.
+# PyTorch computes tensors with fewer elements. For them, starting ten kernels instead of one would
+# take as long as the second implementation saves. From this number of elements on, the memory for a
+# chunk is not larger than the gradient, which the backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is
@@ -127,8 +125,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors: x in the type of the computation, z, and S(z) (see the module
-    docstring). The results use three of the four tensors `room`; the third tensor of `room` is free
-    for other values."""
+    docstring). They use three of the four tensors in `room`; the third tensor of `room` is free for
+    other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x

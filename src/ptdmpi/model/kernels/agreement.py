@@ -1,8 +1,8 @@
-"""The agreement of all ranks of a run on the kernels with which they compute. A table of
-measurements says which kernels are the fastest.
+"""The agreement of all ranks of a run on the kernels that they use. A table of measurements says
+which kernels are the fastest.
 
-The agreed kernels are stored in the run directory and in the checkpoints, so that a resumed run
-gives bitwise equal results, even on another processor.
+The agreed kernels are stored in the run directory and in the checkpoints. A resumed run uses them
+again, so that its results are bitwise equal, even on another processor.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ FILE = "kernels.json"  # The file in the run directory that stores the agreed ke
 # Attention backends: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention 3
 # has the same SDPBackend name as FlashAttention 2, which it replaces in torch.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# the attention backends for inputs, such as float32, that no backend of the table supports
+# the attention backends for inputs, such as float32, that no backend in `BACKENDS` supports
 REST = ("EFFICIENT_ATTENTION", "MATH")
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
@@ -40,9 +40,8 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The attention backends that a device tries, in the order in which it tries them, and the
-    kinds of kernels that it computes in Triton. If `attention` is empty, torch chooses the
-    backend."""
+    """The attention backends that a device tries, in this order, and the kinds of kernels that it
+    computes in Triton. If `attention` is empty, torch chooses the backend."""
 
     attention: tuple[str, ...] = ()
     triton: tuple[str, ...] = ()
@@ -53,7 +52,7 @@ Choice = HostChoice | DeviceChoice
 
 class Abilities(NamedTuple):
     """The abilities of one rank's host: whether it has oneDNN's fused call for linears (`fuses`),
-    and whether it multiplies numbers of the run's type without widening."""
+    and whether it multiplies numbers of the run's type without converting them to a wider type."""
 
     fuses: bool
     multiplies: bool
@@ -69,8 +68,8 @@ class Settled(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The kernels that are stored for a run (`kept`, in the stored form), and the kernels that the
-    run uses now (`taken`)."""
+    """The kernels that are stored for a run (`kept`, in their stored form), and the kernels that
+    the run uses now (`taken`)."""
 
     kept: dict[str, list[str]]
     taken: Choice
@@ -85,8 +84,8 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
-    """Return the stored form of the kernels of a device. Without kernels in Triton it is the form
-    of versions that had none."""
+    """Return the stored form of the kernels of a device. Without kernels in Triton, it is the same
+    as in older versions, which had no kernels in Triton."""
     kept = {"attention": list(attention)}
     if triton:
         kept["triton"] = list(triton)
@@ -94,17 +93,17 @@ def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, lis
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the attention backends that are available on a device, the fastest first. The backends
-    are those of the first entry for this device in the table of measurements. For a device that is
+    """Return the attention backends that are available on a device, the fastest first. They are the
+    backends of the first entry for this device in the table of measurements. For a device that is
     not in the table, such as the host, the result is empty."""
     ways = _entry("device_attention", device).get("ways", ())
     return tuple(way for way in ways if way != "fa3" or _has_fa3())
 
 
 def offered_in_triton(device: torch.device) -> tuple[str, ...]:
-    """Return the kinds of kernels that were faster in Triton on a device, by the first entry for
-    this device in the table of measurements. The result is empty on the host, and if Triton is not
-    available."""
+    """Return the kinds of kernels that were faster in Triton on a device, according to the first
+    entry for this device in the table of measurements. The result is empty on the host, and if
+    Triton is not available."""
     if not _has_triton(device):
         return ()
     return tuple(_entry("device_triton", device).get("kinds", ()))
@@ -116,7 +115,7 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _entry(kind: str, device: torch.device) -> Mapping[str, Any]:
-    """Return the first entry of the table for a kind of kernel on a device; {} if there is none."""
+    """Return the table's first entry for a kind of kernel on a device; {} if there is none."""
     vendor = host.vendor(device.type)
     for entry in table()[kind]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -160,10 +159,9 @@ def agreed(
     """Return the kernels that all ranks of this run use. All ranks must call `agreed`.
 
     The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
-    stored kernel is used again only if every rank has this kernel. Otherwise, and always if
-    `before` is None, the kernels that were fastest in the measurements are chosen. The chosen
-    kernels are stored in the run directory, and `say` prints one line with the kernels and the
-    reasons.
+    stored kernel is used again only if every rank has it. If it is not, and always if `before` is
+    None, the kernel that was fastest in the measurements is chosen. The chosen kernels are stored
+    in the run directory, and `say` prints one line with the kernels and the reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -179,8 +177,8 @@ def agreed(
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
-    """Agree on the choice of rank 0, or on the run's earlier choice, limited to kernels that every
-    rank has. Every rank has PyTorch's kernels, and can convert 16-bit types to float32."""
+    """Agree on the choice of rank 0, or on the run's earlier choice. A kernel that some rank lacks
+    is replaced: every rank has PyTorch's kernels, and can convert 16-bit types to float32."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
@@ -219,9 +217,9 @@ def _as_before(
         if kind == "half":
             line = f"half types {text}"
         if is_lost:
-            line += f", for {text_of(kind, wanted)} is not here"
+            line += f", because {text_of(kind, wanted)} is not available here"
             if "attention" in kept:
-                line += ": other bits than before"
+                line += ": the bits of results change"
         elif taken[kind] != fresh:
             changed = True
             line += f" (as before; fastest here: {text_of(kind, fresh)})"
@@ -230,16 +228,16 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """Return the kernel of the kind `kind` that the run has used so far (`kept`). If no kernels are
+    """Return the kernel of the kind `kind` that the run has used so far (`kept`). If no kernel is
     stored for the run, return the fastest kernel (`fresh`)."""
     if "attention" not in kept:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run may have begun with an older version of ptdmpi, in which the kernel of the kind `kind`
-    # could not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise
-    # equal. The older version multiplied 16-bit types in the form that is the fastest for the
-    # processor, and `fresh` does the same.
+    # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
+    # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
+    # older version multiplied 16-bit types in the form that is the fastest for the processor, which
+    # `fresh` has.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -272,15 +270,18 @@ def _triton_on_devices(
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the kinds of kernels that are stored as computed in Triton, and the kinds that all
-    ranks compute in Triton now. A run that has recorded its kernels has the kinds `before`, also if
-    it has none; a new run (None) takes the kinds of the table."""
+    ranks compute in Triton now. `before` has the kinds that the run has recorded, which may be
+    none. A new run, for which `before` is None, takes the kinds of the table."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared
     if before is not None:
         kept = tuple(kind for kind in before if kind in TRITON_KINDS)
     if kept and not all(able for _, able in here):
-        say(f"not by Triton, which is not here: {', '.join(kept)}; other bits than before")
+        say(
+            f"Triton is not available here, so PyTorch computes {', '.join(kept)}; the bits of "
+            "results change"
+        )
         return kept, ()
     if kept or shared:
         text = f"by Triton: {', '.join(kept) or 'nothing'}"
@@ -294,8 +295,8 @@ def _triton_on_devices(
 def _attention_on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the attention backends that are stored, and the backends that every rank has. The
-    order is the order that the run has used so far."""
+    """Return the attention backends that are stored, and those of them that every rank has, in the
+    order that the run has used so far."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
@@ -307,7 +308,7 @@ def _attention_on_devices(
     gone = [name for name in kept if name not in taken]
     lost = ""
     if gone:
-        lost = f"; before also by {', '.join(gone)}, which is not here: other bits"
+        lost = f"; not available here: {', '.join(gone)} (the bits of results change)"
     anew = ", ".join(shared) or "what torch chooses"
     say(
         f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "
@@ -322,8 +323,8 @@ def is_recorded(folder: Path) -> bool:
 
 
 def _kept(folder: Path) -> Stored | None:
-    """Return the kernels that the run directory records; None if it has no record, or a damaged
-    one."""
+    """Return the kernels that the run directory records. Return None if it has no record, or only a
+    damaged one."""
     try:
         return sound(json.loads(read_file(folder / FILE)))
     except (OSError, ValueError, RecursionError):
@@ -333,8 +334,8 @@ def _kept(folder: Path) -> Stored | None:
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
     """Return a context in which torch tries the attention backends `backends` in this order. If
-    `backends` is empty, torch chooses the backend. The order of backends applies to the whole
-    process, because the order is a setting of torch."""
+    `backends` is empty, torch chooses the backend. The order is a setting of torch for the whole
+    process."""
     if not backends:
         yield
         return

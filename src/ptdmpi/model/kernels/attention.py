@@ -3,15 +3,14 @@
 Each layer has an `AttentionCore` with a list of implementations. For each input, the first
 implementation that supports the input computes attention.
 
-`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. This
-kernel computes attention with soft caps, which no fused kernel supports. This kernel also computes
-long causal attention on a CPU if this kernel is the chosen one. `PackedKernel`: FlashAttention,
-with all sequences concatenated to one. This kernel computes attention with windows or documents on
-a GPU, in 16-bit types. `MaskedKernel`: PyTorch's kernel with a mask. This kernel computes attention
-with windows or documents on a GPU in wider types, and in a compiled graph. `BlockedKernel`:
-PyTorch's kernel in blocks of queries. This kernel computes attention with windows or documents, and
-long causal attention, on a CPU. `WholeKernel`: PyTorch's kernel in one call. This kernel computes
-all other inputs.
+`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. It
+computes attention with soft caps, which no fused kernel supports, and long causal attention on a
+CPU if it is the chosen kernel. `PackedKernel`: FlashAttention, with all sequences concatenated to
+one. It computes attention with windows or documents on a GPU, in 16-bit types. `MaskedKernel`:
+PyTorch's kernel with a mask. It computes attention with windows or documents on a GPU in wider
+types, and in a compiled graph. `BlockedKernel`: PyTorch's kernel in blocks of queries. It computes
+attention with windows or documents, and long causal attention, on a CPU. `WholeKernel`: PyTorch's
+kernel in one call. It computes all other inputs.
 
 No kernel saves scores for the backward pass, but `ProductKernel` can save the probabilities.
 """
@@ -36,10 +35,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention. Queries are [b, heads, s, head size]. The number of heads of keys and
-    values is the same, or divides the number of query heads (grouped queries). `documents` is None
-    if each sequence is one document. `positions` are the positions of the queries; keys and values
-    may have more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
+    number of heads, or a number that divides it (grouped queries). `documents` is None if each
+    sequence is one document. `positions` are the positions of the queries; keys and values may have
+    more positions."""
 
     q: Tensor
     k: Tensor
@@ -48,8 +47,8 @@ class Input(NamedTuple):
     positions: Positions = ALL
 
     def sight(self, scores: Scores) -> Sight:
-        """Return the rules for the keys that each query sees: `scores`, the documents and the
-        positions."""
+        """Return the rules for the keys that each query sees, which follow from `scores`, the
+        documents and the positions."""
         return Sight(scores, self.documents, self.positions)
 
 
@@ -57,8 +56,8 @@ class AttentionResult(NamedTuple):
     """The result of attention, `out` [b, heads, s, head size], and the log-sum-exp of each query's
     scores, `logsumexp` [b, heads, s].
 
-    `logsumexp` is in float32 or wider and has no gradient. `logsumexp` is None if it was not
-    requested, or if the implementation cannot return it.
+    `logsumexp` is in float32 or wider and has no gradient. It is None if it was not requested, or
+    if the implementation cannot return it.
     """
 
     out: Tensor
@@ -69,8 +68,8 @@ class Implementation(Protocol):
     """The interface of an implementation of attention."""
 
     def takes(self, given: Input) -> bool:
-        """Return True if the implementation computes this input. The method is called only if no
-        earlier implementation in the list computes the input."""
+        """Return True if the implementation computes this input. This method is called only if all
+        earlier implementations in the list have returned False."""
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention. Also return the log-sum-exp, if it is requested and the implementation
@@ -129,8 +128,8 @@ class AttentionCore:
         kernels = self.kernels
         scores = self.scores
         if not scores.softcap:
-            # put the queries of a group into one head, because with a mask no fused GPU kernel
-            # supports fewer key heads than query heads
+            # put the queries of a group into one head, because with a mask, fused GPU kernels need
+            # as many key heads as query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
@@ -154,7 +153,7 @@ class ProductKernel:
         self.kernels = kernels
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
-        # a compiled graph has no blocks, and does not use the choice of kernels
+        # a compiled graph has no blocks, and does not depend on the choice of kernels
         if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
@@ -191,8 +190,8 @@ class PackedKernel:
         # of the keys
         if not given.positions.are_all:
             return False
-        # a direct call of the kernel does not pad heads (flash_api.cpp), so the head size must be
-        # legal
+        # a direct call of the kernel does not pad heads (flash_api.cpp), so the kernel must support
+        # the head size itself
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
 
@@ -226,9 +225,9 @@ class PackedKernel:
 
 
 class MaskedKernel:
-    """PyTorch's kernel with a mask. Keys that several query heads share are copied first, because
-    no fused kernel supports shared keys with a mask. On a GPU the kernel does not return the
-    log-sum-exp."""
+    """PyTorch's kernel with a mask. If several query heads share a key head, the keys are copied
+    for each of them first, because no fused kernel supports shared keys with a mask. On a GPU the
+    kernel does not return the log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -341,8 +340,8 @@ def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
 
 
 def _in_blocks(q: Tensor) -> bool:
-    """Return True if queries are computed in blocks: on a CPU, and not in a compiled graph, which
-    would contain every block."""
+    """Return True if queries are computed in blocks: on a CPU, but not in a compiled graph, which
+    would have to contain every block separately."""
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -373,9 +372,9 @@ def _added(hidden: Tensor, q: Tensor) -> Tensor:
 
 
 def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
-    """Return a bool mask [queries, s] or [b, 1, queries, s], which is True for the keys that a
-    query does not see. The keys `k` are [b, heads, s, head size]. Return None if every query sees
-    all keys."""
+    """Return a bool mask [queries, s] or [b, 1, queries, s] that is True for the keys that a query
+    does not see. The keys `k` are [b, heads, s, head size]. Return None if every query sees all
+    keys."""
     hidden, scores = None, seen.scores
     if scores.causal:
         keys = torch.arange(k.shape[2], device=k.device)

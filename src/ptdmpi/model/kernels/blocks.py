@@ -39,9 +39,9 @@ class Scores:
 def _band(
     queries: int, keys: int, window: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a mask [queries, keys], which is added to scores. The last query is at the position of
+    """Return a mask [queries, keys] that is added to scores. The last query is at the position of
     the last key. The mask is -inf at keys after a query's position and, if `window` is not 0, at
-    keys that are `window` or more positions before the query; it is 0 at all other keys."""
+    keys that are `window` or more positions before the query. At all other keys it is 0."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
@@ -62,8 +62,8 @@ class Sight:
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries at positions [first, last) of the sequences `rows`. All these queries are
-    in one document, which has the positions [begin, end). The index of a query among this rank's
+    """Consecutive queries at the positions [first, last) of the sequences `rows`. They are all in
+    one document, which has the positions [begin, end). The index of a query among this rank's
     queries is its position plus `shift`."""
 
     rows: slice
@@ -112,8 +112,8 @@ def blocks(
             queries = slice(piece.first + shift, piece.last + shift)
             yield (rows, every, queries), (rows, every, slice(piece.begin, piece.end)), None
             continue
-        # all blocks use the lower right corner of one mask, because the mask depends only on the
-        # distance between query and key
+        # the mask depends only on the distance between query and key, so all blocks can use the
+        # lower right corner of one mask
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         yield from _causal_blocks(piece, band, scores.window, block)
 
@@ -121,8 +121,8 @@ def blocks(
 def _causal_blocks(
     piece: QueryRun, band: Tensor, window: int, block: int
 ) -> Iterator[tuple[Region, Region, Tensor]]:
-    """Divide the run of queries `piece`, which have a causal mask, into blocks, and yield these
-    blocks in the form in which `blocks` yields them. Each mask is a slice of the mask `band`."""
+    """Divide the run of queries `piece`, which have a causal mask, into blocks. Yield, for each
+    block, the same three values as `blocks`. Each mask is a slice of the mask `band`."""
     rows, every = piece.rows, slice(None)
     for first in range(piece.first, piece.last, block):
         last = min(first + block, piece.last)
@@ -135,14 +135,14 @@ def _causal_blocks(
 
 
 def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of queries for the backward pass, in the form in which `blocks` yields them. In
-    the backward pass few large blocks are faster than many small ones, because each block adds its
+    """Yield blocks of queries for the backward pass, with the same three values as `blocks`. In the
+    backward pass few large blocks are faster than many small ones, because each block adds its
     gradients to the gradients of all keys that it sees.
 
     If a run of consecutive queries does not start at the first position of its document, every
-    query of the run sees all keys before the run. Each block of up to `EARLIER_BLOCK` queries is
-    therefore first combined with all these keys, without a mask. Each block of `QUERY_BLOCK`
-    queries is then combined with the keys of the run itself.
+    query of the run sees all keys before the run. These keys are therefore handled first, without a
+    mask, for blocks of up to `EARLIER_BLOCK` queries. The keys of the run itself are handled
+    afterwards, for blocks of `QUERY_BLOCK` queries.
     """
     scores = seen.scores
     if not scores.causal or scores.window:
@@ -180,8 +180,8 @@ def joined(
     seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Join the tensors `sums` of all blocks, which have one number for each query, to one tensor
-    [b, heads, queries]."""
+    """Join the tensors `sums` of all blocks, which have one number for each query. Return one
+    tensor [b, heads, queries]."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:
@@ -200,9 +200,9 @@ class BlockedWork(NamedTuple):
 
 
 class BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries. For the backward the function saves its inputs, its
-    result and the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same
-    tensors. The second result is the log-sum-exp if it is requested; otherwise it is None."""
+    """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
+    the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same tensors.
+    The second result is the log-sum-exp if it is requested; otherwise it is None."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class BlockedAttention(Function):
             dq[queries] += parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
-            # free these gradients now, because the next block needs the same amount of memory for
-            # its gradients
+            # free these gradients now, because the next block needs as much memory for its own
+            # gradients
             del parts
         return dq, dk, dv, None

@@ -15,8 +15,8 @@ from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.blocks import Region, Sight, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
 
-# The number of scores that are computed at once. In float32 these scores take 4 MiB, which fit into
-# the caches.
+# The number of scores that are computed at once. In float32 they take 4 MiB, which fit into the
+# caches of the processor.
 BLOCK_SCORES = 1 << 20
 
 
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 class WeightedTile(NamedTuple):
     """The probabilities of a tile (`weights`), [b, key heads, queries of a group of heads, keys],
-    and the values tanh(score / cap) (`tangent`), or None without a soft cap."""
+    and the values tanh(score / cap) (`tangent`). Without a soft cap, `tangent` is None."""
 
     queries: Region
     keys: Region
@@ -55,14 +55,14 @@ class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
     The backward pass computes the probabilities of a block again, so that only queries, keys and
-    values are saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft cap
-    is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are also
-    saved. The results are bitwise equal in both cases. If `how.library_forward` is True and there
-    is no soft cap, PyTorch's kernel computes the forward pass.
+    values need be saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft
+    cap is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are saved,
+    too; the results are bitwise equal in both cases. If `how.library_forward` is True and there is
+    no soft cap, PyTorch's kernel computes the forward pass.
 
-    Scores are computed in float32 at least, even for 16-bit types. With scores in a 16-bit type,
-    gradients would be less exact than with a fused kernel. All other products are in the type of
-    their operands. If requested, the second result is the log-sum-exp of each query's scores [b,
+    Scores are computed in float32 at least, even for 16-bit types, because with scores in a 16-bit
+    type gradients would be less exact than with a fused kernel. All other products are in the type
+    of their operands. If requested, the second result is the log-sum-exp of each query's scores [b,
     heads, s], in float32 at least; otherwise it is None.
     """
 
@@ -105,8 +105,8 @@ class ProductAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
-        # use a wide type, because every block of queries adds to these gradients, and a 16-bit type
-        # would round each sum
+        # every block of queries adds to these gradients, and a 16-bit type would round each sum, so
+        # use a wide type
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
         each: Iterator[WeightedTile] = _weighted(q, k, work)
         if kept:
@@ -159,12 +159,12 @@ def _weighted(
     given, write the log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # convert q and k once for all blocks, to the memory layout for fast products
+    # convert q and k once for all blocks, to a memory layout in which products are fast
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
     # if `narrow` is True, the operands must stay exact bfloat16 numbers, so the scale is applied to
-    # the products and not to the operands
+    # the products instead of the operands
     if not narrow:
         wide_q = wide_q * scale
         scale = 1.0
@@ -211,8 +211,8 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
 
 @contextlib.contextmanager
 def _rounding_operands(wanted: bool) -> Iterator[None]:
-    """Return a context in which oneDNN's fpmath mode "bf16" is set, if `wanted`. The mode exists
-    since torch 2.9.
+    """Return a context in which oneDNN's fpmath mode is "bf16" if `wanted` is True. Torch has this
+    setting since version 2.9.
 
     In this mode oneDNN may round the operands of float32 products to bfloat16, so that the
     processor's bfloat16 units can multiply them. The rounding does not change operands that are
@@ -231,6 +231,6 @@ def _rounding_operands(wanted: bool) -> Iterator[None]:
 
 
 def by_key_head(q: Tensor, k: Tensor) -> Tensor:
-    """Return queries [b, heads, n, head size] as [b, key heads, queries of all heads of a group,
-    head size]. A group consists of the query heads that share a key head of k."""
+    """Return queries [b, heads, n, head size] in the shape [b, key heads, queries of all heads of a
+    group, head size]. A group consists of the query heads that share a key head of k."""
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])

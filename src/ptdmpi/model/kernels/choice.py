@@ -15,8 +15,8 @@ from ptdmpi.model.kernels.table import table
 
 # The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
 # of 512 keys. If queries are computed in blocks of this size, each block needs only the keys up to
-# its own end. Attention for a sequence length of 512 then needs five eighths of the operations that
-# one call for the whole sequence needs.
+# its own end. For a sequence length of 512, attention then needs five eighths of the operations
+# that one call for the whole sequence needs.
 QUERY_BLOCK = 128
 
 # measurements of kernels: kind of kernel -> entries of the table
@@ -49,7 +49,7 @@ class AttentionByProducts:
     @property
     def kept_block(self) -> int:
         """Return the number of queries in a block if probabilities are saved for the backward pass,
-        else 0."""
+        otherwise 0."""
         return self.block * self.keeps
 
 
@@ -68,9 +68,9 @@ class OneDnnLinears:
 
 @dataclass(frozen=True)
 class HostChoice:
-    """The choice of kernels of a host. GELU's tanh form is computed by a sigmoid if `gelu` is
-    "sigmoid" (see `activation`), or by PyTorch ("library"). 16-bit types are multiplied in their
-    own type if `half` is "native", or always in float32 ("widened")."""
+    """The choice of kernels of a host. If `gelu` is "sigmoid", GELU's tanh form is computed by a
+    sigmoid (see `activation`); if it is "library", by PyTorch. If `half` is "native", 16-bit types
+    are multiplied in their own type; if it is "widened", always in float32."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
@@ -92,7 +92,7 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of the type `dtype`.
 
     For each kind of computation, the first measurement that fits the host is used. The measurements
-    `own` come before the entries of the table. If no measurement fits, PyTorch's kernel is used.
+    in `own` come before those of the table. If no measurement fits, PyTorch's kernel is used.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     chosen = HostChoice(_attention(attention), _linear(linear))

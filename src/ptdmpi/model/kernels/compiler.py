@@ -1,4 +1,4 @@
-"""The use of torch.compile for layers: its backend, and its requirements on a machine."""
+"""The use of torch.compile for layers: its backend, and the tools that it needs on a machine."""
 
 import importlib.util
 import os
@@ -12,8 +12,8 @@ BACKEND = "inductor"
 
 def missing(device_type: str) -> str:
     """Return the name of a tool, such as "triton", that torch.compile needs for a device and that
-    this rank does not have. Return "" if no tool is missing. This function searches for packages
-    without importing them."""
+    this rank lacks. Return "" if no tool is missing. This function searches for packages without
+    importing them."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":
@@ -24,8 +24,8 @@ def missing(device_type: str) -> str:
 
 
 def missing_for_triton() -> str:
-    """Return the name of a tool that kernels in Triton need on a device and that this rank does not
-    have. Return "" if no tool is missing. This function imports no package."""
+    """Return the name of a tool that kernels in Triton need on a device and that this rank lacks.
+    Return "" if no tool is missing. This function imports no package."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     # triton needs a C compiler for the code that launches its kernels
@@ -36,7 +36,7 @@ def missing_for_triton() -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Declare to torch's compiler which functions always return the same result on a machine.
-    `constant(function)` makes one declaration."""
+    """Declare to torch's compiler which functions always return the same result on a machine. Each
+    call of `constant` declares one function."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

@@ -1,15 +1,16 @@
 """The products of a layer's linear in 8-bit floating point with delayed scales
 (`precision.compute = "fp8"`, `precision.fp8 = "delayed"`).
 
-An operand of the products (the input x and the weight W in e4m3, the gradient dy of the output in
-e5m2) has one scale, which is the same in every product and on every rank (`low_bit.delayed`). In
-the first step, operands have no history: then W and dy are not rounded, and the scale of x is 1,
-because the codes of x are kept for the backward.
+The operands of the products are the input x and the weight W, both in e4m3, and the gradient dy of
+the output, in e5m2. Each operand has one scale, which is the same in every product and on every
+rank (`low_bit.delayed`). In the first step, operands have no history. W and dy are then not
+rounded; x has the scale 1, because the codes of x are kept for the backward.
 
 The values of the codes are exact in bfloat16, and are multiplied as bfloat16. A GPU that multiplies
-8-bit numbers multiplies the codes themselves, by `torch._scaled_mm`, with sums in float32; the
-result differs only by the order of its sums. This call needs a first operand [m, k] whose rows are
-contiguous, a second one [k, n] whose columns are contiguous, and k and n that are multiples of 16.
+8-bit numbers multiplies the codes themselves, by `torch._scaled_mm`, with sums in float32. The
+result then differs only by the order of the additions. For this call, the first operand [m, k] must
+have contiguous rows, the second operand [k, n] must have contiguous columns, and k and n must be
+multiples of 16.
 """
 
 import torch
@@ -33,8 +34,8 @@ class DelayedKernels(Kernels):
     """The kernels of one linear whose products are in 8-bit floating point with the scales
     `scales`.
 
-    If `keeps_codes` is True, the forward keeps the codes of the input for the backward, otherwise
-    the input itself, because another operator keeps it, too.
+    If `keeps_codes` is True, the forward keeps the codes of the input for the backward. Otherwise
+    it keeps the input itself, because another operator also keeps the input.
     """
 
     def __init__(self, kernels: Kernels, scales: DelayedScales, *, keeps_codes: bool) -> None:
@@ -81,13 +82,13 @@ class DelayedKernels(Kernels):
         total += self._product(("gradient", "input"), *codes, dtype=total.dtype)
 
     def _multiplies(self, x: Tensor, names: tuple[Operand, Operand], k: int, n: int) -> bool:
-        """Return True if the device of x multiplies the codes of the operands `names`, [m, k] and
-        [k, n]."""
+        """Return True if the device of x can multiply the codes of the operands `names`, whose
+        shapes are [m, k] and [k, n]."""
         scaled = all(name == "input" or name in self.scales.exponents for name in names)
         return scaled and not (k % 16 or n % 16) and host.multiplies_codes(x.device)
 
     def _codes(self, name: Operand, values: Tensor) -> Tensor:
-        """Return the codes of the values of codes, with contiguous rows."""
+        """Return the codes of an operand, with contiguous rows. `values` are the decoded codes."""
         factor = 2.0 ** self.scales.exponents.get(name, 0)
         return (values * factor).to(KINDS[name], memory_format=torch.contiguous_format)
 
@@ -100,8 +101,8 @@ class DelayedKernels(Kernels):
         bias: Tensor | None = None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return a b^T + bias, [m, n], of the values of the codes a [m, k] and b [n, k] of the
-        operands `names`."""
+        """Return a b^T + bias, [m, n], for the values of the codes a [m, k] and b [n, k]. `names`
+        are the two operands."""
         scales = [
             torch.full((), 2.0 ** -self.scales.exponents.get(name, 0), device=a.device)
             for name in names
@@ -117,7 +118,7 @@ class DelayedKernels(Kernels):
         return encoded(x, self.scales.exponents.get(name, 0), KINDS[name], greatest)
 
     def _rounded(self, name: Operand, x: Tensor) -> Tensor:
-        """Return the values of the codes of x, or x itself if it has no scale yet."""
+        """Return the values that the codes of x have, or x itself if it has no scale yet."""
         if name != "input" and name not in self.scales.exponents:
             self.scales.saw(name, x)
             return x

@@ -1,8 +1,8 @@
 """The products of a layer's linear in 8-bit floating point (`precision.compute = "fp8"`).
 
-With blocks, the elements of an operand that share a scale are 128 neighbours along the dim that the
-product sums over, and in a weight 128 x 128 elements (DeepSeek-AI 2024, arXiv 2412.19437, section
-3.3.2):
+In this form, the scales belong to blocks: 128 neighbouring elements of an operand share a scale,
+along the dim over which the product sums. In a weight, 128 x 128 elements share a scale
+(DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2):
 
     y = x W^T     x, W in e4m3      x in tiles along its rows, W in squares
     dx = dy W     dy in e5m2        dy in tiles along its rows, W in squares
@@ -11,7 +11,8 @@ product sums over, and in a weight 128 x 128 elements (DeepSeek-AI 2024, arXiv 2
 The forward keeps the codes of x and their scales. The gradient dW is computed from the values of
 these codes, which are rounded again in tiles along the columns.
 
-The operands are rounded, and their values, which are exact in bfloat16, are multiplied as bfloat16.
+All operands are rounded first. Their values are then exact in bfloat16, and are multiplied as
+bfloat16.
 """
 
 import torch
@@ -33,8 +34,8 @@ from ptdmpi.model.parameters import dtype_of
 class Float8Kernels(Kernels):
     """The kernels of one linear whose products are in 8-bit floating point.
 
-    If `keeps_codes` is True, the forward keeps the codes of the input for the backward, otherwise
-    the input itself, because another operator keeps it, too.
+    If `keeps_codes` is True, the forward keeps the codes of the input for the backward. Otherwise
+    it keeps the input itself, because another operator also keeps the input.
     """
 
     def __init__(self, kernels: Kernels, *, keeps_codes: bool) -> None:

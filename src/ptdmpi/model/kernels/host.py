@@ -1,5 +1,5 @@
-"""The abilities of the processor and the devices of this rank. Each ability is determined only
-once, because the abilities of a machine never change."""
+"""The abilities of this rank's processor and devices. Each ability is determined only once, because
+the abilities of a machine never change."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -37,8 +37,8 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 
 def vendor(device_type: str) -> str:
-    """Return the name of a type of device in the table of kernels. AMD's devices have the name
-    "rocm", although torch uses the name "cuda" for AMD's devices."""
+    """Return the name of a type of device in the table of kernels. It is "rocm" for AMD's devices,
+    which torch calls "cuda"."""
     if device_type == "cuda" and torch.version.hip:
         return "rocm"
     return device_type
@@ -80,8 +80,8 @@ def has_flash(device_type: str) -> bool:
 
 
 def multiplies_codes(device: torch.device) -> bool:
-    """Return True if a device multiplies 8-bit floating-point numbers: an NVIDIA GPU of compute
-    capability 8.9 (Ada, Hopper and later)."""
+    """Return True if a device multiplies 8-bit floating-point numbers. NVIDIA GPUs do from compute
+    capability 8.9 on (Ada, Hopper and later)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,5 +1,5 @@
-"""The module of a norm, with the residual sum before it; and RMSNorm and the soft cap of scores and
-logits, each of which is one autograd Function that saves few tensors."""
+"""The module of a norm, with the residual sum before it; also RMSNorm, and the soft cap of scores
+and logits. The latter two are autograd Functions that save few tensors."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from ptdmpi.plan.layer import describe
 
 
 class _RmsNorm(Function):
-    """RMSNorm as an autograd Function. For the backward, the function saves its input and one
-    number for each row."""
+    """RMSNorm as an autograd Function. For the backward, it saves its input and one number for each
+    row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,8 +33,8 @@ class _RmsNorm(Function):
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, where n = x / rms and g = dy
-        # * weight
+        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, where n = x / rms and
+        # g = dy weight
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
         return dx.to(x.dtype), dweight, None
@@ -49,8 +49,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Cap(Function):
-    """The soft cap as an autograd Function. For the backward, the function saves only tanh(x /
-    cap), and not its result, because the loss may overwrite the result."""
+    """The soft cap as an autograd Function. For the backward, it saves only tanh(x / cap). It does
+    not save its result, because the loss may overwrite the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
@@ -82,8 +82,8 @@ class Norm(Computing):
         partial_gradient: bool = False,
     ) -> None:
         """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
-        `shared_gradient` is True if, under sequence parallelism, the input has only this rank's
-        positions. `partial_gradient` is True if the input has only this rank's heads (see
+        `shared_gradient` is True if the input has only this rank's positions under sequence
+        parallelism. `partial_gradient` is True if the input has only this rank's heads (see
         `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps
@@ -97,7 +97,7 @@ class Norm(Computing):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized activations, which have the shape of x [..., h]."""
-        # norms of heads have short rows, for which the kernel is not made
+        # norms of heads have short rows, for which the kernel in Triton is not made
         if self.of_hidden and self.kernels.by_triton("norm"):
             return self.of_sum(x, None)[1]
         weight = self._gain()

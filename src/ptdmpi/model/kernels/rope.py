@@ -8,9 +8,8 @@ from torch.autograd import Function
 
 
 class _Turn(Function):
-    """The rotation by four kernels in the forward and four kernels in the backward. The function
-    saves no activations. With plain torch operations, autograd would use five kernels and one more
-    copy.
+    """The rotation by four kernels in the forward and four in the backward. It saves no
+    activations. With plain torch operations, autograd would use five kernels and one more copy.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The form in which a run stores its choice of kernels: {kind: [text, ...]}. The choice is stored
 in the file kernels.json of the run directory and in the manifest of a checkpoint.
 
-For a host, one text is stored for each kind of kernel. The text is a name; sizes and words may
-follow the name, separated by colons:
+For a host, one text is stored for each kind of kernel. The text is the name of an implementation;
+sizes and words may follow the name, separated by colons:
 
     attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
                 of 128 queries), "products:256:kept" (of 256, probabilities are saved); see WORDS
@@ -12,9 +12,9 @@ follow the name, separated by colons:
     half        "native", "widened"
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
-they are tried, and the kind "triton", if it is there, the names of the kinds of kernels that are
+they are tried. The kind "triton", if it is stored, has the names of the kinds of kernels that are
 computed in Triton (`fused.KINDS`). Unknown texts are skipped, because a run on another type of
-device, or another version of ptdmpi, may have written these texts.
+device, or another version of ptdmpi, may have written them.
 """
 
 import math
@@ -43,13 +43,13 @@ def written(choice: HostChoice) -> dict[str, list[str]]:
 
 
 def text_of(kind: str, chosen: Any) -> str:
-    """Return the text with which the chosen kernel of one kind is stored."""
+    """Return the text that is stored for the chosen kernel of one kind."""
     return KINDS[kind].write(chosen)
 
 
 def sound(stored: object) -> Stored | None:
-    """Return a stored choice that was read from a file; None if a damaged file cannot be a stored
-    choice: it has another structure, or an impossible size."""
+    """Return a stored choice that was read from a file. Return None if the file is damaged, so that
+    the choice has another structure, or an impossible size."""
     if not isinstance(stored, dict) or not all(map(_are_texts, stored.values())):
         return None
     try:

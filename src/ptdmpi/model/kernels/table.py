@@ -1,4 +1,4 @@
-"""The table of measurements in presets/kernels.toml, from which the fastest kernels are chosen."""
+"""The table of measurements in presets/kernels.toml, which determines the fastest kernels."""
 
 import tomllib
 from functools import cache

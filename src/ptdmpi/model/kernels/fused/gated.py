@@ -1,17 +1,17 @@
 """Gated units (Shazeer 2020, arXiv 2002.05202) in one pass over memory, forward and backward.
 
-Equation, for the gate g and the value v, which are the halves of the input x [..., 2 width], and
-the gradient dy of the output:
+For the gate g and the value v, which are the halves of the input x [..., 2 width], and for the
+gradient dy of the output, the equations are
 
     y  = act(g) v
     dg = act'(g) v dy,    dv = act(g) dy
 
-With the logistic function S, "swiglu" has act(g) = g S(g), and "geglu" has GELU in its tanh form,
-act(g) = g S(z) with z = 2 sqrt(2 / pi) (g + 0.044715 g^3). In both, act'(g) = S + g S (1 - S) z',
-with z = g for "swiglu".
+S is the logistic function. For "swiglu", act(g) = g S(g). For "geglu", act is GELU in its tanh
+form: act(g) = g S(z) with z = 2 sqrt(2 / pi) (g + 0.044715 g^3). In both cases act'(g) =
+S(z) + g S(z) (1 - S(z)) z', where z = g for "swiglu".
 
-A forward moves 3 numbers per output, a backward 5. Reference: `_Gated` in
-`ptdmpi.model.kernels.activation`.
+For each output, the forward reads or writes 3 numbers, and the backward 5. The reference is
+`_Gated` in `ptdmpi.model.kernels.activation`.
 """
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from ptdmpi.model.kernels.fused.launch import block_of, on_device_of, warps_of, wide
 from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 
-BLOCK = 1024  # largest number of outputs of a program
+BLOCK = 1024  # the largest number of outputs that a program computes
 
 
 @triton.jit
 def _sigmoid(z):
-    """Return S(z). exp() never has a positive argument, so that it does not overflow."""
+    """Return S(z). The argument of exp() is never positive, so exp() does not overflow."""
     small = tl.exp(-tl.abs(z))
     return tl.where(z < 0.0, small, 1.0) / (1.0 + small)
 
@@ -43,7 +43,7 @@ def _forward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Each program computes some outputs of one row."""
+    """Compute some outputs of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -69,7 +69,7 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Each program computes the gradients of some gates of one row, and of their values."""
+    """Compute the gradients of some gates of one row, and of their values, in each program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -1,4 +1,4 @@
-"""What all launches of Triton's kernels have in common."""
+"""Functions that all launches of Triton's kernels use."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,14 +11,14 @@ from torch import Tensor
 
 def block_of(elements: int, most: int | None = None) -> int:
     """Return the number of elements of a row that a program computes at once: the least power of
-    two that is not less than `elements`, but at most `most`, which is a power of two, too. (Triton
-    needs powers of two.)"""
+    two that is not less than `elements`, but at most `most`. Triton needs powers of two, so `most`
+    must be one, too."""
     block = int(triton.next_power_of_2(elements))
     return block if most is None else min(most, block)
 
 
 def warps_of(block: int) -> int:
-    """Return the number of warps (of 32 threads each) for a block of so many elements."""
+    """Return the number of warps (of 32 threads each) for a block of `block` elements."""
     return min(16, max(1, block // 256))
 
 

@@ -1,19 +1,19 @@
-"""Cross-entropy in two passes over the logits, of which the second overwrites them with their
+"""Cross-entropy in two passes over the logits; the second pass overwrites the logits with their
 gradient. For 16-bit logits the kernels move 6 bytes per logit: they read each logit twice, and
 write its gradient once.
 
-Equation, for the logits x of a token over V columns, its label y, and the factor f of the token's
-loss in the total loss:
+For the logits x of a token over V columns, its label y, and the factor f of the token's loss in the
+total loss, the equations are
 
     loss = log sum_j exp(x_j - m) + m - x_y,    m = max_j x_j
     d loss / d x_j = f (exp(x_j - m) / sum_k exp(x_k - m) - [j = y])
 
 The forward reads the logits once, in chunks of the vocabulary. It keeps the maximum m of the chunks
 so far, and multiplies the sum of exponentials by exp(m - m') whenever the maximum grows to m'
-(Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3). Each tensor rank does so for its own
-columns. The caller combines the ranks' maxima and sums.
+(Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3). Each tensor rank does this for its own
+columns, and the caller combines the maxima and sums of the ranks.
 
-Reference: `softmax_losses` and `logit_gradient` in `ptdmpi.model.output.cross_entropy`.
+The reference is `softmax_losses` and `logit_gradient` in `ptdmpi.model.output.cross_entropy`.
 """
 
 from typing import NamedTuple
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from ptdmpi.model.kernels.fused.launch import block_of, on_device_of, warps_of, wide
 
-CHUNK = 4096  # largest number of logits of a row that a program computes at once
+CHUNK = 4096  # the largest number of logits of a row that a program computes at once
 
 
 class RowSums(NamedTuple):
-    """Three numbers of each row of logits, over this rank's columns, in float32 or wider: the
-    greatest logit `top` [rows], and `sums` [2, rows], which has the sum of exp(logit - top), and
-    the label's logit, which is 0 if this rank does not have the label's column."""
+    """Three numbers for each row of logits over this rank's columns, in float32 or wider. `top`
+    [rows] is the greatest logit. `sums` [2, rows] has the sum of exp(logit - top), and the logit of
+    the label, which is 0 if the label's column is on another rank."""
 
     top: Tensor
     sums: Tensor
@@ -41,7 +41,7 @@ class RowSums(NamedTuple):
 def _forward(
     logits, labels, tops, totals, targets, columns, first, CHUNK: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Each program computes one row."""
+    """Compute the sums of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     inside_chunk = tl.arange(0, CHUNK)
@@ -67,7 +67,7 @@ def _forward(
 def _backward(
     logits, labels, tops, totals, factors, columns, first, CHUNK: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Each program overwrites one row of the logits with its gradient."""
+    """Overwrite one row of the logits with its gradient in each program."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     inside_chunk = tl.arange(0, CHUNK)
@@ -83,7 +83,7 @@ def _backward(
 
 
 def row_sums(flat: Tensor, labels: Tensor, first: int) -> RowSums:
-    """Return the sums of the rows of `flat` [rows, columns], which is contiguous. `labels` [rows]
+    """Return the sums of the rows of the contiguous tensor `flat` [rows, columns]. `labels` [rows]
     are columns of the whole vocabulary, in which this rank's columns begin at `first`."""
     rows, columns = flat.shape
     dtype = torch.promote_types(flat.dtype, torch.float32)

@@ -1,23 +1,23 @@
 """RMSNorm and LayerNorm together with the residual sum before them, in one pass over memory.
 
-Equation, for the residual x, the output y of a sublayer, weights w, and shifts c (LayerNorm only),
-over h channels:
+For the residual x, the output y of a sublayer, weights w, and shifts c (LayerNorm only), over h
+channels, the equations are
 
     r = x + y
     n = (r - mu) / sigma,  sigma^2 = mean((r - mu)^2) + eps
     z = n w + c
 
-with mu = mean(r) for LayerNorm (Ba et al. 2016, arXiv 1607.06450), and mu = 0 for RMSNorm (Zhang
-and Sennrich 2019, arXiv 1910.07467). With the gradients dr of the sum and dz of the norm, and
-g = dz w, the backward is
+where mu = mean(r) for LayerNorm (Ba et al. 2016, arXiv 1607.06450), and mu = 0 for RMSNorm (Zhang
+and Sennrich 2019, arXiv 1910.07467). With the gradient dr of the sum r, the gradient dz of the norm
+z, and g = dz w, the backward is
 
     dx = dy = dr + (g - n mean(g n) - mean(g)) / sigma,    dw = sum dz n,    dc = sum dz
 
-in which RMSNorm has no mean(g). For the backward the kernels keep r and, for each row, mu and
-1 / sigma. With y, a forward moves 4 numbers per channel, otherwise 2; a backward moves 4 with dr,
-otherwise 3.
+where RMSNorm has no term mean(g). For the backward the kernels keep r and, for each row, mu and
+1 / sigma. For each channel, the forward reads or writes 4 numbers with y, and 2 without; the
+backward 4 with dr, and 3 without.
 
-Reference: `ptdmpi.model.kernels.norm.rms_norm`, and torch.nn.functional.layer_norm.
+The references are `ptdmpi.model.kernels.norm.rms_norm` and torch.nn.functional.layer_norm.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def _forward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Each program computes one row."""
+    """Compute one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -89,7 +89,7 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Each program computes every n-th row, for n programs. It also sums the gradients of the
+    """Compute every n-th row in each of n programs. Each program also sums the gradients of the
     weights over its rows."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -126,8 +126,8 @@ def _backward(
 def add_and_normalize(
     x: Tensor, y: Tensor | None, weight: Tensor, shift: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return x + y [..., h], and the norm of this sum [..., h], which is a LayerNorm if `shift` is
-    given, otherwise an RMSNorm. If y is None, the sum is x itself. `weight` and `shift` are [h]."""
+    """Return x + y [..., h], and the norm of this sum [..., h]: a LayerNorm if `shift` is given,
+    otherwise an RMSNorm. If y is None, the sum is x itself. `weight` and `shift` are [h]."""
     total, normed = _AddNorm.apply(x, y, weight, shift, eps)
     return total, normed
 
@@ -216,8 +216,8 @@ class _AddNorm(Function):
 def _of_vectors(
     by_weight: Tensor, weight: Tensor, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the weights and of the shifts from the sums [vectors, programs,
-    columns] of all programs."""
+    """Return the gradients of the weights and of the shifts. `by_weight` [vectors, programs,
+    columns] has the sums of all programs."""
     if not len(by_weight):
         return None, None
     sums = by_weight.sum(1)

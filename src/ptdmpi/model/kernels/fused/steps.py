@@ -1,5 +1,4 @@
-"""The steps of a layer in which one kernel in Triton computes a norm and the residual sum before
-it."""
+"""The steps of a layer, if one kernel in Triton computes a norm and the residual sum before it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +13,17 @@ from ptdmpi.plan.layer.elementwise import Normalize
 
 @dataclass(frozen=True)
 class NormOfSum:
-    """The function that computes a residual sum x + y and its norm; without `residual` the sum is x
-    itself. If `keeps` is True, later steps read the sum, so it is a result, too. Its gradient is
-    then added in the norm's own backward."""
+    """The function that computes a residual sum x + y and its norm. Without `residual` the sum is x
+    itself. If `keeps` is True, later steps read the sum, so the function returns it, too; the
+    backward of the norm then also adds the gradient of the sum."""
 
     norm: Norm
     residual: Residual | None
     keeps: bool
 
     def __call__(self, x: Tensor, *rest: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the sum (if `keeps`) and its norm. `rest` has y, if there is one, and the
-        context."""
+        """Return the norm or, if `keeps` is True, the pair (sum, norm). `rest` has y and the
+        context; it is empty if there is no residual."""
         y = None
         if self.residual is not None:
             y, context = rest
@@ -34,8 +33,8 @@ class NormOfSum:
 
 
 def with_sums(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
-    """Return the steps of a layer. If `kernels` compute norms in Triton, a norm and the residual
-    sum before it are one step."""
+    """Return the steps of a layer. If norms are computed in Triton, each norm and the residual sum
+    before it become one step."""
     if not kernels.by_triton("norm"):
         return steps
     joined: list[RowStep] = []

@@ -20,7 +20,7 @@ MOST_REPEATS = 200
 
 
 class ProbeError(Exception):
-    """An error: a kernel or a message gave a wrong result."""
+    """The error that is raised if a kernel or a message gave a wrong result."""
 
 
 class Bench:
@@ -28,8 +28,8 @@ class Bench:
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
     `clock` returns the seconds by which a rank's own work is timed. If a rank has a single thread
-    and its own core, `clock` is the CPU time of the thread, which other programs on the machine do
-    not change. `kernels` are the kernels that are measured. `over` computes one result from the
+    and its own core, `clock` is the CPU time of the thread, which is independent of other programs
+    on the machine. `kernels` are the kernels that are measured. `over` computes one result from the
     values of all ranks, by default their median.
     """
 
@@ -50,7 +50,7 @@ class Bench:
 
     @contextmanager
     def phase(self, what: str, measurements: int) -> Iterator[None]:
-        """Print what is measured in the block, and show the progress of its `measurements`
+        """Print what is measured in the block, and show its progress. The block has `measurements`
         measurements."""
         note(f"probe: {what}")
         with progress(f"probe: {what}", measurements, "measurement", SOON_S) as self.advance:
@@ -76,8 +76,8 @@ class Bench:
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work` that sends messages. The seconds are measured in the same
-        way as by `work_s`, but include the time in which a rank waits."""
+        """Return the seconds of `work` that sends messages. They are measured in the same way as by
+        `work_s`, but include the time in which a rank waits."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -89,9 +89,7 @@ class Bench:
 
     def _repeats(self, seconds: float) -> int:
         """Return how often a trial repeats work of `seconds` seconds. The result is the same on all
-        ranks.
-
-        All ranks must repeat equally often, because the work may be a collective.
+        ranks, because the work may be a collective, which all ranks must repeat equally often.
         """
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))

@@ -31,8 +31,8 @@ from ptdmpi.plan.machine.probed import KernelWays
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import Axes, World
 
-# The limit of multiplications in a timed kernel. At 50 GFLOP/s these multiplications take about 20
-# ms. Longer kernels are timed with fewer positions or heads, at which the same kernel is the
+# The limit of multiplications in a timed kernel. At 50 GFLOP/s they take about 20 ms. A kernel with
+# more multiplications is timed with fewer positions or heads, for which the same kernel is the
 # fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
@@ -61,7 +61,7 @@ def sizes_of(config: Config) -> TimedSizes:
 
 
 def _fewer(positions: int, each: int) -> int:
-    """Return the number of positions for a kernel with `each` multiplications for a position."""
+    """Return the number of positions for a kernel with `each` multiplications per position."""
     return max(min(positions, LEAST_POSITIONS), min(positions, int(MOST // each)))
 
 
@@ -102,9 +102,9 @@ class Cached:
 def measured_here(
     world: "World", axes: "Axes", config: Config, dtype: torch.dtype, *, say: Callable[[str], None]
 ) -> Entries:
-    """Return the measurements of this machine for the layers of `config`, from the cache of rank 0
-    or from a measurement that is made now. All ranks call this, and get the same result. `say`
-    prints one line.
+    """Return the measurements of this machine for the layers of `config`: those in the cache of
+    rank 0, if there are any, otherwise new ones. All ranks call this function, and get the same
+    result. `say` prints one line.
 
     The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, return
     an empty dict; kernels are then chosen from the table of the package.
@@ -131,7 +131,7 @@ def measured_here(
 
 
 def _key(world: "World", dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return everything on which the measured times depend: the processor, the cores and threads of
+    """Return everything that the measured times depend on: the processor, the cores and threads of
     a rank, the versions of torch and ptdmpi, the data type and the sizes."""
     has = torch.cpu.get_capabilities()
     return {

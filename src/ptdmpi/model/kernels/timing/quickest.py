@@ -25,7 +25,7 @@ from ptdmpi.model.kernels.choice import (
 from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.model.kernels.timing.bench import Bench
 
-# least gain of a kernel, as a fraction of the time; a smaller gain may be due to chance
+# the least gain of a kernel, as a fraction of the time; a smaller gain may be due to chance
 LEAST_GAIN = 0.03
 # names of capabilities in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
@@ -99,7 +99,7 @@ def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
 
 
 def _rounds(kernel: HostAttention) -> bool:
-    """Return True if the matrix multiplications of a kernel may round operands to bfloat16."""
+    """Return True if the matrix products of a kernel may round their operands to bfloat16."""
     return isinstance(kernel, AttentionByProducts) and kernel.fpmath
 
 
@@ -178,8 +178,8 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of the kernel table for linears: for each kind of matrix multiplication, the
-    size from which on oneDNN is faster."""
+    """Return the entry of the kernel table for linears: for each kind of matrix product, the size
+    from which on oneDNN is faster."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)
@@ -245,7 +245,7 @@ def _quicker_from(
 ) -> int | None:
     """Return the smallest of `sizes` at which, and above which, the second kernel is always faster.
 
-    `before` and `after` are the seconds of the first and the second kernel at `sizes`. Returns None
+    `before` and `after` are the seconds of the first and the second kernel at `sizes`. Return None
     if the second kernel is not faster at the largest size.
     """
     least = None
@@ -257,8 +257,8 @@ def _quicker_from(
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return True if the second kernel is faster on the geometric mean over all sizes, by at least
-    LEAST_GAIN."""
+    """Return True if the second kernel is faster by at least LEAST_GAIN, in the geometric mean over
+    all sizes."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 

@@ -50,8 +50,8 @@ class Context:
     sequence is one document. `rotary` has the cosines and sines of the rotary angles, if they
     differ from the ones that the layer stores. `cache` has the keys and values of earlier tokens.
     `positions` are the positions of the sequence that this rank has inside a block. If the layer is
-    recomputed, `chosen` has the experts that the first forward pass has chosen. `factors` has, by
-    name, the factor of each router loss in the gradient.
+    recomputed, `chosen` has the experts that the first forward pass has chosen. `factors` maps the
+    name of each router loss to its factor in the gradient.
     """
 
     stream: RandomStream | None = None
@@ -92,8 +92,8 @@ class Heads:
         model, axis = build.model, build.axis
         self.head_size = model.head_size
         self.heads = model.heads // axis.size
-        # if there are more tensor ranks than key heads, several ranks have a copy of the same key
-        # head, each for its own queries
+        # if there are more tensor ranks than key heads, several ranks have copies of a key head,
+        # each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
         self.rotates = row.rotates
@@ -273,7 +273,7 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Residual:
-    """The function x + dropout(y). `place` has the meaning of the argument of `drop_hidden`."""
+    """The function x + dropout(y). `place` is the argument of the same name of `drop_hidden`."""
 
     rate: float
     place: tuple[int, ...]
@@ -352,8 +352,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
         """Return the queries at this rank's positions, and the keys and values at all positions."""
         if build.context.exchange != "all_gather":
             return q, k, v
-        # copy q: a view of the common tensor would keep this rank's k and v in memory, although
-        # they are not needed after the gather
+        # copy q, because as a view of a common tensor it would keep this rank's k and v in memory,
+        # which are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute
@@ -467,10 +467,10 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
-    """Return True if one `EarlyKeys` computes the operators `rows`. This requires a context axis
-    whose messages make progress during computation, and a weight that is neither quantized nor
-    rounded before each product. Each of the two matrix products would dequantize or round such a
-    weight completely."""
+    """Return True if one `EarlyKeys` can compute the operators `rows`. There must be a context axis
+    whose messages make progress during computation, and the weight must be neither quantized nor
+    rounded before each product. Otherwise each of the two matrix products would dequantize or round
+    the whole weight."""
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
     return build.context.gathers_early and build.model.divides_products
@@ -488,8 +488,8 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
     """Compute the operators of `steps`, one after the other. `values` has the inputs of the layer
-    by name. A tensor is freed after the last operator that reads it. Return, by name, the tensors
-    that are left after the last operator."""
+    by name. A tensor is freed after the last operator that reads it. Return the tensors that are
+    left after the last operator, by name."""
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]
         outputs = compute(*inputs, context)

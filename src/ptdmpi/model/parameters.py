@@ -23,15 +23,15 @@ from ptdmpi.plan.layout.grid import SHARD_AXES, TENSOR, TENSOR_AXES, axis_named
 
 @dataclass(frozen=True)
 class Split:
-    """The division of dim `dim` of a parameter over the t ranks of the tensor axis. `parts` are the
-    sizes of the parts (such as query, key and value) of this dim; each part is divided separately
-    into shares.
+    """The division of dim `dim` of a parameter over the t ranks of the tensor axis. This dim
+    consists of parts (such as query, key and value), whose sizes are `parts`. Each part is divided
+    separately into shares.
 
     If the number of shares does not divide the size of a part, the part is padded at its end; the
     padding is not part of the logical tensor. `most` is the maximum number of shares of each part.
-    For keys, for example, `most` is the number of key heads, because a head is never divided
-    between ranks. If t is larger than `most`, neighbouring ranks have copies of the same share. If
-    `most` is None, each part has t shares.
+    For keys, for example, it is the number of key heads, because a head is never divided between
+    ranks. If t is larger than `most`, neighbouring ranks have copies of the same share. If `most`
+    is None, each part has t shares.
     """
 
     dim: int
@@ -76,21 +76,20 @@ class HeldShare:
 class Declaration:
     """The properties of a parameter, except its name.
 
-    `shape` is the logical shape, and `split` is the division over the tensor axis; None means that
+    `shape` is the logical shape. `split` is the division over the tensor axis; None means that
     every tensor rank has the full parameter. `init` is the standard deviation of a normal
     distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
     axes of the grid along which ranks have different parameters with this declaration, such as
     different experts; gradients are not summed over these axes. `rows_over` names groups of ranks
     that apply the parameter to different rows of activations; the gradient is summed over these
     groups, in addition to the sum over ranks with different tokens. A parameter that is not divided
-    may consist of several matrices: `parts` has their sizes along dim 0. If `parts` is empty, the
-    parameter is one matrix. If `shared_gradient` is True, then under sequence parallelism each
-    tensor rank applies the parameter only to its own positions, and the parameter's gradient must
-    be summed over the tensor axis. If `partial_gradient` is True, each tensor rank applies the
-    parameter only to its own heads, and the gradient must always be summed over the tensor axis. If
-    `trains` is False, the parameter has no gradient, no master weight and no moments. `low_bit` is
-    the quantized form that matrix multiplications use. If the parameter does not train, it is also
-    stored in this form.
+    may consist of several matrices, whose sizes along dim 0 are `parts`; if `parts` is empty, it is
+    one matrix. `shared_gradient` is for sequence parallelism: if it is True, each tensor rank
+    applies the parameter only to its own positions, so the gradient must be summed over the tensor
+    axis. If `partial_gradient` is True, each tensor rank applies the parameter only to its own
+    heads, so the gradient must always be summed over the tensor axis. If `trains` is False, the
+    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized format
+    that matrix products use. If the parameter does not train, it is also stored in this format.
     """
 
     shape: tuple[int, ...]
@@ -112,23 +111,23 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if the parameter is stored in quantized form. A quantized parameter is used
-        only in matrix multiplications, with its dequantized values."""
+        """Return True if the parameter is stored in a quantized format. Such a parameter is used
+        only in matrix products, with its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property
     def cut_by(self) -> tuple[str, ...]:
         """Return the axes along which ranks have different parts of the parameter's state. Along
-        the pipeline axis and the axes in `apart`, ranks have different parameters; along all other
-        returned axes, ranks have different slices of the same parameter. Along all axes that are
-        not returned, ranks have the same slice."""
+        the pipeline axis and the axes in `apart`, ranks have different parameters. Along the other
+        returned axes, ranks have different slices of the same parameter. Along an axis that is not
+        returned, ranks have the same slice."""
         by_split = () if self.split is None else TENSOR_AXES
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
         """Return the groups over which the gradient must be summed because each rank computes only
-        one term of the sum. The axes over which losses are summed are not included.
-        `sequence_divided` is True under sequence parallelism."""
+        one term of it. Axes over which gradients are summed because ranks have different tokens are
+        not included. `sequence_divided` is True under sequence parallelism."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return (TENSOR, *self.rows_over)
         return self.rows_over
@@ -172,10 +171,10 @@ class Parameter(nn.Parameter):
     """A rank's local slice of a logical parameter. The gradient accumulates in `main_grad`.
 
     In the first part of a split backward, `later` is a list that collects contributions to the
-    gradient; the second part of the backward adds these contributions. `entry` is the parameter's
-    position in the flat buffer. For the second use of a tied table, `second` is the position of the
-    gradient of this use. `packed` has the quantized weights of a parameter that is stored in
-    quantized form; such a parameter itself has a shape and a type, but no values.
+    gradient; the second part of the backward adds them. `entry` is the parameter's position in the
+    flat buffer. For the second use of a tied table, `second` is the position of the gradient of
+    this use. `packed` has the quantized weights of a parameter that is stored in a quantized
+    format; the parameter itself then has a shape and a type, but no values.
     """
 
     declaration: Declaration
@@ -187,9 +186,9 @@ class Parameter(nn.Parameter):
 
     @property
     def operand(self) -> Tensor:
-        """Return the tensor that matrix multiplications use: the parameter itself, or its
-        dequantized values, which are computed for one multiplication. The gradient with respect to
-        the dequantized values is used unchanged as the gradient of a parameter that trains (the
+        """Return the tensor that matrix products use: the parameter itself, or its dequantized
+        values, which are computed for one product. For a parameter that trains, the gradient with
+        respect to the dequantized values is used unchanged as the gradient of the parameter (the
         straight-through estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
         if self.packed is not None:
             return self.packed.values(self.dtype)
@@ -204,8 +203,8 @@ class Parameter(nn.Parameter):
 
     def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
-        second part of a split backward. The function `add` keeps the tensors that it needs in
-        memory until it is called, and may communicate over the tensor axis. If `alone` is True, the
+        second part of a split backward. Until it is called, the function `add` keeps the tensors
+        that it needs in memory. It may communicate over the tensor axis. If `alone` is True, the
         contribution is rounded separately before it is added, so that the result is the same as if
         another rank had computed it."""
         if alone:
@@ -262,7 +261,7 @@ class Entry:
 @dataclass(frozen=True)
 class DataTypes:
     """The torch data types of a precision: `compute` for weights and activations, `master` for
-    master weights and gradients, and `iteration` for Muon's matrix multiplications."""
+    master weights and gradients, and `iteration` for Muon's matrix products."""
 
     compute: torch.dtype
     master: torch.dtype

@@ -1,10 +1,10 @@
 """Random numbers that do not depend on the layout of a run.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
-number of the dropout in the layer, sample, position, channel); for attention weights, the head and
-the position of the key replace the channel. The mask of each element is a hash of the element's
-coordinates (seed, step and so on). Every layout and every recomputation therefore computes the same
-mask, and no state of a random generator is needed.
+number of the dropout in the layer, sample, position, channel). For attention weights, the head and
+the position of the key replace the channel. The mask of each element is a hash of these
+coordinates. Every layout and every recomputation therefore computes the same mask, and no state of
+a random generator is needed.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# The number of elements of a slab, which are drawn at once. The number of elements is a multiple of
-# 16. A slab is small compared with a large tensor.
+# The number of elements of a slab, which are drawn at once. It is a multiple of 16. A slab is small
+# compared with a large tensor.
 SLAB_ELEMENTS = 2**22
 
 
@@ -70,7 +70,7 @@ def _slab_rows(shape: Sequence[int]) -> int:
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
     # if 16 does not divide the number of elements, torch draws the last sixteen numbers again, so
-    # they must be in one slab
+    # these sixteen must be in one slab
     while shape[0] > rows and 0 < (shape[0] % rows) * row < 16:
         rows += grain
     return rows
@@ -81,8 +81,8 @@ GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
-# The number of elements of a mask that are hashed at once on a CPU. This number was the fastest in
-# measurements of all powers of four from 2^14 to 2^22.
+# The number of elements of a mask that are hashed at once on a CPU. Of all powers of four from 2^14
+# to 2^22, this number was the fastest in measurements.
 CHUNK_ELEMENTS = 2**18
 
 
@@ -105,8 +105,8 @@ class RandomStream:
 
     `key` is a hash of the coordinates that are the same for all elements. `samples` [b] are the
     global sample numbers of the microbatch. `positions` are the positions of the masked tensor on
-    this rank; `first_head` and `first_channel` are the numbers of the tensor's first head and first
-    channel.
+    this rank. `first_head` and `first_channel` are the numbers of the first head and of the first
+    channel of this tensor.
     """
 
     key: int
@@ -130,7 +130,7 @@ class RandomStream:
         first_head: int = 0,
         first_channel: int = 0,
     ) -> "RandomStream":
-        """Return the stream of the dropout that `place`, such as (layer, 0), identifies. If
+        """Return the stream of the dropout that `place` identifies, such as (layer, 0). If
         `positions` is None, the positions do not change."""
         return replace(
             self,
@@ -178,16 +178,16 @@ def kept_keys(hashes: Tensor, keys: range, rate: float) -> Tensor:
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return a bool mask [..., columns], computed from the hashes `rows` [..., 1] and the numbers
     `columns`."""
-    # compare the upper half of the hash as an integer, because integers, unlike floats, are exact
-    # on every device
+    # compare the upper half of the hash as an integer, because integer comparisons, unlike floats,
+    # are exact on every device
     threshold = round(rate * 2**32)
     columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
-    # The computation of a hash needs several temporary values of 8 bytes for each element. If all
-    # elements were hashed at once, these values would take more memory than the masked tensor, and
-    # would not fit into a CPU's cache.
+    # Hashing needs several temporary values of 8 bytes for each element. If all elements were
+    # hashed at once, these values would take more memory than the masked tensor, and would not fit
+    # into the cache of a CPU.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):

@@ -1,14 +1,13 @@
-"""The communication of a pipeline stage while it computes: sharded gradients are reduced (ZeRO
+"""The communication of a pipeline stage while it computes. Sharded gradients are reduced (ZeRO
 stages 2 and 3), sharded weights are gathered (ZeRO stage 3), and all-reduces of gradients may begin
 before the backward has ended.
 
-A stage notifies its `Walk` when it reaches each of its modules in the forward, in the backward, and
+A stage notifies its `Walk` when it reaches one of its modules in the forward, in the backward, or
 in recomputation. A module (`place`) is the embedding, a layer, or the head. With ZeRO stage 3, the
-weights of a module, including frozen weights, are gathered while the previous module is computed.
-The gathered weights are dropped after the module's computation. Only frozen quantized matrices stay
-unsharded. With ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is
-computed, and is then reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054,
-sections 5.2 and 5.3).
+weights of a module, including frozen weights, are gathered while the previous module is computed,
+and are dropped after the module's computation. Only frozen quantized matrices are not sharded. With
+ZeRO stages 2 and 3, the gradient of a module is unsharded only while it is computed, and is then
+reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -38,8 +37,8 @@ class Pool:
 
     def take(self, length: int) -> Tensor:
         """Return a flat tensor of `length` elements with arbitrary values. Unused tensors of other
-        lengths are freed, because shard units that are not layers have different lengths, and their
-        tensors would otherwise stay in memory for the whole step."""
+        lengths are freed. Otherwise the tensors of shard units that are not layers, which have
+        other lengths, would stay in memory for the whole step."""
         fitting = [flat for flat in self._spare if len(flat) == length]
         self._spare = fitting[1:]
         if fitting:
@@ -53,13 +52,13 @@ class Pool:
 
 class GatheredWeights:
     """The unsharded weights of the shard units that are gathered at present, for all pipeline
-    stages of a rank. Shard units are numbered, and units that train have lower numbers than frozen
+    stages of a rank. Shard units are numbered; units that train have lower numbers than frozen
     units."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        # one pool for units that train and one for frozen units, because a pool keeps tensors of
-        # only one length, and a layer's adapters and its frozen weights are gathered alternately
+        # One pool for units that train and one for frozen units. A pool keeps tensors of only one
+        # length, and a layer's adapters and its frozen weights are gathered alternately.
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
             *zip(buffer.units, buffer.weight_parts, strict=True),
@@ -114,7 +113,8 @@ class GatheredWeights:
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
             # Assign a new tensor, which has a new version counter. Autograd has saved the parameter
-            # itself, and would otherwise report that the next gather changes a saved tensor.
+            # itself. With the old version counter, the next gather would make autograd report that
+            # a saved tensor was changed.
             parameter.data = _placed(parameter.entry, flat, unit.start)
 
     def _drop(self, number: int) -> None:
@@ -129,16 +129,15 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """The interface of an object that follows the progress of the backward. The stage notifies the
-    object of the shard units for which gradients are computed."""
+    """The interface of an object that follows the progress of the backward. The stage tells the
+    object for which shard units gradients are computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Record that gradients are now computed for the shard units `numbers`, and for no other
-        units."""
+        """Record that gradients are now computed only for the shard units `numbers`."""
 
     def end(self) -> None:
-        """Record that some gradients are complete for this microbatch: the gradients of the shard
-        units that the last call of `begin` named."""
+        """Record that the gradients of the shard units that the last call of `begin` named are
+        complete for this microbatch."""
 
     def finish(self) -> None:
         """Record that the backward of this microbatch has ended."""
@@ -149,9 +148,9 @@ class PlacedGradients(Protocol):
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the caller can test each gradient before it is reduced. `look`
-        is called with a parameter and tests its gradient. Gradients that are not reduced during the
-        op are tested at the end of the op."""
+        """Return a context in which the caller can test each gradient before it is reduced: `look`
+        is called with a parameter, and tests the gradient of this parameter. Gradients that are not
+        reduced during the op are tested at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -191,7 +190,7 @@ class ReducedGradients:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Provide memory for the gradients of the shard units `numbers`, which are computed next.
-        Treat the gradients of all earlier shard units as complete."""
+        The gradients of all earlier shard units are then complete."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -201,20 +200,19 @@ class ReducedGradients:
 
     def end(self) -> None:
         """Begin to reduce the gradients of the shard units that the last call of `begin` named.
-        These gradients are complete for this microbatch."""
+        They are complete for this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                # remove the attribute, so that a later addition to the gradient raises an
-                # exception, because it would be an error
+                # remove the attribute, so that a later addition to the gradient, which would be a
+                # mistake, raises an exception
                 del parameter.main_grad
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # if the transport has already completed all collectives, free the memory of the collectives
-        # now
+        # if the transport has already completed all collectives, free their memory now
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
@@ -225,8 +223,7 @@ class ReducedGradients:
 
     def forget(self) -> None:
         """Discard the gradients of an interrupted step that were not reduced. The communicator
-        keeps the tensors of incomplete reductions, so the memory of these tensors is not used again
-        too early."""
+        keeps the tensors of incomplete reductions, so their memory is not reused too early."""
         self._open = {}
         self._leaving = []
 
@@ -262,10 +259,10 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # The modules whose weights the backward needs. The backward stops at the first module that
-        # trains, so it needs no weights of earlier modules. The backward also needs no weights of
-        # an embedding that consists only of tables, because the backward of a look-up does not use
-        # the values of a table.
+        # The modules whose weights the backward needs. The backward ends at the first module that
+        # trains, so it needs no weights of earlier modules. It also needs no weights of an
+        # embedding that consists only of tables, because the backward of a look-up does not use the
+        # values of a table.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
@@ -273,8 +270,8 @@ class Walk:
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
         # The numbers of the shard units that each module uses. If weights are unsharded, only shard
-        # units that train are listed, because in decentralized training the weights of these units
-        # may still be arriving (`Decentralized`).
+        # units that train are listed: in decentralized training, their weights may still be
+        # arriving (`Decentralized`).
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
@@ -299,8 +296,8 @@ class Walk:
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """Record that the backward reaches the module `place`, and has finished all modules that
-        follow it in the forward. If `place` is None, the backward has finished all modules."""
+        """Record that the backward reaches the module `place`. It has then finished all modules
+        that follow this module in the forward. If `place` is None, it has finished all modules."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
             self.gradients.end()
@@ -341,8 +338,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """The identity function at the input of a module. The forward of this function runs before the
-    module's forward, and its backward runs after the module's backward; both notify the `Walk`."""
+    """The identity function at the input of a module. Its forward runs before the module's forward,
+    and its backward runs after the module's backward; both notify the `Walk`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:

@@ -1,5 +1,5 @@
-"""A pipeline stage: the layers of one model chunk, and the activations of the microbatches whose
-backward has not run yet.
+"""A pipeline stage: the layers of one model chunk, and the activations of the microbatches that
+still wait for their backward.
 
 The first stage contains the embedding and the last stage contains the output, so that the runner
 needs no special cases. Activations are sent between stages in the form that `Boundary` defines.
@@ -92,7 +92,7 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # a `Walk` (if there is one) is notified whenever the computation reaches the next module of
+        # if there is a `Walk`, it is notified whenever the computation reaches the next module of
         # the stage
         self.walk: Walk | None = None
         self._idle = False
@@ -128,8 +128,8 @@ class Stage(nn.Module):
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # convert the tables to the compute type here, because otherwise each layer would have
-            # its own converted copy
+            # convert the tables to the compute type here, because otherwise each layer would have a
+            # converted copy of its own
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)
@@ -158,16 +158,16 @@ class Stage(nn.Module):
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return the output of this stage (on the last stage, the logits). On the last stage, the
-        output has the logits for this rank's part of the vocabulary, at all positions [s, b, V/t]
-        or at the k masked positions of each sequence [k, b, V/t]."""
+        """Return the output of this stage. On the last stage, the output has the logits for this
+        rank's part of the vocabulary, at all positions [s, b, V/t] or at the k masked positions of
+        each sequence [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
     def hidden(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
         """Return the output of this stage's layers for the token ids of the batch (first stage), or
-        for the stage's input `x` (other stages). In training step `step`, dropout is applied; None
-        means no dropout."""
+        for the stage's input `x` (other stages). `step` is the number of the training step, which
+        determines the dropout; None means no dropout."""
         return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
 
     def advance(
@@ -233,8 +233,8 @@ class Stage(nn.Module):
         if self.output is not None:
             y = microbatch.take(self.output.losses(batch, y, context))
         if training and not self._idle:
-            # store only the autograd graph, so that the memory of the output can be freed after it
-            # was sent
+            # store only the autograd graph, so that the memory of the output can be freed once it
+            # is sent
             self._in_flight[microbatch.number] = (arrival, Departure(y))
         return None if self.last else y.detach()
 
@@ -243,16 +243,16 @@ class Stage(nn.Module):
         input; None on the first stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of its input is a tensor of zeros. The tensor of zeros is also sent, because
-        the schedule is the same for all models. If neither this stage nor an earlier stage has a
-        parameter that trains, nothing is computed.
+        the gradient of its input is a tensor of zeros, which is also sent, because the schedule is
+        the same for all models. If neither this stage nor an earlier stage has a parameter that
+        trains, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "its forward has left the loss"
-            # the backward begins with the total loss, whose gradient is its weight in the mean over
+            # the backward begins with the total loss; its gradient is its factor in the mean over
             # the global batch
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
@@ -273,8 +273,8 @@ class Stage(nn.Module):
         gradient of this stage's input, the same as `backward_microbatch`.
 
         All additions to gradients of parameters, including norms and biases, are deferred until
-        `weight_microbatch`. Therefore, when `weight_microbatch` completes the gradient of a
-        microbatch, no later microbatch has contributed to the gradient.
+        `weight_microbatch`. When `weight_microbatch` completes the gradient of a microbatch, the
+        gradient therefore contains no contributions of later microbatches.
         """
         later: list[Callable[[], object]] = []
         try:
@@ -290,12 +290,13 @@ class Stage(nn.Module):
         """Run the second part of a split backward (op W): add to `main_grad` the contributions that
         `input_microbatch` has deferred, in the same order as `backward_microbatch`."""
         later = self._put_off.pop(microbatch.number)
-        # reverse the list, because pop() takes elements from the end, and the oldest element must
-        # come first
+        # reverse the list, because pop() removes elements from its end, and the oldest element must
+        # be used first
         later.reverse()
         with torch.no_grad():
             while later:
-                # delete the function after the call, so that the tensors that it has kept are freed
+                # do not keep the function after the call, so that the tensors that it has kept are
+                # freed
                 later.pop()()
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:

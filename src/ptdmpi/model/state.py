@@ -1,16 +1,18 @@
-"""The training state of a rank: all values that an update changes, organized by kind and logical
+"""The training state of a rank: all values that an update changes, ordered by kind and logical
 name.
 
 A kind of state has one number for each element of a parameter. The kinds are the master `weights`,
-each moment of the optimizer, and the values that the data-parallel method keeps. The values of a
-kind of state are either equal on all replicas, or different. The state also contains a few counters
-(`Counters`). Code that stores or compares state, such as checkpoints, iterates over `State.pieces`:
-slices of logical tensors with their values. Each slice has the list of axes along which ranks have
-different slices. Ranks that differ only along other axes have the same values. Only this module
-knows the form in which a rank stores its part of the state. The form may differ between parameters
-and between kinds. There is one exception. After the loss of a rank, the surviving ranks send
-`State.flats` unchanged, because the receiver of a flat tensor stores the same part of the state as
-the sender.
+each moment of the optimizer, and the values that the data-parallel method stores. The values of a
+kind are either equal on all replicas, or different. The state also contains a few counters
+(`Counters`).
+
+Code that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of
+logical tensors with their values. Each slice has the list of axes along which ranks have different
+slices. Ranks that differ only along other axes have the same values. The form in which a rank
+stores its part of the state may differ between parameters and between kinds. Only this module knows
+this form, with one exception: after the loss of a rank, the surviving ranks send `State.flats`
+unchanged. They may do so, because the receiver of a flat tensor stores the same part of the state
+as the sender.
 """
 
 import contextlib
@@ -32,8 +34,8 @@ from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
 from ptdmpi.plan.layout.grid import SHARD_AXES
 
-# The name under which `State.residents` yields the weights that matrix multiplications use, if they
-# are not the master weights.
+# The name under which `State.residents` yields the weights that matrix products use, if they are
+# not the master weights.
 USED = "weights in use"
 
 
@@ -49,8 +51,8 @@ class Kept:
     """The properties of a kind of state. `differs` has the axes along which replicas have different
     values. `begins` determines the values before the first step, and after a resume from a
     checkpoint without this kind: zeros, or the values of the weights. If `needed` is True, a run
-    cannot resume from a checkpoint without this kind of state. `names` has the parameters that have
-    this kind of state; None means all parameters."""
+    cannot resume from a checkpoint without this kind. `names` has the parameters that have this
+    kind of state; None means all parameters."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -73,15 +75,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a logical tensor of shape `shape`, and the slice's values on this rank, as a view
-    of the state.
+    """A slice of a logical tensor of shape `shape`, and the slice's values on this rank, which are
+    a view of the state.
 
-    `cut_by` has the axes along which ranks have different slices; along all other axes ranks have
-    the same slice, and these ranks write the slice to checkpoints together. `owned` is False if
-    this rank must not write the slice to checkpoints, because another rank along an axis of
-    `cut_by` has a copy of the slice and writes it. Examples are the second copy of a tied table,
-    and copies of key heads on neighbouring tensor ranks. `replica` is the number of the replica if
-    replicas differ in this kind; None if they are equal.
+    `cut_by` has the axes along which ranks have different slices. Along all other axes ranks have
+    the same slice, and write it to checkpoints together. `owned` is False if this rank must not
+    write the slice to checkpoints, because another rank along an axis of `cut_by` has a copy of the
+    slice and writes it. Examples are the second copy of a tied table, and copies of key heads on
+    neighbouring tensor ranks. `replica` is the number of the replica if replicas differ in this
+    kind, otherwise None.
     """
 
     kind: str
@@ -105,9 +107,8 @@ class Piece:
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """Return a copy of this slice whose values are copied to the host. If the copied piece is
-        pickled, only these values are pickled, and not the larger tensor of which they were a
-        view."""
+        """Return a copy of this slice with its values on the host. If the copy is pickled, only
+        these values are pickled, and not the larger tensor of which they were a view."""
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
@@ -136,14 +137,14 @@ class Kind:
 
 class State:
     """The training state for the parameters of a buffer. The attribute `kinds` has the kinds of
-    state by name. The argument `kinds` does not contain the weights, which are added.
+    state by name. It includes the weights, whereas the argument `kinds` does not.
 
     `borrowed` has the names of parameters of which this rank has a second copy, such as a tied
     table on the last pipeline rank. `differs` has the axes along which replicas have different
     weights, which some data-parallel methods permit. `peers` is the group of the replicas,
     including this one. If `scales_loss` is True, the loss scale is part of the state; otherwise it
-    is always 1. If `delays_scales` is True, so are the exponents of delayed scales. Parameters that
-    do not train are not part of the state, because no update changes them.
+    is always 1. If `delays_scales` is True, the exponents of delayed scales are part of the state.
+    Parameters that do not train are not part of the state, because no update changes them.
     """
 
     def __init__(
@@ -172,15 +173,14 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # kinds of state that begin with zeros are already zero, and writing zeros again would read
-        # a state that is stored in a file into memory
+        # Kinds of state that begin with zeros are already zero. Writing the zeros again would load
+        # a state that is stored in a file into memory.
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # an event that occurs when a running copy of the state is complete; updates wait for this
-        # event
+        # an event after the copy of the state that is in progress; updates wait for this event
         self.read: Passed = copies_of(buffer.device).passed()
-        # a function that completes unfinished operations; it is called before the state, or its
-        # mean, is read
+        # a function that completes unfinished operations; it is called before the state, or the
+        # mean of the state over replicas, is read
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
@@ -196,9 +196,9 @@ class State:
     def averaged(self, kind: str) -> Iterator[None]:
         """Return a context in which the values of `kind` are the mean over replicas, if replicas
         differ in this kind. All replicas must call this method, and the mean is bitwise equal on
-        all replicas. Inside the context, this replica's own values are stored in the memory of the
+        all of them. Inside the context, the replica's own values are stored in the memory of the
         gradients, so the gradients are lost. The caller must update the weights from the master
-        weights (`changed`), inside and after the context."""
+        weights (`changed`) inside the context, and again after it."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
@@ -228,8 +228,8 @@ class State:
             torch.sub(part, room, out=room)
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
-        """Return the number of elements of the gradients that are not in `parts`: the gradient of
-        the second use of a tied table."""
+        """Return the number of elements of the gradients that are not in `parts`. These elements
+        are the gradient of the second use of a tied table."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
@@ -245,7 +245,7 @@ class State:
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
         """Yield all pieces of the state that this rank has, parameter by parameter, and for each
         parameter kind by kind. If `mean` is True, the pieces are described as equal on all replicas
-        even if replicas differ. Such a description is correct inside the context `averaged`."""
+        even if replicas differ; this is correct inside the context `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -271,8 +271,8 @@ class State:
                 )
 
     def residents(self) -> Iterator[Resident]:
-        """Yield all tensors that stay in this rank's memory from step to step: the state; the
-        weights that matrix multiplications use, if these are not the master weights; and frozen
+        """Yield all tensors that stay in this rank's memory from step to step: the state, the
+        frozen weights, and the weights that matrix products use, if they are not the master
         weights."""
         for kind, all_held in self.kinds.items():
             for name, own in all_held.held.items():
@@ -304,9 +304,8 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which ranks use different weights in matrix multiplications. The
-        result has the axes along which the parameter's state differs, without the axes of the shard
-        group."""
+        """Return the axes along which ranks use different weights in matrix products. They are the
+        axes along which the parameter's state differs, without the axes of the shard group."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
@@ -339,8 +338,8 @@ class State:
             )
 
     def restore(self, counters: Counters) -> None:
-        """Set the counters to stored values. The stored loss scale and exponents are used only if
-        this run's precision needs them."""
+        """Set the counters to stored values. The stored loss scale and the stored exponents are
+        used only if this run's precision needs them."""
         self.counters.updates = counters.updates
         if self.scales_loss:
             self.counters.loss_scale = counters.loss_scale
@@ -376,8 +375,8 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that the part `held` of one tensor rank contains. `values` is
-    a flat tensor with the values of the part `held`."""
+    """Yield the pieces of a parameter that one tensor rank has in its part `held`. `values` is a
+    flat tensor with the values of this part."""
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
@@ -393,9 +392,9 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Assemble logical tensors from the pieces of all ranks. All pieces belong to one kind of
-    state. Return the tensors by the name of the parameter, and the names of the tensors whose
-    copies on several ranks are not bitwise equal. Tensors and names are sorted by name.
+    """Assemble logical tensors from the pieces of all ranks. All pieces must belong to one kind of
+    state. Return the tensors by the name of the parameter, and the names of the tensors with copies
+    on several ranks that are not bitwise equal. Tensors and names are sorted by name.
 
     An element that no rank has is set to NaN, so that every comparison with this element fails.
     """

@@ -1,6 +1,6 @@
-"""Lookup tables for embeddings. A table is either complete on every tensor rank, or, for a
-vocabulary, its rows are divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053,
-section 3)."""
+"""Lookup tables for embeddings. Every tensor rank has a complete table, or, for a vocabulary, the
+rows of the table are divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section
+3)."""
 
 from typing import Any
 
@@ -30,15 +30,15 @@ class _Look(Function):
 
 
 def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """Add dy [..., hidden] to the rows of a table's gradient `total` whose numbers are `rows`
-    [...]."""
+    """Add dy [..., hidden] to some rows of `total`, the gradient of a table. `rows` [...] has the
+    numbers of these rows."""
     dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
     total.index_add_(0, rows.reshape(-1), dy)
 
 
 class Table(nn.Module):
-    """A table whose full weight is on every tensor rank. Each rank looks up rows only for its own
-    positions: row numbers [...] -> rows [..., hidden]."""
+    """A table whose full weight is on every tensor rank. Its inputs are row numbers [...], and its
+    outputs the rows [..., hidden]. Each rank looks up rows only for its own positions."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Table(nn.Module):
         return self.weight[:count]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the rows [..., hidden] of the table whose numbers are `rows` [...]."""
+        """Return the rows [..., hidden] of the table that have the numbers `rows` [...]."""
         return _Look.apply(rows, self.weight)
 
 
@@ -64,7 +64,7 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
-        # for an id whose row another rank has, this rank looks up row 0 and sets the values to
+        # if another rank has the row of an id, this rank looks up row 0 and sets the values to
         # zero, so that the sum over ranks contains each row once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)

@@ -70,7 +70,7 @@ class TensorAxis:
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`. The result is complete after the caller has waited for the handle."""
+        """Begin `gather`. The result is complete when `wait` of the handle has returned."""
         if not self.divides_sequence:
             return x, DONE
         return self.comm.all_gather_begin(x.contiguous())
@@ -83,15 +83,15 @@ class TensorAxis:
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce`. The sum is complete after the caller has waited for the handle."""
+        """Begin `reduce`. The sum is complete when `wait` of the handle has returned."""
         partial = partial.contiguous()
         if self.divides_sequence:
             return self.comm.reduce_scatter_begin(partial)
         return partial, self.comm.all_reduce_begin(partial)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this rank's share of `x`, which all ranks have: a flat view of 1/t of the
-        elements. The number of elements must be a multiple of t."""
+        """Return this rank's share of `x`, as a flat view of 1/t of its elements. All ranks must
+        have the same `x`, and t must divide the number of its elements."""
         flat = x.detach().contiguous().view(-1)
         elements = len(flat) // self.size
         return flat.narrow(0, self.rank * elements, elements)
@@ -103,7 +103,7 @@ class TensorAxis:
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
         """Return the positions whose activations this rank has between blocks. Under sequence
-        parallelism these are this tensor rank's equal share of `positions`; otherwise they are all
+        parallelism they are this tensor rank's equal share of `positions`; otherwise they are all
         `positions`."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
@@ -123,9 +123,10 @@ def accumulate_bias_gradient(
 
 class Gathered:
     """An activation at all positions, which is gathered from this rank's positions when a gradient
-    needs it. The function `x` returns this rank's positions, without an autograd graph, which would
-    stay in memory. If `early` is True, the gather begins immediately, otherwise at the first call
-    of the object. In a split backward the first call is in the second part."""
+    needs it. The function `x` returns this rank's positions. Its result has no autograd graph,
+    because a graph would stay in memory. If `early` is True, the gather begins immediately,
+    otherwise at the first call of the object. In a split backward the first call is in the second
+    part."""
 
     def __init__(self, axis: TensorAxis, x: Callable[[], Tensor], early: bool = False) -> None:
         self._axis = axis
@@ -165,8 +166,8 @@ class LinearPass:
         return [self.weight, self.bias, *pairs]
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return the rows of a weight or of its gradient that belong to the outputs of the pass. In
-        this class, the result is all rows."""
+        """Return the rows of a weight, or of its gradient, that belong to the outputs of the pass.
+        In this class, they are all rows."""
         return rows
 
     @property
@@ -175,8 +176,8 @@ class LinearPass:
         return self.weight.requires_grad or bool(self.adapters)
 
     def keep(self, ctx: Any, kept: Sequence[Tensor], downs: Sequence[Tensor]) -> None:
-        """Save for the backward what is kept of the input, if a gradient needs it, and the inner
-        activations of the adapters."""
+        """Save two kinds of tensors for the backward: the tensors `kept` of the input, if a
+        gradient needs the input, and the inner activations `downs` of the adapters."""
         kept = kept if self.needs_input else ()
         ctx.save_for_backward(*kept, *downs)
         ctx.layer = self
@@ -241,9 +242,8 @@ class ColumnLinear(Function):
         if kept:
             # Gather x again, because only this rank's positions were saved (Korthikanti et al.
             # 2022, section 4.2.2). If communication makes progress during computation, begin the
-            # gather early, so that it overlaps with the computation of the input's gradient. If
-            # communication makes no progress during computation, an early gather would only use
-            # memory for longer.
+            # gather early, so that it overlaps with the computation of the input's gradient.
+            # Otherwise an early gather would only use memory for longer.
             early = axis.comm.overlaps and not layer.weight.puts_off
             whole = Gathered(axis, partial(layer.kernels.entered, kept, dy.dtype), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
@@ -286,16 +286,16 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         kept, downs = _saved(ctx)
-        # add the bias gradient before the gather: each rank adds the gradient of its own positions,
-        # and the sums of the ranks are added later
+        # add the bias gradient before the gather: each rank adds the gradient at its own positions,
+        # and these gradients are summed over the ranks later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]
         if kept:
             x = partial(layer.kernels.entered, kept, dy.dtype)
             if layer.weight.puts_off and axis.divides_sequence:
-                # the first part of a split backward saves only this rank's positions of dy, and the
-                # second part gathers all positions
+                # in a split backward, the first part keeps only this rank's positions of dy, and
+                # the second part gathers all positions
                 layer.accumulate(x, Gathered(axis, lambda: dy), downs, ups)
             else:
                 layer.accumulate(x, lambda: whole, downs, ups)
@@ -329,9 +329,10 @@ def declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) ->
 class LayerLinear(Computing):
     """The base class of the linears of a layer, whose weights the tensor axis divides.
 
-    `scaling` says what shares a scale if the products are in 8-bit floating point; "none" if the
-    products have the type of their operands. If `keeps_codes` is True, the backward keeps the 8-bit
-    codes of the input instead of the input. `delayed` has the scales of the scaling "delayed".
+    `scaling` determines which elements share a scale, if the products are in 8-bit floating point;
+    "none" means that the products have the type of their operands. If `keeps_codes` is True, the
+    8-bit codes of the input are kept for the backward instead of the input. `delayed` has the
+    scales for the scaling "delayed".
     """
 
     scaling: Scaling = "none"
@@ -347,7 +348,7 @@ class LayerLinear(Computing):
         self.delayed = DelayedScales()
 
     def take(self, kernels: Kernels) -> None:
-        """Use these kernels from now on, with the products of this linear's `scaling`."""
+        """Use these kernels from now on, but in products with the scaling `scaling`."""
         if self.scaling == "block":
             kernels = Float8Kernels(kernels, keeps_codes=self.keeps_codes)
         elif self.scaling == "delayed":
@@ -370,7 +371,7 @@ class ColumnParallelLinear(LayerLinear):
     """A linear y = x W^T + b in which the rows of W are divided over the tensor axis: [s, b, i] ->
     [s, b, o/t].
 
-    `parts` has the numbers of outputs of each part, such as query, key and value. Each part is
+    `parts` has the number of outputs of each part, such as query, key and value. Each part is
     divided separately, into at most `most` shares (see `Split`).
     """
 

@@ -1,5 +1,5 @@
-"""The modules of a transformer. Models like GPT, LLaMA and BERT all use one class of layers, which
-computes the operators in a table.
+"""The modules of a transformer. Models such as GPT, LLaMA and BERT all use one class of layers,
+which computes the operators that are listed in a table.
 
 All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
 h], for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
@@ -61,10 +61,10 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     """Return RoPE's frequencies, changed for longer contexts as in Llama 3.1.
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated, and the weight is linear in the number of turns. This rule of Llama
-    3.1 is not in Dubey et al. 2024; the source of the rule is `apply_scaling` in Meta's repository
-    llama-models.
+    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. For other
+    frequencies, the rule interpolates between these two results, with a weight that is linear in
+    the number of turns. This rule of Llama 3.1 is not in Dubey et al. 2024; its source is
+    `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -77,10 +77,10 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
     2309.00071, section 3.2).
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. Frequencies in
-    between are interpolated. Their weight is linear in the index of the frequency, between two
-    integer indices, as in the authors' code and in the package `transformers`. In the paper itself
-    the weight is linear in the number of turns.
+    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. For other
+    frequencies, the rule interpolates between these two results. The weight is linear in the index
+    of the frequency, between two integer indices, as in the authors' code and in the package
+    `transformers`. In the paper itself, the weight is linear in the number of turns.
     """
 
     def dimension(turns: float) -> float:
@@ -97,7 +97,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 
 class Block(Computing):
-    """A layer, which computes the operators of its sublayers (`plan.layer.describe`) in their
+    """A layer. It computes the operators of its sublayers (`plan.layer.describe`) in their
     order."""
 
     def __init__(
@@ -112,8 +112,8 @@ class Block(Computing):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` counts the first layers of the whole model, not of each pipeline stage,
-        # so that recomputation does not depend on the number of pipeline ranks or model chunks
+        # `recompute.layers` counts the first layers of the whole model, not of each pipeline stage;
+        # the layers that are recomputed then do not depend on the numbers of ranks and model chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -180,10 +180,10 @@ class Block(Computing):
         return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
-        """Return a context in which recomputation saves the layer's input in one of two forms. Each
-        of the t tensor ranks saves the full input, or it saves only 1/t of the input, and the full
-        input is gathered in the backward pass (this is P_a in Rajbhandari et al. 2020, arXiv
-        1910.02054, section 6.1)."""
+        """Return a context that determines how recomputation saves the layer's input. By default,
+        each of the t tensor ranks saves the full input. If `partition` is True, it saves only 1/t
+        of the input, and the full input is gathered in the backward pass (P_a in Rajbhandari et al.
+        2020, arXiv 1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
         # inside this context, torch's checkpoint adds its own hooks for the tensors that the layer
@@ -200,8 +200,8 @@ class Block(Computing):
 
 class Embedding(nn.Module):
     """The embedding of token ids [s, b] and token types [s, b] as activations [s, b, h]: the sum of
-    word embedding, learned positions and token types, then norm and dropout. Some models have only
-    a few of these modules: for example, no learned positions and no norm."""
+    word embedding, learned positions and token types, then norm and dropout. A model may lack some
+    of these modules, for example the learned positions and the norm."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        # dropout is hashed with a layer number after the last layer's
+        # the hash of this dropout uses the first layer number after the last layer
         self.place = (model.layers, 0)
         self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None

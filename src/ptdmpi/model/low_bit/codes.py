@@ -1,9 +1,9 @@
-"""Quantization of matrices to codes and scales, and dequantization, for the forms that
+"""Quantization of matrices to codes and scales, and dequantization, for the formats that
 `plan.layer.low_bit.LowBit` describes.
 
 All arithmetic is in float32 (in float64 for a float64 matrix). The dequantized values are therefore
-the same for weights from a file, for packed weights in memory, and for operands that are rounded
-before a product.
+the same in three cases: for weights from a file, for packed weights in memory, and for operands
+that are rounded before a product.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Copy the lookup tables of a quantized form to a device in advance, because a copy within a
+    """Copy the lookup tables of a quantized format to a device in advance, because a copy within a
     step would make the step wait."""
     for table in (_levels, _level):
         table(form, device)
@@ -81,12 +81,12 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns], float32. The
-    scales are computed from each block's greatest magnitude, or, for uint4, from its least and
-    greatest value. The scale of int4 has a sign, because int4 has eight levels on one side of zero
-    and seven levels on the other side. The sign puts the value of greatest magnitude on the side
-    with eight levels."""
-    # in a 16-bit type x / scale would be rounded
+    """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns], float32. A
+    scale follows from the greatest magnitude of its block or, for uint4, from the least and the
+    greatest value of the block. The scale of int4 has a sign, because int4 has eight levels on one
+    side of zero and seven on the other side. The sign puts the value of greatest magnitude on the
+    side with eight levels."""
+    # in a 16-bit type, x / scale would be rounded
     wide = torch.promote_types(x.dtype, torch.float32)
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
@@ -98,8 +98,9 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
 
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the codes of the nearest levels, int64 with the shape of x, for x [..., columns] and
-    `scales` [..., columns / block * numbers]. If a block has scale 0, all its codes mean level 0.
+    """Return the codes of the levels that are nearest to x [..., columns], int64 with the shape of
+    x. `scales` is [..., columns / block * numbers]. In a block with scale 0, all codes mean level
+    0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).unflatten(-1, (-1, form.block))
@@ -128,7 +129,7 @@ def _by_block(scales: Tensor, form: LowBit) -> Tensor:
 
 def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
     """Return the float32 levels [..., columns], multiplied by the scales of their blocks. If the
-    form stores the least value of each block, add this value."""
+    format stores the least value of each block, add this value."""
     numbers = _by_block(scales, form)
     values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
     if form.numbers == 2:
@@ -143,7 +144,7 @@ def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
-    """Return a matrix [rows, columns] in quantized form. If `scales` is None, the scales are
+    """Return the quantized form of a matrix [rows, columns]. If `scales` is None, the scales are
     computed from the matrix."""
     if scales is None:
         scales = scales_of(x, form)

@@ -1,13 +1,13 @@
-"""Tensors in 8-bit floating point with one scale for a whole tensor, which is chosen before the
-step (`precision.fp8 = "delayed"`).
+"""Tensors in 8-bit floating point with one scale for the whole tensor. The scale is chosen before
+the step (`precision.fp8 = "delayed"`).
 
 The code of an element x is x 2^k, limited to the largest number of the 8-bit type, and rounded to
 the nearest number of the type. The value of a code is code 2^-k. The exponent k follows from the
-last `HISTORY` steps: in each of them, the greatest magnitude of the tensor, over all ranks and
-microbatches, had an exponent of its own (`float8.exponents`), and k is the least of these exponents
+last `HISTORY` steps. For each of these steps, the greatest magnitude of the tensor over all ranks
+and microbatches determines an exponent (`float8.exponents`), and k is the least of these exponents
 (Micikevicius et al. 2022, arXiv 2209.05433, section 3.3, and the recipe of delayed scaling of
-NVIDIA's Transformer Engine). So no number overflows unless it is greater than all numbers of these
-steps; then it is limited.
+NVIDIA's Transformer Engine). A number that is greater than all numbers of these steps may overflow,
+so it is limited.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ptdmpi.model.low_bit.float8 import MOST_EXPONENT
 
-HISTORY = 16  # steps whose greatest magnitudes choose a scale
+HISTORY = 16  # the number of steps whose greatest magnitudes determine a scale
 # The operands of a linear: y = x W^T reads the input x and the weight W, and the backward also
 # reads the gradient dy of the output.
 Operand = Literal["input", "weight", "gradient"]
@@ -28,20 +28,20 @@ OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
 
 class DelayedScales:
     """The scales of one linear in the present step: the exponent k of each operand that has a
-    history. `seen` has the greatest magnitude of each operand that the step has used so far, as a
-    tensor without dims on its device."""
+    history. `seen` has, for each operand, the greatest magnitude in this step so far, as a tensor
+    without dims on the operand's device."""
 
     def __init__(self) -> None:
         self.exponents: Mapping[Operand, int] = {}
         self.seen: dict[Operand, Tensor] = {}
 
     def begin(self, exponents: Mapping[Operand, int]) -> None:
-        """Use these exponents from now on, and forget the magnitudes that were seen."""
+        """Use these exponents from now on, and discard the magnitudes that were seen."""
         self.exponents, self.seen = exponents, {}
 
     def saw(self, operand: Operand, x: Tensor) -> Tensor:
         """Return the greatest magnitude of the tensor x, and include it in `seen`. The result is
-        not finite if a number of x is not finite."""
+        not finite if an element of x is not finite."""
         greatest = torch.linalg.vector_norm(x, math.inf)
         before = self.seen.get(operand)
         self.seen[operand] = greatest if before is None else torch.maximum(before, greatest)
@@ -50,7 +50,8 @@ class DelayedScales:
 
 def encoded(x: Tensor, exponent: int, kind: torch.dtype, greatest: Tensor) -> Tensor:
     """Return the codes of x in the 8-bit type `kind`, with the scale 2^-exponent. `greatest` is the
-    greatest magnitude of x. If it is not finite, all codes are NaN, so that the step is skipped."""
+    greatest magnitude of x. If it is not finite, all codes are NaN, which makes the run skip the
+    step."""
     most = torch.finfo(kind).max
     factor = 2.0**exponent + 0.0 * greatest  # 0 times infinity is NaN
     return (x * factor).clamp_(-most, most).to(kind)
@@ -64,13 +65,13 @@ def decoded(codes: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
 
 
 def chosen(history: Sequence[int]) -> int:
-    """Return the exponent that follows from the exponents of earlier steps."""
+    """Return the exponent that follows from `history`, the exponents of earlier steps."""
     return min(history)
 
 
 def extended(history: Sequence[int], exponent: int) -> tuple[int, ...]:
-    """Return a history with the exponent of one more step. A step in which all numbers are zero
-    says nothing about the scale, so it is left out."""
+    """Return a history with the exponent of one more step. If all numbers of a step are zero, its
+    exponent says nothing about the scale, so it is not added."""
     if exponent >= MOST_EXPONENT:
         return tuple(history)
     return (*history, exponent)[-HISTORY:]

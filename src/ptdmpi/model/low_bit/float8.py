@@ -1,4 +1,4 @@
-"""Matrices in 8-bit floating point with scales: the operands of the products of the precision fp8.
+"""Matrices in 8-bit floating point with scales, as operands of products in the precision fp8.
 
 A matrix [m, n] is cut into tiles of p x q elements; tiles at the end may be smaller. The elements
 of a tile share a scale 2^-k. The code of an element x is x 2^k, rounded to the nearest number of
@@ -6,9 +6,9 @@ the 8-bit type (to even if two are equally near), and the value of a code is cod
 k is the largest whole number, at most 100, for which the greatest magnitude of the tile times 2^k
 is at most the largest number of the type.
 
-Scales are powers of two, as in Transformer Engine's recipe of blocks. So a value is exact in
-bfloat16, and a product of values in bfloat16 with sums in float32 is the product of codes, up to
-the order of its sums.
+Scales are powers of two, as in Transformer Engine's recipe for blocks, so a value is exact in
+bfloat16. If values are multiplied in bfloat16 with sums in float32, the result is therefore the
+product of the codes, up to the order of the additions.
 """
 
 import math
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ptdmpi.config.precision import SCALED_BLOCK
 
-MOST_EXPONENT = 100  # k of a tile of zeros; a value is then still a normal number in bfloat16
-# The bits of a float32 below the exponent, less those of 1.75: the largest number of both types has
-# the mantissa 1.75, so the sum with this number carries into the exponent above 1.75.
+MOST_EXPONENT = 100  # k of a tile of zeros; its value is still a normal number in bfloat16
+# The largest number of both 8-bit types has the mantissa 1.75. If this constant is added to the
+# bits of a float32, it carries into the exponent exactly if the mantissa is greater than 1.75.
 _ABOVE_MANTISSA = 0x7FFFFF - 0x600000
 
 
@@ -73,7 +73,7 @@ def powers(exponent: Tensor) -> Tensor:
 
 def scaled(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Scaled:
     """Return a matrix [m, n] of bfloat16 or wider numbers in the 8-bit type `kind`. If a tile has
-    an infinity or a NaN, at least one of the values that its codes mean is not finite."""
+    an infinity or a NaN, at least one value of its codes is not finite."""
     tiles = _tiles(x, tile)
     greatest = torch.linalg.vector_norm(tiles, math.inf, dim=(1, 3))
     exponent = exponents(greatest, kind)
@@ -88,8 +88,8 @@ def rounded(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Tensor:
 
 
 def _tiles(x: Tensor, tile: ScaleTile) -> Tensor:
-    """Return a matrix [m, n] as [m / p, p, n / q, q], with zeros after its ends if p or q does not
-    divide it. A matrix that is smaller than a tile is one tile."""
+    """Return a matrix [m, n] in the shape [m / p, p, n / q, q]. If p or q does not divide the
+    matrix, it is padded with zeros at its end. A matrix that is smaller than a tile is one tile."""
     sides = [min(side, size) for side, size in zip(tile, x.shape, strict=True)]
     below, after = (-size % side for size, side in zip(x.shape, sides, strict=True))
     if below or after:

@@ -16,8 +16,8 @@ Narrow = Callable[[int, int], tuple[int, int]]  # index in a matrix -> index in 
 
 
 class PackedPart(NamedTuple):
-    """A slice of the codes or of the scales (`kind`) of a matrix: the shape of the logical tensor
-    of all codes or scales, the slice (`box`), and its values."""
+    """A slice of the codes or of the scales (`kind`) of a matrix. `shape` is the shape of the
+    logical tensor of all codes or scales, `box` is the slice, and `values` are its values."""
 
     kind: str
     shape: tuple[int, ...]
@@ -80,5 +80,6 @@ class InFewBits:
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
     """Return the slice of the codes, or of the scales, that belongs to the slice `box` of the
-    matrix. `box` consists of complete blocks, and `narrow` converts indices in the matrix."""
+    matrix. `box` consists of complete blocks. `narrow` converts an index in the matrix to an index
+    in its codes or scales."""
     return Box(narrow(*box.start), narrow(*box.stop))

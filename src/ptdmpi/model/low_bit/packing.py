@@ -14,9 +14,10 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(values: Tensor, bits: int) -> Tensor:
     """Pack n integers, int64 [n] in [0, 2^bits), into bytes: uint8 [packed_bytes(n, bits)].
 
-    First come the lowest bytes of all integers, then the second lowest bytes of all integers, and
-    so on. If `bits` is not a multiple of 8, `bits % 8` bits of each integer remain. The remaining
-    bits of eight integers are packed into `bits % 8` bytes; the first integer has the lowest bits.
+    The result has first the lowest bytes of all integers, then the second lowest bytes of all
+    integers, and so on. If `bits` is not a multiple of 8, `bits % 8` bits of each integer remain.
+    The remaining bits of eight integers are packed into `bits % 8` bytes; the first integer has the
+    lowest bits.
     """
     planes = []
     for _ in range(bits // 8):

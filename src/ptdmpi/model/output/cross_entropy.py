@@ -1,5 +1,5 @@
-"""Cross-entropy of logits whose columns are divided over the tensor axis. The ranks send only three
-numbers per token to each other, and not the logits (Shoeybi et al. 2019, arXiv 1909.08053, section
+"""Cross-entropy of logits whose columns are divided over the tensor axis. The ranks send each other
+only three numbers per token instead of the logits (Shoeybi et al. 2019, arXiv 1909.08053, section
 3). In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 
 By default torch's operations compute the loss. On a device, two kernels in Triton can compute it
@@ -62,17 +62,17 @@ def _widens(flat: Tensor) -> bool:
 
 def widened(chunk: Tensor) -> Tensor:
     """Return a chunk in float32 or wider. If the type of the chunk is already wide, the result is
-    the chunk itself, and otherwise a copy."""
+    the chunk itself; otherwise it is a copy."""
     if _widens(chunk):
         return chunk.float()
     return chunk
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return, for each row of `flat` [s b, V/t], the greatest logit over all ranks' columns, and
-    the label's logit, which is 0 if this rank does not have the label's column. The callers
-    subtract the greatest logit so that exponentials do not overflow. In the loss, the greatest
-    logit cancels."""
+    """Return two values for each row of `flat` [s b, V/t]: the greatest logit over all ranks'
+    columns, and the label's logit, which is 0 if this rank does not have the label's column. The
+    callers subtract the greatest logit so that exponentials do not overflow. It cancels in the
+    loss."""
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = widened(flat.amax(-1))
     target = widened(flat.gather(-1, local)[:, 0])
@@ -103,8 +103,8 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
     sums = torch.empty_like(top)
     for rows in row_chunks(flat):
         torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
-    # send sums and labels' logits in one message, because latency dominates for a few bytes per
-    # token
+    # send the sums and the labels' logits in one message, because latency dominates the time for a
+    # few bytes per token
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     losses = totals[0].log() + top - totals[1]
     return losses, Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
@@ -112,8 +112,8 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
 
 def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. The
-    gradient is the softmax times `factors` [s b], plus the `values` [s b, n] in the `columns` [s b,
-    n] of this rank. A column may occur several times."""
+    gradient is the softmax times `factors` [s b]. In addition, `values` [s b, n] are added in this
+    rank's `columns` [s b, n]. A column may occur several times."""
     flat, _, _, top, totals = softmax
     for rows in row_chunks(flat):
         chunk = flat[rows]
@@ -137,7 +137,7 @@ def _backward(softmax: Softmax, factors: Tensor) -> Tensor:
 
 class _FusedSoftmax(NamedTuple):
     """The tensors that the backward pass by Triton's kernel needs. `labels` [s b] are columns of
-    the full vocabulary; all others are as in `Softmax`."""
+    the full vocabulary; the other fields have the same meaning as in `Softmax`."""
 
     flat: Tensor
     labels: Tensor
@@ -148,8 +148,8 @@ class _FusedSoftmax(NamedTuple):
 def _fused_forward(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, _FusedSoftmax]:
-    """Return what `softmax_losses` returns, computed by Triton's kernel, which only reads the
-    logits."""
+    """Compute the results of `softmax_losses` by Triton's kernel, which only reads the logits, and
+    return them."""
     from ptdmpi.model.kernels.fused import loss as fused
 
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])
@@ -158,7 +158,8 @@ def _fused_forward(
     top = own_top
     if axis.size > 1:
         top = axis.comm.all_reduce(own_top.clone(), "max")
-        # the own sum is 0 relative to the greatest logit if all own columns are padded (-inf)
+        # relative to the greatest logit of all ranks, this rank's sum is 0 if all its columns are
+        # padded (-inf)
         totals[0] *= (own_top - top).exp_()
         totals = axis.comm.all_reduce(totals)
     losses = totals[0].log() + top - totals[1]
@@ -177,7 +178,7 @@ def _fused_backward(softmax: _FusedSoftmax, factors: Tensor, axis: TensorAxis) -
 
 
 class _Way(NamedTuple):
-    """How the loss is computed: with which tensor axis, and whether by Triton's kernels."""
+    """The settings for the loss: the tensor axis, and whether Triton's kernels compute it."""
 
     axis: TensorAxis
     fused: bool = False
@@ -199,8 +200,8 @@ class _CrossEntropy(Function):
     """The weighted sum of the tokens' cross-entropies, computed without gathering the logits: three
     numbers per token are sent over the tensor axis.
 
-    One buffer contains first the logits and later their gradient. For logits of wide types, the
-    same buffer contains the exponentials between the forward and the backward pass, so no copy is
+    The same buffer contains first the logits and later their gradient. If the logits have a wide
+    type, it contains the exponentials between the forward and the backward pass, so no copy is
     needed.
     """
 
@@ -260,8 +261,8 @@ def cross_entropy(
 
     The function overwrites the logits, so its backward pass can run only once. `logits` [s, b, V/t]
     are this rank's columns, and `labels` [s, b] are ids of the full vocabulary. `weights` are [s,
-    b]; None means a weight of 1 for each token. `kernels` are the kernels of the run. Shoeybi et
-    al. 2019, section 3.
+    b]; None means a weight of 1 for each token. `kernels` are the kernels of the run. The method is
+    that of Shoeybi et al. 2019, section 3.
     """
     return _CrossEntropy.apply(logits, labels, weights, _Way(axis, kernels.by_triton("loss")))
 

@@ -37,8 +37,9 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
     """Return the ids of the `count` most probable tokens at each position, int64 [s, b, count], and
-    their log-probabilities in nats, in float32 or wider, in decreasing order. `logits` [s, b, V/t]
-    are this rank's columns; padded columns have the logit -inf. `count` is at most V."""
+    their log-probabilities in nats, in float32 or wider. The tokens are in order of decreasing
+    probability. `logits` [s, b, V/t] are this rank's columns; padded columns have the logit -inf.
+    `count` is at most V."""
     flat = logits.reshape(-1, logits.shape[-1])
     width = flat.shape[-1]
     own = min(count, width)
@@ -61,9 +62,9 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
 
 
 class _Teacher(NamedTuple):
-    """The teacher's outcomes for n = s b tokens, on one tensor rank: the column of each of the K
-    tokens (`local` [n, K]), whether this rank has the column (`here`), the probabilities q of the K
-    tokens [n, K], and the probability `rest` [n] of all other tokens."""
+    """The teacher's outcomes for n = s b tokens, on one tensor rank. `local` [n, K] has the column
+    of each of the K tokens, `here` tells whether this rank has the column, `q` [n, K] has the
+    probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
 
     local: Tensor
     here: Tensor
@@ -83,12 +84,12 @@ def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAx
 
 class _Distillation(Function):
     """Two losses of the same logits: the weighted sums over tokens of the cross-entropy and of the
-    divergence from the teacher. They share one softmax, and the buffer of the logits becomes the
-    sum of both gradients.
+    divergence from the teacher. Both losses use the same softmax. The sum of both gradients
+    overwrites the buffer of the logits.
 
-    Let S = sum_k p_k, and let r be the teacher's probability of all tokens that are not stored. The
-    gradient of the divergence is p_j - q_j for the logit of a stored token j, and p_j (1 - r / (1 -
-    S)) for every other logit.
+    Let S = sum_k p_k, and let r be the teacher's probability of all tokens that are not stored. For
+    the logit of a stored token j, the gradient of the divergence is p_j - q_j. For every other
+    logit, it is p_j (1 - r / (1 - S)).
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The outputs of a model: logits, scores and losses, computed from the activations of the last
 layer.
 
-Each output has modules, which the last pipeline stage registers, and computes losses by name from
+Each output has modules, which the last pipeline stage registers. It computes losses, by name, from
 activations. In the shapes below, V is the size of the vocabulary, t is the number of tensor ranks,
 and h is the hidden size.
 """
@@ -30,9 +30,9 @@ from ptdmpi.plan.shape import parameters
 
 
 class Output(ABC):
-    """The base class of outputs: the part of a model after the last layer. The pipeline stage
-    registers `modules` under their names. `loss` computes the losses from the logits; None means
-    that the loss is the cross-entropy."""
+    """The base class of outputs. An output is the part of a model after the last layer. The
+    pipeline stage registers `modules` under their names. `loss` computes the losses from the
+    logits; None means that the loss is the cross-entropy."""
 
     loss: OwnLoss | PreferenceLoss | DistillationLoss | None = None
 
@@ -63,7 +63,7 @@ class TokenOutput(Output):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
         self._add_transform(model, parts)
-        # muP multiplies the logits by a factor; to multiply the head's input gives the same result
+        # muP multiplies the logits by a factor; multiplying the head's input gives the same result
         # with less work
         self.factor = None if model.width_ratio == 1.0 else 1.0 / model.width_ratio
         self.head = built.output_head(parts["head"], self._head_axis(), model.logit_softcap)
@@ -127,8 +127,8 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # a tensor axis without sequence parallelism, because each tensor rank has all masked
-        # positions
+        # each tensor rank has all masked positions, so this tensor axis is without sequence
+        # parallelism
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The losses of a step by name. For each loss, `LOSS_KINDS` says which models have the loss, how
-its terms are counted, and under which key the metrics record it.
+"""The losses of a step by name. For each loss, `LOSS_KINDS` defines which models have it, how its
+terms are counted, and the key under which it is recorded in the metrics.
 
 To add a loss, add an entry to `LOSS_KINDS`, and return the loss under its name from the method
 `losses` of an output (`ptdmpi.model.output.heads`). The code that counts, weights, adds and records
@@ -43,13 +43,13 @@ class SummedLoss:
 
 @dataclass(frozen=True)
 class LossKind:
-    """The properties of a loss, except the loss's name. `used_by` returns True for a model that has
-    the loss. `count` returns the number of the loss's terms in a microbatch. `key` is the name of
-    the mean loss in the records of steps; with the prefix "validation_" it is the name in the
-    records of validations. If `key` is "", the loss is not recorded. If `trains` is True, the mean
-    loss is added to the mean of the task's loss, and the gradient is computed from this sum;
-    otherwise the loss is only measured. If `of_routers` is True, the loss is a sum over the routers
-    of all layers (`model/experts/routing.py`); otherwise an output computes it.
+    """The properties of a loss, except its name. `used_by` returns True for a model that has the
+    loss. `count` returns the number of the loss's terms in a microbatch. `key` is the name of the
+    mean loss in the records of steps; with the prefix "validation_" it is the name in the records
+    of validations. If `key` is "", the loss is not recorded. If `trains` is True, the mean loss is
+    added to the mean of the task's loss, and the gradient is computed from this sum; otherwise the
+    loss is only measured. If `of_routers` is True, the loss is a sum over the routers of all layers
+    (`model/experts/routing.py`); otherwise an output computes it.
     """
 
     used_by: Callable[[ModelConfig], bool]
@@ -125,8 +125,9 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
     """Return the factor of each loss, except the loss of the task. `counts` has the number of terms
-    of each loss in the global batch. Multiply each loss by its factor, add all losses, and divide
-    by the number of terms of the task's loss: the result is the sum of the mean losses.
+    of each loss in the global batch. If each loss is multiplied by its factor, all losses are
+    added, and the sum is divided by the number of terms of the task's loss, then the result is the
+    sum of the mean losses.
     """
     task_count = counts[TASK] or 1.0
     return {

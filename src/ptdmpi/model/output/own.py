@@ -43,8 +43,8 @@ class LossInput:
     context: ContextAxis
 
     def log_softmax(self) -> Tensor:
-        """Return log softmax(logits), in which the softmax is over the full vocabulary, at this
-        rank's columns [s, b, V/t], in float32 or wider."""
+        """Return log softmax(logits) at this rank's columns [s, b, V/t], in float32 or wider. The
+        softmax is over the full vocabulary."""
         wide = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         top = self.tensor.comm.all_reduce(wide.detach().amax(-1), "max")
         shifted = wide - top[..., None]
@@ -60,8 +60,8 @@ class LossInput:
         return self.sum_over_vocabulary(own * here)
 
     def sum_over_vocabulary(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the tensor axis. `values`, of any shape, are sums over
-        this rank's columns. The result is equal on all tensor ranks."""
+        """Return the sum of `values` over the tensor axis. `values` may have any shape, and must be
+        sums over this rank's columns. The result is equal on all tensor ranks."""
         return sum_over(values, self.tensor.comm)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ class LossInput:
         return sum_over(values.sum(0), self.context.comm)
 
     def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
-        """Return (sum, count) for the losses [s, b] of the labels, each multiplied by the label's
-        weight."""
+        """Return (sum, count) for the labels' losses [s, b], each multiplied by the weight of its
+        label."""
         if self.batch.weights is not None:
             losses = losses * self.batch.weights
         return losses.sum(), self.batch.tokens
@@ -83,8 +83,8 @@ class LossInput:
 
 
 def sum_over(values: Tensor, comm: Communicator) -> Tensor:
-    """Return the sum of `values` over the ranks of `comm`. In the backward, the gradients of all
-    ranks with respect to the sum are summed, because the losses of all ranks depend on it."""
+    """Return the sum of `values` over the ranks of `comm`. The losses of all ranks depend on this
+    sum, so in the backward, the gradients of all ranks with respect to the sum are added."""
     return _Sum.apply(values, comm)
 
 

@@ -35,9 +35,8 @@ class PreferenceLoss:
         columns of the logits: the losses, the reward margins, and the number of preferred answers
         that have the greater reward. The logits are overwritten.
 
-        All ranks of the context axis compute the same pairs of answers. So that each pair is
-        counted once, only the rank with the first position returns the sums; all other ranks return
-        0.
+        All ranks of the context axis compute the same pairs of answers. Each pair must be counted
+        once, so only the rank with the first position returns the sums; all other ranks return 0.
         """
         pairs = batch.pairs
         assert pairs is not None, "a loss of pairs needs to know them"

@@ -1,5 +1,5 @@
-"""The linear that computes the logits of the vocabulary, whose rows are divided over the tensor
-axis."""
+"""The linear that computes the logits of the vocabulary. The rows of its weight are divided over
+the tensor axis."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from ptdmpi.model.tensor_parallel import (
 
 
 class _AddBias(Function):
-    """An autograd Function that adds a bias to a tensor in place. The bias is not added by the
-    linear's own kernel, because the result would be a view, which the loss could not overwrite."""
+    """An autograd Function that adds a bias to a tensor in place. If the linear's own kernel added
+    the bias, the result would be a view, which the loss could not overwrite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:

@@ -2,7 +2,7 @@
 A message with the result of one part can then overlap with the product of the next part.
 
 The parts share the collectives of the tensor axis (`model/tensor_parallel.py`): the input is
-gathered once. In the backward every part computes a gradient of the input. These gradients are
+gathered only once. In the backward every part computes a gradient of the input. These gradients are
 added, and only their sum is all-reduced over the axis.
 """
 
@@ -50,8 +50,8 @@ class ColumnParts:
         self._shared = _Shared(count)
 
     def product(self, columns: slice) -> Tensor:
-        """Return the outputs `columns` of the linear, [s, b, columns]. The backward of every part
-        must run: the backward of the last part returns the gradient of the input."""
+        """Return the outputs `columns` of the linear, [s, b, columns]. The backward must be run for
+        every part: the backward of the last part returns the gradient of the input."""
         linear = self._linear
         part = _Part(
             weight=linear.weight,
@@ -67,8 +67,9 @@ class ColumnParts:
 
 
 class _Shared:
-    """The tensors that all parts of a pass share: in the forward the input at all positions; in the
-    backward the input, gathered again, and the sum of the input's gradients."""
+    """The tensors that all parts of a pass share. In the forward this is the input at all
+    positions. In the backward these are the input, gathered again, and the sum of the input's
+    gradients."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -90,18 +91,18 @@ class _Shared:
         return whole
 
     def input_again(self, x: Tensor | None, part: _Part) -> Gathered | None:
-        """Return the input for the gradients of weights; None if no gradient of the part needs it.
-        The first part decides whether the gather of the input begins early, by the same rule as in
-        a linear without parts."""
+        """Return the input for the gradients of weights, or None if no gradient of the part needs
+        it. The call for the first part decides whether the gather of the input begins early, by the
+        same rule as in a linear without parts."""
         if x is not None and self._again is None:
             early = part.axis.comm.overlaps and not part.weight.puts_off
             self._again = Gathered(part.axis, x.detach, early)
         return None if x is None else self._again
 
     def add(self, gradient: Tensor | None, part: _Part) -> tuple[Tensor | None, Handle]:
-        """Add the part's gradient of the input to the sum of all parts. The call of the last part
-        begins the all-reduce over the tensor axis, and returns its result; the calls of other parts
-        return None."""
+        """Add the part's gradient of the input to the sum over all parts. The call for the last
+        part begins the all-reduce over the tensor axis, and returns its result. The calls for other
+        parts return None."""
         if gradient is not None and self._sum is not None:
             gradient = self._sum.add_(gradient)
         self._sum = gradient
@@ -136,7 +137,7 @@ class _ColumnPart(Function):
         ups = [adapter.up(dy) for adapter in part.adapters]
         gradient = part.input_gradient(dy, ups) if ctx.needs_input_grad[0] else None
         # this all-reduce overlaps with the computation of the weights' gradients, which do not need
-        # the result
+        # its result
         dx, summed = ctx.shared.add(gradient, part)
         if whole is not None:
             part.accumulate(whole, lambda: dy, downs, ups)

@@ -3,9 +3,9 @@ attention on each rank sees the keys of all ranks.
 
 This module implements the method "all_gather", which gathers keys and values (Dubey et al. 2024,
 arXiv 2407.21783, section 3.3.2). Some transports (libraries that send messages) make progress
-during computation. With them, keys and values are gathered while the queries are computed, and the
-gradients of keys and values are summed during the backward of this computation. `heads.py`
-implements the method "ulysses", and `ring.py` the method "ring".
+during computation. With such a transport, keys and values are gathered while the queries are
+computed, and the gradients of keys and values are summed while the backward of the queries is
+computed. `heads.py` implements the method "ulysses", and `ring.py` the method "ring".
 """
 
 from dataclasses import dataclass, field
@@ -62,15 +62,15 @@ class ContextAxis:
 
     def in_order(self, dealt: Tensor) -> Tensor:
         """Return the tensor `dealt` [s, ...] in the order of positions. In `dealt`, the two chunks
-        of each rank follow the chunks of the previous rank."""
+        of each rank come after the chunks of the previous rank."""
         chunks = dealt.unflatten(0, (self.size, 2, -1))
         # in the order of ranks, the first chunks have ascending positions, and the second chunks
         # have descending positions
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
-        """Reorder the tensor `whole` [s, ...] from the order of positions to the order of the ranks
-        that have its chunks. Return the result. This method is the inverse of `in_order`."""
+        """Return the tensor `whole` [s, ...], which is in the order of positions, in the order of
+        the ranks that have its chunks. This method is the inverse of `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 
@@ -104,8 +104,8 @@ def _apart(both: Tensor) -> Tensor:
 
 
 class _UnderWay:
-    """The message with keys and values (forward) or with their gradients (backward) that has begun
-    and is not complete, and the tensor that receives its result."""
+    """A message that has begun and is not complete, and the tensor that receives its result. The
+    message has keys and values (forward) or their gradients (backward)."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self.axis = axis
@@ -123,7 +123,7 @@ class _UnderWay:
         result, message = self._result, self._message
         assert result is not None, "no message is under way"
         message.wait()
-        # remove the handle, because it refers to the tensors of the message, which would stay in
+        # remove the handle: it refers to the tensors of the message, which would otherwise stay in
         # memory until the backward
         self._result, self._message = None, DONE
         return result
@@ -132,10 +132,10 @@ class _UnderWay:
 class ArrivingKeys(NamedTuple):
     """Keys and values that are being gathered. `own` has the keys and values of this rank.
 
-    Autograd computes gradients in reverse order. The sum of the gradients of keys and values begins
-    in the backward of `wait`, and is complete in the backward of `whole_keys_begin`. In the
-    meantime, autograd computes the backward of everything that the forward computed between these
-    two calls.
+    Autograd computes gradients in reverse order. The sum of the gradients of keys and values
+    therefore begins in the backward of `wait`, and is complete in the backward of
+    `whole_keys_begin`. In the meantime, autograd computes the backward of everything that the
+    forward has computed between these two calls.
     """
 
     own: Tensor

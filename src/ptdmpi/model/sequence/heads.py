@@ -1,6 +1,6 @@
-"""Attention in which each context rank computes some of the heads. For the computation of
-attention, each rank of the context axis gets all positions of a part of the heads (Jacobs et al.
-2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
+"""Attention in which each context rank computes some of the heads. Before attention, the ranks of
+the context axis exchange activations, so that each rank has all positions of a part of the heads
+(Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
 
 Each head is computed completely on one rank, so the result is bitwise equal to the result without
 context parallelism.
@@ -36,9 +36,9 @@ def all_heads(y: Tensor, axis: ContextAxis, *, kept: bool = False) -> Tensor:
     heads at this rank's positions, [s / c, b, heads * head size].
 
     `kept` is True if the kernel of attention keeps `y` for its backward. The memory of `y` is then
-    freed until the backward, in which the ranks send the outputs back. So a rank stores only one
-    copy of its outputs. Without context parallelism there is also only one copy, because the kernel
-    and the next linear keep the same tensor.
+    freed until the backward, in which the ranks send the outputs back. A rank therefore stores only
+    one copy of its outputs. This is the same as without context parallelism, where the kernel and
+    the next linear keep the same tensor.
     """
     joined: Tensor = _AllHeads.apply(y, axis, kept)
     return joined
@@ -67,7 +67,7 @@ class _PartOfHeads(Function):
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
-        # the separate tensors are not assigned to names, so that they are freed before the message
+        # do not assign the separate tensors to names, so that they are freed before the message
         dealt = torch.cat([axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)], 2)
         arrived = axis.comm.all_to_all(dealt).unflatten(0, (axis.size, -1))
         del dealt

@@ -1,8 +1,8 @@
 """The positions of a sequence that one rank has.
 
 The code for labels, rotary angles, learned positions, documents, masks, dropout and sequence
-parallelism uses a `Positions` object. Only this class computes which positions of a sequence a rank
-has.
+parallelism uses a `Positions` object. Only this class determines which positions of a sequence a
+rank has.
 """
 
 from collections.abc import Iterator

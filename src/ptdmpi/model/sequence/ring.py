@@ -1,6 +1,6 @@
-"""Ring attention. The keys and values of each rank of the context axis are sent around the ring
-from rank to rank. Each rank computes attention of its queries to the keys that are at present on
-this rank (Liu et al. 2023, arXiv 2310.01889).
+"""Ring attention. The ranks of the context axis form a ring, and the keys and values of each rank
+are sent around the ring from rank to rank. Each rank computes attention of its queries to the keys
+that it has at present (Liu et al. 2023, arXiv 2310.01889).
 
 The partial results of a softmax are merged by their maxima and sums of exponentials (Milakov and
 Gimelshein 2018, arXiv 1805.02867, algorithm 3), in float32 or wider. The order of merging is fixed.
@@ -49,8 +49,8 @@ class Dropping:
 @dataclass(frozen=True)
 class RingWork:
     """The settings of ring attention: the axis along which keys are sent, the rules for the keys
-    that each query of this rank sees, the kernels for matrix products, and the dropout; None means
-    no dropout."""
+    that each query of this rank sees, the kernels for matrix products, and the dropout, which is
+    None if there is none."""
 
     axis: ContextAxis
     seen: Sight
@@ -138,9 +138,9 @@ class _Visit(NamedTuple):
 
 
 def _visits(axis: ContextAxis, here: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, beginning with this rank's own (`here`). The next
-    keys and values arrive while the caller computes, if the transport makes progress during
-    computation."""
+    """Yield the keys and values of every rank, beginning with this rank's own (`here`). If the
+    transport makes progress during computation, the next keys and values arrive while the caller
+    computes."""
     for step in range(axis.size):
         following = None
         if step < axis.size - 1:
@@ -166,8 +166,8 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
     """Begin to send `x` to the next rank of the ring, and to receive the tensor of the previous
     rank.
 
-    The exchange is an all-to-all in which each rank sends only to one other rank. An all-to-all is
-    used because every transport supports it and because it cannot deadlock.
+    The exchange is an all-to-all in which each rank sends only to one other rank. Every transport
+    supports an all-to-all, and it cannot deadlock.
     """
     rank, size = axis.comm.rank, axis.size
     sent = [len(x) * (peer == (rank + 1) % size) for peer in range(size)]
@@ -176,17 +176,17 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of a block of keys and values, while they are sent around the ring. The
-    gradients are sent around the ring after the block. Each rank adds its contribution to the
-    gradients. At the end, the gradients arrive at the rank to which the block belongs."""
+    """The gradients of a block of keys and values, while they are sent around the ring. They follow
+    the block, and each rank adds its contribution. At the end, they arrive at the rank to which the
+    block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
         self._arriving: _Arriving | None = None
 
     def pass_on(self, added: Tensor) -> None:
-        """Add the gradients that arrive from the previous rank to `added`, except in the first
-        call, and send the sum to the next rank."""
+        """Add the gradients that arrive from the previous rank to `added`, and send the sum to the
+        next rank. In the first call, no gradients arrive yet."""
         if self._arriving is not None:
             added += self._arriving.wait()
         self._arriving = _pass_on(self._axis, added)
@@ -232,14 +232,14 @@ class _Queries:
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
         """Yield tiles (some queries and some keys), each with the positions of its keys in the
-        sequence. No tile has queries that see none of the received keys, or keys that no query
-        sees."""
+        sequence. A tile contains only queries that see some of the received keys, and only keys
+        that some query sees."""
         size = self._work.axis.size
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
         for queries, (rows, heads, seen), mask in _query_blocks(self._scaled, self._work.seen):
-            # the later run of positions comes first, so that the first keys of each query include
-            # its own key and the maximum is finite
+            # begin with the later run of positions, so that the first keys of each query include
+            # its own key, and the maximum is finite
             for run, before in ((second, len(first)), (first, 0)):
                 positions = range(max(seen.start, run.start), min(seen.stop, run.stop))
                 if not positions:
@@ -254,8 +254,8 @@ class _Queries:
     def _mask(
         self, queries: Region, seen: slice, mask: Tensor | None, positions: range
     ) -> Tensor | None:
-        """Return the columns of `mask` for the keys at `positions`, which are among the keys `seen`
-        of the block. Return None if all queries see all keys at `positions`."""
+        """Return the columns of `mask` for the keys at `positions`. These keys are among the keys
+        `seen` of the block. Return None if all queries see all keys at `positions`."""
         if mask is None:
             return None
         count = queries[2].stop - queries[2].start
@@ -277,9 +277,8 @@ class _Queries:
 
 
 def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of queries in the form in which the function `blocks` yields them, but with at
-    most QUERY_BLOCK queries per block. Without a causal mask, `blocks` yields larger blocks, which
-    are divided here."""
+    """Yield blocks of queries as the function `blocks` does, but with at most QUERY_BLOCK queries
+    per block. Without a causal mask, `blocks` yields larger blocks, which are divided here."""
     for queries, keys, mask in blocks(q, seen):
         rows, heads, places = queries
         for first in range(places.start, places.stop, QUERY_BLOCK):
@@ -303,7 +302,7 @@ class _Merged:
     def weights(self, tile: _RingTile) -> Tensor:
         """Update the maxima with a tile's scores. Rescale the merged results to the new maxima, and
         add the tile's exponentials to the sums. Return the exponentials of the scores relative to
-        the new maxima; the exponentials overwrite the scores."""
+        the new maxima, which overwrite the scores."""
         queries, scores = tile.queries, tile.scores
         before = self._maxima[queries]
         maxima = torch.maximum(before, scores.amax(-1).view(before.shape))
@@ -331,13 +330,13 @@ class _Gradients:
         self._queries = queries
         self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
-        # the sum of w dw over the attention weights w of a query, which is computed from the
+        # for each query, the sum of w dw over its attention weights w, which follows from the
         # query's output (Dao et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
-        """Compute the gradients of a tile. Add the gradients of the tile to `dq`, and to
-        `gradients`, the gradients of the received keys and values."""
+        """Compute the gradients of a tile, and add them to `dq` and to `gradients`, which are the
+        gradients of the received keys and values."""
         queries, product = self._queries, self._queries.kernels.wide_product
         dk, dv = gradients
         key = visit.keys[tile.keys]

@@ -46,10 +46,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The position of one adapter in the model. The adapter changes the output with number `output`
-    (for example 1 for the keys) of the linear layer `linear`. `rows` are the rows of this linear
-    layer's weight that compute the output. If `by_rows` is True, the linear layer is split over its
-    inputs, and one adapter changes all its outputs."""
+    """The position of one adapter in the model. A linear layer may compute several outputs, for
+    example queries, keys and values; the adapter changes output number `output` of the linear layer
+    `linear`. `rows` are the rows of the layer's weight that compute this output. If `by_rows` is
+    True, the linear layer is split over its inputs, and one adapter changes all its outputs."""
 
     linear: str
     target: str
@@ -125,9 +125,9 @@ class LoadedAdapter:
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """Load the adapters that `path` names. `kind` selects the stored values that become the weights
-    of the adapters: the trained weights, or the moving average of the weights. Raise InputError if
-    the adapters are missing or damaged."""
+    """Load the adapters at `path`. `kind` selects the stored values that become the weights of the
+    adapters: the trained weights, or the moving average of the weights. Raise InputError if the
+    adapters are missing or damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -149,7 +149,8 @@ def write_adapter(target: Path, adapter: LoadedAdapter, template: Path | None = 
 
 
 def _float32_part(name: str, values: Tensor) -> Outgoing:
-    """Return an unsharded weight as one float32 entry of a checkpoint to write."""
+    """Return a checkpoint entry with a complete weight in float32. The entry can then be
+    written."""
     shape = tuple(values.shape)
     return Outgoing(
         tensor=key(WEIGHTS, name),
@@ -167,9 +168,9 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     `train`, `evaluate`, `generate` and `convert` can read `target`. The merged model gets the chat
     template of the adapter. If the adapter has no template, the merged model gets the template of
     the base model. `kind` selects the stored values of the adapter that are merged: the trained
-    weights, or the moving average of the weights. Return the bytes of the weights, and a note about
-    files that are missing. Raise InputError if an input is missing or damaged; then `target` is not
-    written.
+    weights, or the moving average of the weights. Return the size of the weights in bytes, and a
+    note about missing files. Raise InputError if an input is missing or damaged; then `target` is
+    not written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -270,11 +271,11 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     whose adapter had at most this rank, the result is the same adapter, except for the
     factorization into A and B.
 
-    Return two values. The first value is the largest relative error: the norm of the part of a
-    difference that the adapter does not represent, divided by the norm of that difference. The
-    second value has the names of all other parameters in which the models differ, because an
-    adapter cannot represent these differences. Raise InputError for models of different shapes, for
-    weights that are not finite, and for a rank that no difference can have.
+    Return two values. The first value is the largest relative error over all differences:
+    norm(difference - B A) / norm(difference). The second value has the names of all other
+    parameters in which the models differ, because an adapter cannot represent these differences.
+    Raise InputError for models of different shapes, for weights that are not finite, and for a rank
+    that no difference can have.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
@@ -389,8 +390,8 @@ def _numpy(values: Tensor) -> Array:
 
 
 def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
-    """Write a config.toml with the model and the task of `config`, and with the base's [precision]
-    and [data]."""
+    """Write a config.toml with the model and the task of `config`, and with the sections
+    [precision] and [data] of the base model."""
     import tomlkit
 
     tree: dict[str, Any] = {

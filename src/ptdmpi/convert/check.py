@@ -1,11 +1,11 @@
 """The self-check of a conversion: the original and the converted model must give the same logits on
 fixed prompts.
 
-The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
-the checkpoint by ptdmpi's model. The logits of every head are compared. ptdmpi and the reference
-both compute in float64 on a CPU. Rounding errors of the logits are therefore far below the limit
-BAR, and a mistake in the conversion changes the logits by far more than BAR. At any time only one
-layer, or the embedding, is in memory.
+The forward passes in `reference.py` evaluate the files of Hugging Face, and ptdmpi's model
+evaluates the checkpoint. The logits of every head are compared. ptdmpi and the reference both
+compute in float64 on a CPU. Rounding errors of the logits are therefore far below the limit BAR,
+and a mistake in the conversion changes the logits by far more than BAR. At any time only one layer,
+or the embedding, is in memory.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ PROMPT_TOKENS = 32
 
 
 class CheckFailed(Exception):
-    """An error: the logits of the original and of the converted model differ."""
+    """The error for a conversion that changes the logits of a model."""
 
 
 def prompts(vocab_size: int, seq_length: int) -> Tensor:
@@ -106,7 +106,7 @@ def _logits(
     """Return the logits of each head of ptdmpi's model, with its weights rounded to `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
-    # with this shorter sequence length the table of rotary angles is only as long as the prompts
+    # shorten the sequence length, so that the table of rotary angles is only as long as the prompts
     if config.model.positions == "rope":
         config = config.replace("model", seq_length=ids.shape[1])
     by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}

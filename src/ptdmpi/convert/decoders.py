@@ -50,8 +50,8 @@ class Decoder:
     required: Mapping[str, Any]
 
     def family(self, **modules: tuple[str, ...]) -> Family:
-        """Return the family. `modules` has additional modules of a layer, or new names of known
-        modules."""
+        """Return the `Family` that this object describes. `modules` has additional modules of a
+        layer, or new names of known modules."""
         renamed = {
             f"layers.{{i}}.{ours.replace('__', '.')}": theirs for ours, theirs in modules.items()
         }
@@ -276,7 +276,7 @@ def _mixtral_config(model: ModelConfig) -> dict[str, Any]:
 
 def _dense_layers(config: ConfigJson) -> dict[str, Any]:
     """Return the keys of [model] that say which layers have no experts. Raise InputError if the
-    keys of [model] cannot express which layers have no experts."""
+    keys of [model] cannot express this choice of layers."""
     every = require_whole(config, "decoder_sparse_step", config.get("decoder_sparse_step", 1))
     dense = config.get("mlp_only_layers", [])
     first = max(dense, default=-1) + 1

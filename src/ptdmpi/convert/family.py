@@ -45,16 +45,16 @@ class Family:
     is the number of a layer, and {e} is the number of an expert. `prefix` is the beginning of the
     parameter names of the base model. The parameter names of heads do not have the prefix, and
     neither do the names in a file that contains only the base model. `transposed` is True if the
-    weights of linear layers in `transformers` are [inputs, outputs]. `buffers` matches tensors that
-    are no parameters in ptdmpi; they are stored for the conversion back. `keys` is a function that
-    makes the keys of [model] from a config.json. `config` is a function that makes a config.json
-    from [model] and the size of the vocabulary. In files of a model with a tied head, two tensors
-    may have the same values; `again` maps the repeating tensor to the tensor that it repeats. If
-    the head is not tied and the two tensors differ, only the repeating tensor is used. `told_by` is
-    for keys of [model] that no config.json has: it maps each such key to the tensor that exists if
-    the key is true. `renamed` maps the ends of names in old files to the ends in newer files.
-    `tasks` maps a kind of task to the class in `transformers` that has a head for the task, and to
-    the linear layer of that head.
+    weights of linear layers in `transformers` are [inputs, outputs]. `buffers` is a pattern for the
+    names of tensors that are not parameters in ptdmpi; these tensors are stored for the conversion
+    back. `keys` is a function that makes the keys of [model] from a config.json. `config` is a
+    function that makes a config.json from [model] and the size of the vocabulary. In files of a
+    model with a tied head, two tensors may have the same values; `again` maps the repeating tensor
+    to the tensor that it repeats. If the head is not tied and the two tensors differ, only the
+    repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps each
+    such key to the tensor that exists if the key is true. `renamed` maps the ends of names in old
+    files to the ends in newer files. `tasks` maps a kind of task to the class in `transformers`
+    that has a head for the task, and to the linear layer of that head.
     """
 
     model_type: str

@@ -24,7 +24,7 @@ from ptdmpi.config import InputError
 
 HEADERS = "headers.json"
 BUFFERS = "buffers.safetensors"
-HUB_NAME = "hub_name.txt"  # the name of the model on the hub, if it was downloaded
+HUB_NAME = "hub_name.txt"  # the name of the model on the hub, if the model was downloaded
 
 
 @dataclass(frozen=True)

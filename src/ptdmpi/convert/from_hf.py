@@ -33,8 +33,7 @@ from ptdmpi.model.state import WEIGHTS, key
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
-# The names of the files of a model on the hub that are downloaded, because a conversion reads or
-# copies them.
+# The files of a model on the hub that are downloaded: all files that a conversion reads or copies.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*")
 # Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
@@ -93,7 +92,8 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    # the number of layers is probably a typo: report the mistake before so many layers are declared
+    # a model cannot have more layers than tensors: report this typo before so many layers are
+    # declared
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
@@ -101,7 +101,7 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
     """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
-    the plan that follows. If the values differ, the repeating tensor becomes the parameter, and the
+    the changed plan. If the values differ, the repeating tensor becomes the parameter, and the
     other tensor is unused. Raise InputError if the values differ in a model whose embeddings are
     tied."""
     for head, word in plan.again.items():

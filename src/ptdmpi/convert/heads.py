@@ -15,7 +15,8 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.lineage.adapted import NO_TASK
 from ptdmpi.plan.shape.parameters import task_head
 
-# Maps each kind of task to the end of the class name in `transformers` of models with such a head.
+# Kind of task -> the end of the names of the classes in `transformers` that have a head for this
+# task.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
 
 

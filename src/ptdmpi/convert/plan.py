@@ -12,12 +12,12 @@ from ptdmpi.model.parameters import Declaration
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan that says how each tensor in the files of a Hugging Face model is used. Tensors have
-    their names in the files.
+    """A plan that says how each tensor in the files of a Hugging Face model is used. Tensors are
+    named as in the files.
 
-    `by_name` has the slice of ptdmpi's parameter that each tensor contains. `again` maps each
-    repeating tensor (a tied head) to the tensor that it repeats. `buffers` has the names of the
-    tensors that are no parameters.
+    `by_name` maps each tensor to the slice of ptdmpi's parameter that the tensor contains. `again`
+    maps each repeating tensor (a tied head) to the tensor that it repeats. `buffers` has the names
+    of the tensors that are not parameters.
     """
 
     by_name: dict[str, Counterpart]

@@ -161,7 +161,7 @@ def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
 
 def _window(config: Json, layer: int) -> int | None:
     """Return the maximum number of keys that a query of this layer attends to; None means all keys
-    up to its position."""
+    up to the query's position."""
     kind = config["model_type"]
     types = config.get("layer_types")
     if kind == "llama":
@@ -315,7 +315,7 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # the table is float32, as in `transformers` and ptdmpi: a more precise table would not match
+    # the table is float32, as in `transformers` and ptdmpi: a more precise table has other angles
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     kind, length = scaling.get("rope_type", scaling.get("type")), 1.0

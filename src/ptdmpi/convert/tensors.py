@@ -140,8 +140,8 @@ def header_text(path: Path) -> str:
 
 
 def entries(header: str) -> Iterator[tuple[str, Stored]]:
-    """Yield the name and the description of each tensor in a header, in the order of the tensors'
-    bytes."""
+    """Yield the name of each tensor in a header, and its data type, shape and size (`Stored`), in
+    the order of the tensors' bytes."""
     table = json.loads(header)
     table.pop("__metadata__", None)
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):

@@ -126,8 +126,8 @@ def to_hf(
 
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:
-    """Return the plan for the tensors in `contents`. A tensor is a buffer if `from_hf` stored it as
-    a buffer. Raise the same errors as `make_plan`."""
+    """Return the plan for the tensors in `contents`. Tensors that `from_hf` stored as buffers are
+    buffers. Raise the same errors as `make_plan`."""
     plan = make_plan(
         contents.family,
         stored.config().model,
@@ -283,7 +283,7 @@ def _with_task_head(
 
 def _buffers(kept: Path | None) -> set[str]:
     """Return the names of the buffers: tensors that `from_hf` has stored separately, because they
-    are no parameters."""
+    are not parameters."""
     if kept is None or not (kept / BUFFERS).is_file():
         return set()
     with safe_open(kept / BUFFERS, framework="pt") as buffers:

@@ -23,8 +23,8 @@ _BLOCK_SAMPLES = 64
 class MicrobatchRows(NamedTuple):
     """A microbatch as it is read from shards: b rows of s tokens, in arrays on the host.
 
-    `ptdmpi.inference.tensors` converts these rows to the `Microbatch` that a model uses, whose
-    tensors have the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
+    `ptdmpi.inference.tensors` converts these rows to a `Microbatch`, which a model uses; the fields
+    of both have the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
     Neither view is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked
     language model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels`
     and `weights` are then [b, k].
@@ -43,7 +43,7 @@ class MicrobatchRows(NamedTuple):
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1.
     # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if there is only one
     order: np.ndarray | None = None
-    # float32 [b, s]: log-probabilities of the labels in a reference model, for pairs of answers
+    # float32 [b, s]: log-probabilities of the labels under a reference model, for pairs of answers
     references: np.ndarray | None = None
     # the most probable tokens of a teacher model for each label: ids int64 [b, s, K], and
     # log-probabilities float32 [b, s, K]
@@ -166,7 +166,6 @@ class ValidationBatches:
     """The validation microbatches of one data rank. The first samples of a dataset are divided
     among the data ranks, in the order of the dataset.
 
-    Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
     Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
     number of microbatches (`count`): rows after the dataset's last sample repeat the last sample,
     with weights of 0. `samples` is the number of samples with weights of 1, over all data ranks.

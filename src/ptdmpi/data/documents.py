@@ -26,8 +26,8 @@ class Windows:
         self._datasets = datasets
         self._locate = locate
         self._length = length
-        # The cache contains maps of shards. The cached function is not a method of this object;
-        # otherwise the cache would keep this object alive.
+        # The cache contains memory maps of shards. The cached function is not a method of this
+        # object; otherwise the cache would keep this object alive.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:

@@ -126,8 +126,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Start:
-    """The first step of an order: step `step` (from 0) of the run, which begins with global sample
-    `sample`."""
+    """The start of an order: the order begins at step `step` (from 0) of the run, with global
+    sample `sample`."""
 
     step: int = 0
     sample: int = 0

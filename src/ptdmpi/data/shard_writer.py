@@ -38,7 +38,8 @@ _ALIGNMENT_BYTES = 4096
 # The number of tokens that are checked, added to the checksum and written together, while they are
 # in the processor's cache.
 _PIECE_TOKENS = 1 << 17
-# The number of tokens of a wider type that are checked and converted together.
+# If tokens have a wider type than the shard, this number of tokens is checked and converted at a
+# time.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # if a block has fewer document ends, plain integers are faster than numpy.
 # whenever this number of bytes was written to the file, ask the kernel to write the bytes to the
@@ -58,7 +59,7 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     # allocate the dataset now: otherwise HDF5 would choose the position when it first writes to the
-    # dataset, and it never does
+    # dataset, but HDF5 never writes to this dataset
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     # store no times, so that the same tokens always give the same bytes

@@ -135,7 +135,7 @@ class _MappedTokens:
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        # numpy's annotation for the base of an array is too narrow for a memory map
+        # numpy's type annotation of `base` does not include memory maps
         mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base

@@ -36,7 +36,8 @@ class SplitOrder(SampleOrder):
         errors as `SampleOrder`."""
         if len(parts) % ranks or global_size % ranks:
             raise ValueError(f"{ranks} ranks share {len(parts)} datasets and {global_size} samples")
-        # check all datasets together, so that an error message numbers a dataset among all datasets
+        # check all datasets together, so that the dataset numbers in error messages count all
+        # datasets
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size

@@ -4,7 +4,7 @@ The format has the files adapter_model.safetensors and adapter_config.json. A pe
 to a module of `transformers`. One module of `transformers` may correspond to several adapters of
 ptdmpi: for example, GPT-2's c_attn is a linear layer that computes queries, keys and values.
 Several adapters of one linear layer are exported as one adapter. The rank of the exported adapter
-is the sum of the ranks of ptdmpi's adapters. Its matrix B is block-diagonal, and the blocks are the
-matrices B of ptdmpi's adapters. An imported adapter of such a linear layer becomes several adapters
-of ptdmpi, each with the full matrix A and its own rows of B.
+is the sum of the ranks of ptdmpi's adapters. The matrix B of the exported adapter is
+block-diagonal; its blocks are the matrices B of ptdmpi's adapters. An imported adapter of such a
+linear layer becomes several adapters of ptdmpi, each with the full matrix A and its own rows of B.
 """

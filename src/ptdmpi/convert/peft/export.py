@@ -197,8 +197,8 @@ def _ending(name: str, numbered: bool = False) -> str:
 
 
 def _short(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return a table that maps the ending of each module name of a layer to the short name by which
-    `peft` finds the module.
+    """Return a table that maps each module of a layer to the short name by which `peft` finds the
+    module. The keys are the endings of the module names: the parts after the layer number.
 
     The short name is the last part of the ending, or the full ending if two modules share that part
     (GPT-2's c_proj). The modules of all experts of a layer count as one module.

@@ -42,7 +42,7 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
-# The names of the files of an adapter on the hub that are downloaded.
+# The files of an adapter on the hub that are downloaded.
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, TEMPLATE)
 # Options of `peft` that change the forward pass or the base model. ptdmpi supports only these
 # values of the options.
@@ -59,8 +59,8 @@ LEGAL: dict[str, Sequence[Any]] = {
 
 
 # Python compares a name with a regular expression by trying the ways to match it. A repeated group
-# may match a name in exponentially many ways, and n repeats of characters in L^n ways for a name of
-# L characters.
+# may match a name in exponentially many ways, and n repeated characters may match a name of L
+# characters in L^n ways.
 SLOW = re.compile(r"\)[*+{]")
 REPEAT = re.compile(r"[*+{]")
 MOST_REPEATS = 3

@@ -67,7 +67,8 @@ class Calibration:
                 f"{stored.path} is a masked language model, for which there are no calibration "
                 "samples; legal: --method absmax"
             )
-        # with this shorter sequence length the table of rotary angles is only as long as a sample
+        # shorten the sequence length, so that the table of rotary angles is only as long as a
+        # sample
         if config.model.positions == "rope":
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config

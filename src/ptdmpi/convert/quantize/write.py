@@ -1,5 +1,5 @@
-"""Quantizing a checkpoint: writing a directory with the layout of a run directory, whose checkpoint
-has quantized weights."""
+"""Quantizing a checkpoint. The result is a directory with the layout of a run directory; its
+checkpoint has quantized weights."""
 
 import contextlib
 import math
@@ -72,8 +72,8 @@ def quantize(
     samples: CalibrationSamples | None = None,
     kind: str = WEIGHTS,
 ) -> Quantized:
-    """Quantize the matrices of all layers in the newest checkpoint that `source` names, and write
-    the model at `target`.
+    """Quantize the matrices of all layers in the newest checkpoint at `source`, and write the model
+    at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
     `gptq`. Embedding tables, norms, biases and the head are copied. `kind` selects the stored

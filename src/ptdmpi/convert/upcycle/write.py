@@ -49,12 +49,12 @@ MOST_STD = 1e6  # far above any useful value, and far below the greatest float32
 class Experts:
     """The mixture of experts that a dense model becomes.
 
-    `count` is the number of experts of a layer, and `chosen` the number of experts of a token.
-    `dense_layers` and `moe_every` have the meaning of these keys of [model]. If `normalizes` is
-    True, the weights of a token's experts are divided by their sum. If `normalizes` is False, the
-    weights of a token's experts are multiplied by count / chosen, so that their sum is about 1 at
-    the beginning. `router_std` is the initial standard deviation of the router's weights, and
-    `seed` the seed of its random numbers.
+    `count` is the number of experts in a layer, and `chosen` is the number of experts that process
+    a token. `dense_layers` and `moe_every` have the meaning of these keys of [model]. If
+    `normalizes` is True, the weights of a token's experts are divided by their sum. If `normalizes`
+    is False, the weights of a token's experts are multiplied by count / chosen, so that their sum
+    is about 1 at the beginning. `router_std` is the initial standard deviation of the router's
+    weights, and `seed` is the seed of its random numbers.
     """
 
     count: int

@@ -30,9 +30,9 @@ _OPEN_SHARDS = 512  # maximum number of shards whose arrays are mapped at a time
 class ScoreKind:
     """A kind of arrays that a model computes for the tokens of a dataset. `folder` is the name of
     the arrays' folder and of the summary. `noun` names the arrays in messages, and `made_by` is the
-    command that makes them. Each array of a shard has a suffix in its file's name: `types` has the
-    data types that the array with each suffix may have, and `blank` has the element for tokens
-    without a score.
+    command that makes them. The arrays of a shard differ in the suffix of the file name: `types`
+    maps each suffix to the legal data types of its array, and `blank` maps each suffix to the value
+    for tokens without a score.
     """
 
     folder: str
@@ -123,8 +123,8 @@ class ScoreWriter:
         self.append({name: blank.repeat(tokens, 0) for name, blank in self._blanks.items()})
 
     def close(self) -> dict[str, Any]:
-        """Put the files in place, and return the shard's entry in the summary. Raise InputError if
-        the disk fails."""
+        """Give the files their final names, and return the shard's entry in the summary. Raise
+        InputError if the disk fails."""
         with self._reported(self.header.path.parent / self.kind.folder):
             self._stack.close()
         checksums = {
@@ -242,8 +242,8 @@ def _shard(scores: Sequence[StoredScores], dataset: int, shard: int, suffix: str
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return the values by which the summary recognizes the shard from which arrays were computed:
-    the checksums of its tokens and of the tokens' weights."""
+    """Return the values that identify a shard in the summary: the checksums of its tokens and of
+    the weights of its tokens."""
     return [header.checksum, header.weights_checksum]
 
 

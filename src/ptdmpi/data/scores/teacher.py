@@ -24,8 +24,8 @@ TEACHER = ScoreKind(
 
 
 def check_teacher(scores: StoredScores, config: Config) -> None:
-    """Raise InputError if the stored outputs were made for other windows than those on which a run
-    with this configuration trains."""
+    """Raise InputError if the stored outputs were not computed for the windows on which a run with
+    this configuration trains."""
     here = {
         "seq_length": config.model.text_length,
         "document_boundaries": config.data.document_boundaries,

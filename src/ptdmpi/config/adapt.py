@@ -48,10 +48,11 @@ USED: dict[str, tuple[str, ...]] = {
 class AdaptConfig(Section):
     """The section [adapt]: the adapters of a frozen model. Only the adapters, and the head of a
     [task], are trained. An adapter is a low-rank product that is added to a linear (LoRA, Hu et al.
-    2021, arXiv 2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu
-    et al. 2022). `targets` has names of targets (`targets_of`), or globs for such names. "all"
-    means every target; for the method "ia3", "all" means `IA3_TARGETS`. Layers before `first_layer`
-    have neither adapters nor a backward pass. `base` is the model whose weights are frozen.
+    2021, arXiv 2106.09685), or a factor that scales keys, values or the MLP's hidden activations
+    ((IA)^3, Liu et al. 2022). `targets` has names of targets (`targets_of`), or globs for such
+    names. "all" means every target; for the method "ia3", "all" means `IA3_TARGETS`. Layers before
+    `first_layer` have neither adapters nor a backward pass. `base` is the model whose weights are
+    frozen.
 
     With the method "full" no weight is frozen: all weights of `base` are trained. `resolve`
     replaces this method by the key `checkpoint.initial`, so no other code sees the method "full".

@@ -139,7 +139,7 @@ class Sections:
 
     @classmethod
     def of(cls, sections: Mapping[str, Section]) -> Self:
-        """Return a `Sections` object with the given sections, a mapping from name to section. Each
+        """Return a `Sections` object made of `sections`, a mapping from name to section. Each
         section must have the class that `Config` declares for it.
         """
         return cls(**dict[str, Any](sections))

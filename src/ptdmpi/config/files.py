@@ -125,8 +125,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # Tensor ranks are neighbours, and ranks with different experts are neighbours
-        # (`plan.layout.grid`). Therefore `near` ranks of a node have the same part of the model.
+        # Tensor ranks have neighbouring rank numbers, and so do ranks with different experts
+        # (`plan.layout.grid`). A node therefore has `near` ranks with the same part of the model.
         near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context

@@ -28,9 +28,9 @@ def shard_groups(data: int, context: int) -> list[int]:
 
 def expert_groups(layout: Layout) -> list[int]:
     """Return the legal values of the number of ranks over which experts are distributed
-    (`parallel.expert`), in ascending order. All other sizes are those of `layout`. If tensor ranks
-    do not divide experts, the experts are distributed over some of the tensor ranks, or over all
-    tensor ranks at several positions on the context and data axes."""
+    (`parallel.expert`), in ascending order. `layout` gives all other sizes. If tensor ranks do not
+    divide experts, the experts are distributed over some of the tensor ranks, or over all tensor
+    ranks at several positions on the context and data axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 

@@ -24,9 +24,9 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a built-in sublayer -> the function that describes the sublayer, as "module:function".
-# In `model.sublayers`, only the names of built-in sublayers have no module. The names are listed
-# here so that a configuration can be checked without importing the modules.
+# Name of a built-in sublayer -> the function that describes the sublayer, as "module:function". The
+# names of other sublayers in `model.sublayers` have this form themselves. The built-in names are
+# listed here so that a configuration can be checked without importing the modules.
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",
     "mlp": "ptdmpi.plan.layer.describe:mlp",
@@ -256,7 +256,7 @@ class ModelConfig(Section):
 
     @property
     def has_unlike_layers(self) -> bool:
-        """Return True if some layers have experts, and others have not."""
+        """Return True if some layers have experts, and others do not."""
         return self.experts > 0 and self.has_dense_layers
 
     def kind_of(self, layer: int) -> LayerKind:

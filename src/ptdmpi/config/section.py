@@ -6,9 +6,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST = 10**12  # the maximum value of every key that is a count; a larger value is surely a typo.
-# The maximum number of sequences in a step, and the maximum number of ranks. The largest
-# published batches have about 10^5 sequences. One step of 10^9 sequences of 2,048 tokens would have
-# as many tokens as the whole training of Llama 2 (arXiv 2307.09288, Table 1).
+# The maximum number of sequences in a step, and the maximum number of ranks. The largest published
+# batches have about 10^5 sequences. One step of 10^9 sequences of 2,048 tokens would have as many
+# tokens as the whole training of Llama 2 (arXiv 2307.09288, Table 1), so a larger number is surely
+# a typo.
 MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]

@@ -249,8 +249,8 @@ class OptimizerConfig(Section):
     @property
     def numbers(self) -> int:
         """Return how many numbers of optimizer state are stored for each element of a parameter.
-        With Muon the result is not valid for the layers' matrices, which have one number less for
-        each element.
+        With Muon the result is not valid for the layers' matrices: their elements have one number
+        fewer.
         """
         return len(self.moments) - self.has_matrices
 

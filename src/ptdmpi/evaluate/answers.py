@@ -30,7 +30,7 @@ def normalise(answer: str) -> str:
 
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
-    """Return the compiled regular expression `pattern`, or None if `pattern` is None. Raises
+    """Return the compiled regular expression `pattern`, or None if `pattern` is None. Raise
     InputError if `pattern` is not a regular expression."""
     if pattern is None:
         return None

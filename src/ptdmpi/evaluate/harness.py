@@ -32,7 +32,7 @@ class Writing(NamedTuple):
 
 
 class Harness:
-    """An implementation of the requests of `lm_eval.api.model.LM`. Rank 0 makes the requests, and
+    """An implementation of the methods of `lm_eval.api.model.LM`. Rank 0 makes the requests, and
     the other ranks call `serve`."""
 
     def __init__(self, model: InferenceModel, text: Text) -> None:
@@ -52,8 +52,9 @@ class Harness:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each complete text in nats.
 
-        The first token is predicted after an end-of-document token. Longer texts are scored in
-        windows of `seq_length`; neighbouring windows share one token.
+        The first token is predicted after an end-of-document token. A text that is longer than
+        `seq_length` is scored in windows of `seq_length` tokens; neighbouring windows share one
+        token.
         """
         parts: list[list[Request]] = []
         length = self.model.seq_length

@@ -1,9 +1,9 @@
 """The process inside the sandbox: it sets limits, then runs an untrusted program.
 
-The process is started by the path of this file, without importing the project: `python -I -S
-inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. If the program runs to its
-end, `inside.py` copies a random word from TOKEN_FD to VERDICT_FD. Otherwise `inside.py` writes the
-name of the exception to VERDICT_FD.
+The sandbox starts the process by the path of this file, without importing the project: `python -I
+-S inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. If the program runs to
+its end, `inside.py` copies a random word from TOKEN_FD to VERDICT_FD. Otherwise `inside.py` writes
+the name of the exception to VERDICT_FD.
 """
 
 import ctypes

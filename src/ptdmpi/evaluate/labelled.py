@@ -108,7 +108,7 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
     """Return the form of the sequences of `model` with the tokenizer of `text`.
 
     `name` is the argument of `load_tokenizer` for this tokenizer. Raise InputError if a sequence
-    has no room for one token of each of two texts.
+    has no room for two texts of one token each.
     """
     size = text.tokenizer.vocab_size
     begin = text.eod
@@ -186,7 +186,7 @@ def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
     """Return the samples in a file as sequences of tokens.
 
     Raise InputError if the file cannot be read, or if a sequence has no room for a candidate. Also
-    raises the same errors as `items`.
+    raise the same errors as `items`.
     """
     samples = items(path, task)
     tokenizer = frame.text.tokenizer

@@ -163,7 +163,8 @@ def _read(options: Options) -> Work:
 
 
 def _check_code(options: Options) -> None:
-    """Raise InputError if the programs of `--code` could not be written or tested."""
+    """Raise InputError if the programs of `--code` cannot be generated or tested with these
+    options."""
     if not options["code"]:
         return
     if max(options["k"]) > options["samples"]:

@@ -53,8 +53,8 @@ class Scorer(ABC):
 
     @abstractmethod
     def check(self, path: Path, dataset: Dataset) -> None:
-        """Set `length` and `documents` for a dataset. Raise InputError if the dataset is of another
-        kind."""
+        """Set `length` and `documents` for a dataset. Raise InputError if these outputs cannot be
+        computed for the dataset."""
 
     @abstractmethod
     def rows(self) -> dict[str, tuple[type, tuple[int, ...]]]:
@@ -195,7 +195,7 @@ def score(
     With `top` = 0, the datasets have pairs of answers, and the outputs are the log-probabilities of
     the labels. Otherwise the outputs are the `top` most probable tokens in place of each label, for
     windows of `seq_length` tokens. `options` are the other options of the command. If an option,
-    the model or a dataset cannot be used, InputError is raised on every rank.
+    the model or a dataset cannot be used, raise InputError on every rank.
     """
     model, stored = open_inference(
         run,
@@ -323,8 +323,8 @@ def _batch(scorer: Scorer, dataset: Dataset, rows: np.ndarray) -> MicrobatchRows
     batch = MicrobatchRows(tokens[:, :-1], tokens[:, 1:], None, rows)
 
     def locate(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset of each sample, which is always number 0, and the sample's number in
-        it."""
+        """Return the dataset of each sample, which is always number 0, and the number of the sample
+        in this dataset."""
         return np.zeros_like(ids), ids
 
     if dataset.row_length:

@@ -21,10 +21,10 @@ class Chat:
     """A conversation: the user's lines and the model's answers so far. Every rank has the same
     conversation.
 
-    The model reads the whole conversation, in the form of its chat template. Without a template,
-    each line and each answer ends with a newline. If a conversation is so long that no room is left
-    for an answer, the oldest line and its answer are dropped. If a single line is too long, its
-    beginning is cut off.
+    The model reads the whole conversation, in the format of the model's chat template. Without a
+    template, each line and each answer ends with a newline. If a conversation is so long that no
+    room is left for an answer, the oldest line and its answer are dropped. If a single line is too
+    long, its beginning is cut off.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
@@ -75,7 +75,7 @@ class Chat:
 
     def answer(self, line: str) -> str:
         """Return the model's answer to `line`. The rank that samples the tokens prints each token
-        at once."""
+        as soon as it is sampled."""
         writer = self.writer
         ids = self._within(line)
         self._shown = ""
@@ -143,8 +143,8 @@ class Chat:
 
 
 def _dialogue(writer: Writer) -> Dialogue:
-    """Return the form of conversations (`Dialogue`) for the model of `writer` and its adapters.
-    Raise InputError if the adapters or the chat template cannot be used.
+    """Return the `Dialogue` for the model of `writer` and its adapters. Raise InputError if the
+    adapters or the chat template cannot be used.
     """
     path: Path | None = writer.options["adapter"]
     adapter = None

@@ -38,7 +38,7 @@ class LoadedModel:
         """Return the continuation of each prompt.
 
         `options` may have these options of `ptdmpi generate`: max_new_tokens, samples (for each
-        prompt), temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises
+        prompt), temperature, top_k, top_p and seed. The texts do not depend on the layout. Raise
         InputError for a prompt that the model cannot continue, and TypeError for any other option.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -52,8 +52,8 @@ class LoadedModel:
         return shared
 
     def log_probabilities(self, ids: Sequence[int]) -> list[float]:
-        """Return the log probability in nats of each of `ids` except the first, given all ids
-        before it. Raise InputError for fewer than 2 ids, and for more than `seq_length` + 1."""
+        """Return the log probability in nats of each id in `ids` except the first, given all
+        earlier ids. Raise InputError for fewer than 2 ids, and for more than `seq_length` + 1."""
         model = self.model
         most = model.seq_length + 1
         if not 2 <= len(ids) <= most:

@@ -96,7 +96,7 @@ class Writer:
         return Sampling(**{name: self.options[name] for name in names})
 
     def changed(self, **options: Any) -> "Writer":
-        """Return a writer for the same model with other options for its continuations. Raises
+        """Return a writer for the same model with other options for its continuations. Raise
         InputError for an illegal value, and TypeError for an option that cannot be changed."""
         unknown = sorted(options.keys() - CHANGEABLE)
         if unknown:

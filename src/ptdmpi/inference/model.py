@@ -65,8 +65,8 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """`stages` has this rank's pipeline stages, with loaded weights, by stage number.
-        `placement` says which pipeline rank has which stage."""
+        """Store this rank's part of the model. `stages` has this rank's pipeline stages, with
+        loaded weights, by stage number. `placement` says which pipeline rank has which stage."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size

@@ -44,7 +44,7 @@ class StoredModel:
     """A complete model on the disk.
 
     `path` is the directory that contains the model's config.toml. `tree` is the content of this
-    config.toml, but its section [model] is replaced by the one in the checkpoint.
+    config.toml, but its section [model] is replaced by the section [model] in the checkpoint.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class StoredModel:
     def trained_on(self) -> TrainedOn | None:
         """Return the data that the weights were trained on, or None if this data is unknown.
 
-        The data is unknown if an older version or another program wrote the weights. Raises
+        The data is unknown if an older version or another program wrote the weights. Raise
         InputError for a damaged manifest.
         """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
@@ -190,8 +190,8 @@ class StoredAdapter:
         """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 
         If the adapters have a head for a task, the configuration also gets this head, and the
-        sequence length with which it was trained. Raise InputError if the adapters were trained on
-        another base model.
+        sequence length with which the head was trained. Raise InputError if the adapters were
+        trained on another base model.
         """
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
@@ -256,8 +256,8 @@ def config_of(
     """Return a configuration for using a model without training. `model` has the keys of the
     section [model].
 
-    If `data` is None, the data-parallel size is the one that uses all `ranks`. Raise InputError if
-    the model or the layout is not legal.
+    If `data` is None, the data-parallel size is chosen so that all `ranks` are used. Raise
+    InputError if the model or the layout is not legal.
     """
     if data is None:
         data = max(1, ranks // (tensor * pipeline))

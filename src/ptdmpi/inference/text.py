@@ -168,8 +168,8 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer; its `began` may be its own path, so it must not be
-    # opened here
+    # a converted model has its own tokenizer; its `began` may be its own path, so the model at
+    # `began` must not be opened here
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))

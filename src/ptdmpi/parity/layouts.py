@@ -42,9 +42,9 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# Every STRIDE-th combination is a candidate. STRIDE is a prime that divides no factor's number of
-# values, so each value of a factor occurs together with each value of any other factor. With a
-# STRIDE of 41, the remaining candidates can be listed in a few seconds.
+# Every STRIDE-th combination is a candidate. STRIDE is a prime that does not divide the number of
+# values of any factor, so each value of a factor occurs together with each value of any other
+# factor. With a STRIDE of 41, the remaining candidates can be listed in a few seconds.
 STRIDE = 41
 # 12 layers are enough for pipeline x virtual = 12 stages. 7 layers cannot be divided evenly into
 # several stages, and a vocabulary of 53 cannot be divided evenly over several tensor ranks.
@@ -138,7 +138,7 @@ class MuonModel(ComparedModel):
 
 @dataclass(frozen=True)
 class ComparedLayout(Layout):
-    """A layout of a training run. The default values give the plainest layout: one rank, and
+    """A layout of a training run. The default values give the simplest layout: one rank, and
     nothing is recomputed."""
 
     tensor: int = 1
@@ -448,7 +448,7 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with adapters. The sums, splits and dropout masks of adapters are combined with
+    """Return cases with adapters. They combine the sums, splits and dropout masks of adapters with
     tensor, pipeline and data parallelism, and with sharded parameters."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [

@@ -124,8 +124,8 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         MUON: layouts.muon_cases(ranks),
         EXPERTS: mixture_cases(ranks),
     }
-    # layouts with the most ranks come first, because they find the most faults; among them, the
-    # layouts with the most effects come first
+    # repeat the layout with the most ranks, because such layouts find the most faults; among these
+    # layouts, repeat the one with the most effects
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]

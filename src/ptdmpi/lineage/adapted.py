@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: the entries about them in the manifest of a checkpoint, and
-the decision whether a run may resume from this checkpoint."""
+"""Adapters and their frozen base model: their entries in the manifest of a checkpoint, and the
+check whether a run may resume from a checkpoint of adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# The key of a manifest whose value is the section [adapt] of the run, with the checkpoint of the
-# frozen base model.
+# The manifest of a checkpoint stores the section [adapt] of the run under this key, with the path
+# of the frozen base model's checkpoint.
 KEY = "adapt"
-# A key inside the manifest's entry `KEY`; its value is the section [task] of the run, if the run
-# had one.
+# A key inside the entry `KEY` of the manifest. Its value is the section [task] of the run. The key
+# is missing if the run had no task.
 TASK = "task"
 NO_TASK = TaskConfig()
 # Keys of [adapt] that may change between two starts of a run.
@@ -31,15 +31,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters that the manifest of a checkpoint describes. If the head for a task was trained
-    together with the adapters, `task` is this task."""
+    """The adapters that the manifest of a checkpoint describes. `task` is the task whose head was
+    trained together with the adapters, or NO_TASK."""
 
     adapt: AdaptConfig
     base: Base
     task: TaskConfig = NO_TASK
 
     def in_manifest(self) -> dict[str, Any]:
-        """Return the entries about the adapters for the manifest of a checkpoint."""
+        """Return the entries that describe the adapters in the manifest of a checkpoint."""
         table = self.adapt.model_dump(mode="json", exclude={"base"})
         entry = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
         if self.has_head:
@@ -78,8 +78,8 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
 
 
 def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
-    """Raise InputError unless the checkpoint at `path` contains a full model (`whole`), or, if
-    `whole` is False, adapters."""
+    """Raise InputError if the checkpoint at `path` contains only adapters but `whole` is True (a
+    full model is required), or if it contains a full model but `whole` is False."""
     adapted = adapted_of(path, said)
     if adapted is None and not whole:
         raise InputError(

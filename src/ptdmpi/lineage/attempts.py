@@ -1,5 +1,5 @@
-"""The attempts of a run: for each step the command and the settings with which it was trained, and
-for each attempt the reason why it ended.
+"""The attempts of a run. For each step, the attempts tell with which command and settings the step
+was trained. For each attempt, they tell why it ended.
 
 An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
 the run directory when it begins to train, and one line when it ends. An attempt that was killed
@@ -24,8 +24,8 @@ HISTORY = "history.jsonl"
 class PastAttempt:
     """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
     killed, its end is unknown and `last` is None. `config` is the complete configuration, and
-    `changed` has the differences from the previous attempt. `trained_on` is a `TrainedOn` object as
-    JSON, so it can be read without the shards and without h5py."""
+    `changed` lists its differences from the configuration of the previous attempt. `trained_on` is
+    a `TrainedOn` object as JSON, so readers of the history need neither the shards nor h5py."""
 
     number: int
     began: str
@@ -50,14 +50,15 @@ class History:
         self.number = 0  # the number of the present attempt
 
     def begin(self, **values: Any) -> None:
-        """Record the beginning of an attempt. `values` are fields of a `PastAttempt`: `how`,
-        `first`, `ranks`, `layout`, `changed`, `trained_on` (as JSON), `config`."""
+        """Record the beginning of an attempt. The keyword arguments are these fields of
+        `PastAttempt`: `how`, `first`, `ranks`, `layout`, `changed`, `trained_on` (as JSON) and
+        `config`."""
         self.number = 1 + max((line["attempt"] for line in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
         """Record the last step of the attempt and the reason for its end. Do nothing if no attempt
-        has begun, or the end of the attempt is already recorded."""
+        has begun, or if the end is already recorded."""
         if self.number:
             line = {"attempt": self.number, "event": "end", "time": _now()}
             self._append({**line, "last": last, "why": why})
@@ -72,9 +73,8 @@ class History:
 
 def attempts(directory: Path) -> list[PastAttempt]:
     """Return the attempts (starts of the training program) that a run directory records, oldest
-    first. The list is empty if an older version
-    of this program, which wrote no history, has trained the run. Incomplete lines are skipped.
-    Raises OSError if the file cannot be read."""
+    first. The list is empty if the run was trained by an older version of this program, which wrote
+    no history. Incomplete lines are skipped. Raises OSError if the file cannot be read."""
     begun: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
         event = line.get("event")
@@ -117,9 +117,10 @@ class AttemptedSteps(NamedTuple):
 
 
 def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
-    """Return the attempts (starts of the training program) that trained the recorded `steps`, in
-    the order of the steps. If several attempts may have trained a step, the newest attempt is
-    returned."""
+    """Return the attempts (starts of the training program) that trained the recorded `steps`,
+    sorted from the oldest to the newest attempt. Each returned item has the first and the last of
+    the `steps` that its attempt trained. If several attempts may have trained a step, the newest of
+    them counts. Steps that no attempt trained are left out."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [
@@ -136,8 +137,8 @@ def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> l
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a history file as JSON objects. Lines that are not JSON, or do not have
-    the number of an attempt, are skipped."""
+    """Return the lines of a history file as JSON objects. Lines are skipped if they are not JSON or
+    have no attempt number."""
     try:
         content = read_file(path)
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""The course of a run (`Course`): the training data for its next steps, and the entries about the
-run's data in its checkpoints.
+"""The course of a run (`Course`): the training data for the next steps of the run, and the manifest
+entries that describe the run's data in its checkpoints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The training data for the next steps of one run. `now` describes the data of a run that would
-    begin with this configuration. `now` is used until the method `judge` continues with the data of
-    a checkpoint."""
+    """The training data for the next steps of one run. `now` describes the data of a new run with
+    this configuration. The course uses `now` until its method `judge` switches to the data of a
+    checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
@@ -25,7 +25,7 @@ class Course:
         self.settings = settings(config)
         self.answer = Answer(now)
         self.base: Base | None = None  # The frozen base model of adapters.
-        # the chosen kernels for each kind of operation; empty until kernels are chosen
+        # kind of operation -> names of the chosen kernels; empty until kernels are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
@@ -33,7 +33,8 @@ class Course:
         self, kind: Literal["resume", "initial"], path: Path, manifest: Mapping[str, Any]
     ) -> None:
         """Continue with the data on which the checkpoint at `path` was trained. Raise InputError,
-        on every rank, if this run may not resume from the checkpoint or begin from its weights."""
+        on every rank, if this run may not resume from the checkpoint (`kind` "resume") or begin
+        with the checkpoint's weights (`kind` "initial")."""
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
@@ -43,8 +44,8 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data that `answer` describes. `answer` is a result of the function
-        `judge`, perhaps from another rank."""
+        """Continue with the data that `answer` describes. `answer` was returned by the function
+        `judge`, on this rank or on another rank."""
         self.answer = answer
         self._order = None
 
@@ -52,7 +53,8 @@ class Course:
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
     ) -> None:
         """Use the model at `path` as the frozen base model of the adapters. Raise InputError if the
-        model is not a full model, or has another tokenizer than the data.
+        checkpoint at `path` contains only adapters, if the model's tokenizer differs from the
+        tokenizer of the data, or if the model's configuration does not fit.
         """
         require_kind(path, manifest)
         before = Before.of(path, manifest)
@@ -63,7 +65,8 @@ class Course:
 
     def require_tokenizer(self, path: Path, sha256: str | None) -> None:
         """Raise InputError if the weights at `path` have another tokenizer than the data. `sha256`
-        None means that the tokenizer of the weights is unknown."""
+        is the hash of the weights' tokenizer; if it is None, the tokenizer is unknown and nothing
+        is checked."""
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
@@ -78,7 +81,7 @@ class Course:
 
     @property
     def order(self) -> SampleOrder:
-        """Return the order of the samples from the next step on."""
+        """Return the order of the samples that the run trains on from its next step."""
         if self._order is None:
             last = self.trained_on.last
             self._order = last.order([part.epochs for part in self.config.data.train])

@@ -1,10 +1,10 @@
 """The decision whether a run may continue from a checkpoint with its present data and
 configuration.
 
-The decision has one of three results. If neither the settings nor the data have changed, the run
-continues. If a setting or the data differs, the run is refused, with one line that names the
-difference and the legal values. If the user has allowed a change of the data (`data.change = "from
-here"`), the run continues and the changes are logged.
+There are three cases. If neither the settings nor the data have changed, the run continues. If a
+setting or the data has changed, the run stops with a one-line error that names the change and the
+legal values. If the user has allowed a change of the data (`data.change = "from here"`), the run
+continues and logs the changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -22,27 +22,28 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# keys of [model] that can change what a model computes without changing the shapes of its tensors
+# keys of [model] that change the function of a model, but may leave the shapes of its tensors
+# unchanged
 HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
-# Keys of [model] that may differ between the model with adapters and its base model. The set has
-# the keys that may change between two starts, the kind (which only sets the defaults of other
-# keys), the size of the vocabulary (a difference would be found by the shapes of the tensors), and
-# the sequence length.
+# Keys of [model] that may differ between the model with adapters and its base model: the keys that
+# may change between two starts, the sequence length, `kind` (which only sets the defaults of other
+# keys), and `vocab_size` (the shapes of the tensors would reveal a difference).
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
-# keys that `Config.with_head` sets, because the head of a task replaces the head of the base
+# keys that `Config.with_head` sets, because a task's head replaces the head of the base model
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# The categories of keys whose values a checkpoint records. Keys that determine the order of samples
-# are not recorded. Instead, `TrainedOn` lists stretches: consecutive steps whose samples come from
-# one order. A resume compares these lists; they identify the data by its content.
+# A checkpoint records the values of the keys in these categories. Keys that determine the order of
+# samples are in another category and are not recorded. Instead, a checkpoint contains a `TrainedOn`
+# with a list of stretches; a stretch is a range of consecutive steps whose samples come from one
+# order. A resume compares the stretches, which identify the data by a hash of its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
 class Before:
-    """The description of a checkpoint, taken from its manifest. `trained_on` is None if an older
-    version of this program wrote the checkpoint; in that case only `samples` and `seed` are known
-    about its data."""
+    """The facts about a checkpoint that its manifest contains. `trained_on` is None if an older
+    version of this program wrote the checkpoint. In this case, only `samples` and `seed` are known
+    about the checkpoint's data."""
 
     path: Path
     step: int
@@ -68,8 +69,8 @@ class Before:
 @dataclass(frozen=True)
 class Answer:
     """The data with which a run continues. `changed` has a text for each difference between this
-    start and the checkpoint; the differences in the data come first. `note` is a text for the user
-    if the checkpoint does not record its data."""
+    start and the checkpoint, the differences in the data first. `note` is a text for the user that
+    is empty unless the checkpoint does not record its data."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -77,9 +78,9 @@ class Answer:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a checkpoint records: `section.key` -> value as JSON, for every key
-    that must not change on resume, or whose change is reported. Raise InputError if a file that the
-    configuration names is missing."""
+    """Return the settings that a checkpoint records, as a dict from `section.key` to the value as
+    JSON. The dict has every key that must not change on resume and every key whose change is
+    reported. Raise InputError if a file that the configuration names is missing."""
     recorded: dict[str, Any] = {}
     for name, section in Config.sections().items():
         table = getattr(config, name).model_dump(mode="json")
@@ -96,11 +97,12 @@ def settings(config: Config) -> dict[str, Any]:
 def judge(
     kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
 ) -> Answer:
-    """Return the data with which a run resumes from the checkpoint `before` (`kind` "resume"), or
-    begins with the checkpoint's weights ("initial").
+    """Return the data with which a run continues from the checkpoint `before`. If `kind` is
+    "resume", the run resumes from the checkpoint; if "initial", a new run begins with the
+    checkpoint's weights.
 
-    `config` is the configuration of this start, and `now` is the data of a run that would begin
-    with this configuration. Raise InputError if the run may not continue.
+    `config` is the configuration of this start, and `now` is the data of a new run with this
+    configuration. Raise InputError if the run may not continue.
     """
     _require_same_tokenizer(before, now)
     if kind == "resume":
@@ -131,13 +133,13 @@ def judge(
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     """Raise InputError if adapters that are trained with `config` on the data `now` do not fit the
     base model `before`. The commands `generate`, `evaluate` and `adapter merge` read the section
-    [model] of the base model, so the adapters must be trained with the same values."""
+    [model] of the base model, so adapters must be trained with the values of the base model."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # only the method "bias" of balancing experts changes the model's output, and no balance
-        # loss is computed for frozen routers
+        # `balance` may differ, because it changes the model's output only if it is "bias", and no
+        # balance loss is computed for frozen routers
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 
@@ -162,9 +164,9 @@ def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
-    With another number of heads or another activation the shapes of tensors may still fit, but the
-    model would compute another function. `otherwise` is added to the legal values in the message,
-    except for keys in HEADS."""
+    The values must be compared because the shapes of the tensors may fit anyway: with another
+    number of heads or another activation, the model would silently compute another function.
+    `otherwise` is added to the legal values in the message, except for keys in HEADS."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
@@ -178,9 +180,9 @@ def _require_same_model(
 
 
 def _require_same_settings(before: Before, config: Config) -> None:
-    """Raise InputError if a key outside [model] that must not change on resume has another value
-    than in the checkpoint. Keys that a checkpoint of an older version does not record are not
-    compared."""
+    """Compare the keys outside [model] that must not change on resume. Raise InputError if the
+    value of one of these keys differs between the checkpoint and `config`. Keys that a checkpoint
+    of an older version does not record are not compared."""
     now = settings(config)
     for name, section in Config.sections().items():
         for key in section.model_fields:
@@ -210,15 +212,16 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, but with the seed and the batch size of the checkpoint `before`. A
-    checkpoint of an older version records only two properties of its data: the seed and the batch
-    size."""
+    """Return `now` with the seed and the batch size of the checkpoint `before`, which was written
+    by an older version of this program. A checkpoint of an older version records only these two
+    properties of its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 
 
 def _differences(old: Stretch, new: Stretch) -> Iterator[str]:
-    """Yield a text for each difference that changes the order of samples."""
+    """Yield a text for each difference between `old` and `new` that changes the order of
+    samples."""
     if old.seed != new.seed:
         yield f"run.seed {old.seed} -> {new.seed}"
     if old.global_size != new.global_size:

@@ -1,10 +1,10 @@
 """The data on which a run was trained: a hash of its tokenizer, its datasets, and the order of its
 samples.
 
-The steps of a run are divided into stretches, and nearly all runs have only one stretch. Within a
-stretch, the samples have one order. A new stretch begins if the user changes the data, the mixture,
-the seed or the batch size. Samples and tokens are counted from the beginning of the run through all
-stretches.
+The steps of a run are divided into stretches. Within a stretch, all samples come from one order. A
+new stretch begins if the user changes the data, the mixture, the seed or the batch size; nearly all
+runs have only one stretch. The counts of samples and tokens start at the beginning of the run, not
+at the beginning of a stretch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,12 @@ class Samples(Protocol):
 
     @property
     def tokenizer_sha256(self) -> str:
-        """Return a hash of the tokenizer. Equal tokenizers have equal hashes."""
+        """Return a hash of the tokenizer. Two datasets with the same tokenizer have the same
+        hash."""
 
     @property
     def sha256(self) -> str:
-        """Return a hash of the content. Different contents have different hashes."""
+        """Return a hash of the content. Datasets with different contents have different hashes."""
 
     def samples(self, length: int) -> int:
         """Return the number of samples of `length` tokens."""
@@ -38,11 +39,11 @@ class Samples(Protocol):
 @dataclass(frozen=True)
 class Source:
     """One training dataset of a run. `sha256` is a hash of the headers of the dataset's shards, and
-    `samples` is the number of the dataset's samples.
+    `samples` is the number of samples in the dataset.
 
-    `key` is the number of the dataset among all datasets that the run has seen. The key selects the
-    random permutations of the dataset's samples, and names the dataset in records. `drawn` is the
-    number of the dataset's samples that were used before the stretch began.
+    `key` is the index of the dataset among all datasets that the run has seen. The key selects the
+    random permutations of the dataset's samples, and identifies the dataset in records. `drawn` is
+    the number of the dataset's samples that were used before the stretch began.
     """
 
     path: str
@@ -55,11 +56,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive steps whose samples have one order. `step`, `sample` and `tokens` are the numbers
-    of steps, samples and tokens that were trained before the stretch. `gone` has the datasets that
-    are no longer used, each with the number of its samples that were used earlier. `ranks` is the
-    number of data ranks among which the samples are divided, so that each rank reads only its own
-    samples; 1 means that all ranks read samples of all datasets."""
+    """Consecutive steps whose samples come from one order. `step`, `sample` and `tokens` are the
+    numbers of steps, samples and tokens that were trained before the stretch. `gone` has the
+    datasets that were used only before this stretch; their field `drawn` is the number of samples
+    used. If `ranks` is greater than 1, the samples are divided among this number of data ranks, and
+    each data rank reads only its own samples. If `ranks` is 1, all data ranks read from all
+    samples."""
 
     step: int
     sample: int
@@ -80,9 +82,9 @@ class Stretch:
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """Return the order of the samples of this stretch (steps whose samples have one order).
-        `epochs` has the maximum number of epochs for each dataset; None means that there is no
-        maximum. Raises the same errors as `SampleOrder`."""
+        """Return the order of the samples in this stretch. `epochs` has the maximum number of
+        epochs for each dataset; None means that there is no maximum. Raises the same errors as
+        `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
             Part(
@@ -104,7 +106,7 @@ class Stretch:
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
         """Return every dataset that the run has seen, in the order of `key`. In each returned
         `Source`, `drawn` is the number of samples that were used after `step` steps. `order` is the
-        order of the samples of this stretch, as the method `order` returns it."""
+        result of the method `order`."""
         counts = order.counts(self.samples_after(step))
         now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
         return sorted([*now, *self.gone], key=lambda source: source.key)
@@ -112,7 +114,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The data of all past and future steps of a run: its tokenizer and its stretches."""
+    """The data of all past and future steps of a run: the tokenizer, and the stretches of steps,
+    oldest first."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -124,15 +127,14 @@ class TrainedOn:
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return this `TrainedOn` as JSON, for a manifest or a record; `from_json` reads the
-        JSON."""
+        """Return this object as JSON, for a manifest or a record. `from_json` reads it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return the object that `as_json` wrote. If the argument is None, return None, because
-        older versions of this program wrote nothing. Raise ValueError for a value that `as_json`
-        cannot have written."""
+        """Return the object whose JSON `as_json` wrote. Return None if `table` is None, which
+        happens for files of older versions of this program. Raise ValueError for a value that
+        `as_json` cannot have written."""
         if table is None:
             return None
         try:
@@ -154,8 +156,8 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """Return the data of a run that begins with this configuration. `train` are the datasets in the
-    order of `data.train`."""
+    """Return the data of a new run with this configuration. `train` are the datasets in the order
+    of `data.train`."""
     length = config.model.text_length
     sources = tuple(
         Source(
@@ -200,13 +202,14 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 
 
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
-    """Return a copy of `before` with an additional stretch that begins after step `step`. The new
-    stretch has the data, the mixture, the seed and the batch size of `now`.
+    """Return a copy of `before` with an additional stretch (a range of steps whose samples come
+    from one order) that begins after step `step`. The new stretch has the data, the mixture, the
+    seed and the batch size of `now`.
 
     Samples and tokens are still counted from the beginning of the run. The pattern in which the
-    datasets alternate starts anew. A dataset that was used before (it has the same hash) continues
-    after its last used sample, so that no sample is repeated or left out. A new dataset begins at
-    its first sample.
+    datasets alternate starts anew. A dataset with the same hash as an earlier dataset continues
+    after the last used sample of the earlier dataset, so no sample is repeated or skipped. A new
+    dataset begins at its first sample.
     """
     last = before.last
     fresh = now.last

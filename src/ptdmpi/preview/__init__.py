@@ -1,2 +1,2 @@
-"""Commands that work before a run starts: previews with checks, sizes and times, drafts of
-configurations, and job scripts."""
+"""Commands that prepare a run: previews of its checks, sizes and times, drafts of its
+configuration, and job scripts."""

@@ -7,7 +7,7 @@ from ptdmpi.plan.cost.relief import size
 from ptdmpi.plan.show.table import sent_rows
 from ptdmpi.report.live import duration
 
-LINES = 8  # maximum number of lines of text that are shown of a sample
+LINES = 8  # maximum number of lines that are shown of a sample's text
 
 
 def as_text(forecast: dict[str, Any]) -> str:
@@ -55,8 +55,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
-    # The preview reads the files of a task completely. If this gives remarks about the files, the
-    # remarks are shown instead of `not_read`.
+    # Files of a task are read completely for the preview, so `not_read` would be wrong for them:
+    # their entry "told" has remarks about their content, which are shown instead.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 

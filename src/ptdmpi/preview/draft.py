@@ -1,5 +1,5 @@
-"""The draft of a configuration file with comments, for a given model, data and number of ranks
-(`ptdmpi init`)."""
+"""The draft of a commented configuration file for a given model, data and number of ranks (`ptdmpi
+init`)."""
 
 import re
 import tomllib
@@ -22,7 +22,7 @@ from ptdmpi.plan.search import choose
 from ptdmpi.train.checks import with_form
 
 SMALL = "l=4,h=128,a=4,s=128"  # The default model, which trains in minutes on a laptop.
-MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor axis should stay inside a node.
+MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor-parallel group should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
 LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps than this
@@ -84,8 +84,9 @@ class Wish:
     """The options of `ptdmpi init`, and the properties of the machine.
 
     `memory_bytes` is the memory of a rank; it is used only if no cluster is named. `adapt` is the
-    path of a frozen model for which the run trains adapters. If `model` and `adapt` are None, the
-    model is SMALL. If `steps` is None, the run has one epoch, but at most MOST_STEPS steps.
+    path of a frozen model for which the run trains adapters. If both `model` and `adapt` are None,
+    the model is SMALL. If `steps` is None, the run trains for one epoch, but for at most MOST_STEPS
+    steps.
     """
 
     file: Path
@@ -103,8 +104,9 @@ class Wish:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that a first configuration trains: its name for the title, its section [model], the
-    training settings that its source publishes (`recipe`), and its section [adapt]."""
+    """The model that the drafted configuration trains: the name for the title of the file, the
+    section [model], the published training settings of the model (`recipe`), and the section
+    [adapt]."""
 
     name: str
     section: dict[str, Any]
@@ -113,8 +115,7 @@ class Subject:
 
     @staticmethod
     def of(wish: Wish) -> "Subject":
-        """Return the subject of the run: the model that `wish` names. Raise InputError if there is
-        no such model."""
+        """Return the model that `wish` names. Raise InputError if there is no such model."""
         if wish.adapt is not None:
             return Subject._of_base(wish.adapt, wish.model)
         name = wish.model or SMALL
@@ -125,8 +126,7 @@ class Subject:
 
     @staticmethod
     def _of_base(base: Path, model: str | None) -> "Subject":
-        """Return the subject of a run that trains adapters of the frozen model at the path
-        `base`."""
+        """Return the subject for training adapters of the frozen model at the path `base`."""
         if model is not None:
             raise InputError(
                 f"--model {model} and --adapt {base} both name a model; legal: one of the two"
@@ -135,7 +135,7 @@ class Subject:
         adapt = {"method": "lora", "rank": ADAPTER_RANK, "alpha": 2.0 * ADAPTER_RANK}
         section = {key: value for key, value in stored.tree["model"].items() if key != "vocab_size"}
         if section.get("balance", "bias") != "bias":
-            # the routers of experts are frozen, so no loss balances them
+            # the routers of the experts are frozen, so a balance loss would have no effect
             section["balance"] = "none"
         for key in ("balance_coefficient", "z_loss_coefficient"):
             section.pop(key, None)
@@ -162,7 +162,8 @@ def draft(wish: Wish) -> str:
     }
     if subject.adapt:
         base["adapt"] = subject.adapt
-        # add the base model's quantized format, with which the model needs less memory
+        # add the format in which the base model is quantized, because a quantized model needs less
+        # memory
         base = dict(with_form(base))
     samples = dataset.samples(resolve(base, 1).model.text_length)
     published = subject.recipe.get("batch", {}).get("global_size", BATCH)
@@ -186,8 +187,8 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    These are the directories that `wish` names, or the folders `train` and `valid` in the data
-    directory of `wish`.
+    These are the directories that `wish` names. If the data directory of `wish` has no shards of
+    its own but a folder `train`, they are its folders `train` and `valid`.
     """
     train = wish.data
     valid = wish.valid
@@ -199,12 +200,12 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
-    """Return the configuration with the best layout on the cluster that `wish` names.
+    """Return the configuration with a layout: the best layout on the cluster that `wish` names, or,
+    without a cluster, the first layout that fits into memory.
 
-    Without a cluster, return the first layout that fits into memory. Layouts with less
-    recomputation are tried first. Among layouts with equal recomputation, layouts with fewer ranks
-    per model are tried first, and then layouts with larger microbatches. Raise InputError if no
-    layout fits.
+    Without a cluster, the layouts are tried in this order: less recomputation first; with equal
+    recomputation, fewer ranks per model first; then larger microbatches first. Raise InputError if
+    no layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))
@@ -237,8 +238,7 @@ def _divisible(tree: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the configuration tree once for each layout on `ranks` ranks, the preferred layouts
-    first."""
+    """Yield a configuration tree for each layout on `ranks` ranks, the preferred layouts first."""
     for recompute in ("none", "selective", "full"):
         for model_ranks in divisors(ranks):
             for tensor in (t for t in divisors(model_ranks) if t <= MOST_TENSOR):
@@ -312,8 +312,8 @@ def _written(
 
 
 def _lines(section: dict[str, Any], comments: dict[str, str] | None = None) -> str:
-    """Return the keys of a section as lines of TOML. A key with an entry in `comments` gets this
-    entry as a comment."""
+    """Return the keys of a section as lines of TOML. If `comments` has an entry for a key, the
+    entry is written after the value as a comment."""
     known = comments or {}
     lines = []
     for key, value in section.items():

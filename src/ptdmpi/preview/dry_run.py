@@ -27,11 +27,11 @@ def show(
 ) -> None:
     """Print the preview of a configuration.
 
-    All ranks that a launcher started may call this function; only rank 0 prints. `ranks` is the
-    number of ranks of the run. If `ranks` is None, the number of started ranks is used, or, without
-    a launcher, the number of ranks that the configuration needs. `cluster` replaces run.cluster. If
-    `auto` is True, the best layout is searched before the preview is made. Raise InputError if the
-    run would not start.
+    If a launcher started several ranks, all of them may call this function, but only rank 0 prints.
+    `ranks` is the number of ranks of the run. If `ranks` is None, the number of started ranks is
+    used, or, without a launcher, the number of ranks that the configuration needs. `cluster`
+    replaces run.cluster. If `auto` is True, the preview is of the best layout, which the function
+    searches first. Raise InputError if the run would not start.
     """
     if launched_rank():
         return
@@ -50,8 +50,9 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number of ranks with an explanation: the number `given`, or, if it is None, the
-    number of started ranks, or, without a launcher, the number that the run needs."""
+    """Return the number of ranks with an explanation. The number is `given` unless it is None.
+    Otherwise it is the number of ranks that a launcher started, or, without a launcher, the number
+    that the run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)
@@ -67,8 +68,8 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
 
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
-    """Return the configuration tree with the layout that --layout auto finds, and a text about the
-    search.
+    """Return the configuration tree with the layout that `--layout auto` finds for `ranks` ranks,
+    and a text about the search.
 
     Raise InputError if run.cluster is not set.
     """

@@ -1,4 +1,5 @@
-"""The first samples of a run as text, decoded by the tokenizer that made its shards."""
+"""The first samples of a run as text, decoded with the tokenizer with which the run's shards were
+made."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +21,8 @@ def first_samples(
 ) -> dict[str, Any]:
     """Return the first samples in the batch of step `step` (counted from 0), as ids and as text.
 
-    The samples are read and checked in the same way as in the run. If the tokenizer is not found,
-    the samples have no text, and the entry "no_text" has the reason.
+    The samples are read and checked as in training. If the tokenizer is not found, the samples have
+    no text, and the entry "no_text" has the reason.
     """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)

@@ -38,7 +38,7 @@ from ptdmpi.train.feed import source_of
 def preview(
     tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
 ) -> dict[str, Any]:
-    """Return all facts about the run that are known before its start, in the form that `--json`
+    """Return all facts that are known about the run before its start, as the dict that `--json`
     prints.
 
     If the run would not start on this machine, the entry "mistake" has the reason. `cluster` is a
@@ -97,8 +97,8 @@ def preview(
 
 
 def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return a list with one line about the sizes of the model that differ from its preset; an
-    empty list if no size differs."""
+    """Return a list with one line about the sizes in [model] that override the sizes of the preset.
+    The list is empty if the section overrides none."""
     own = own_sizes(tree)
     if not own:
         return []
@@ -139,7 +139,8 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 class _Room:
     """The memory that a step needs, and the memory that a rank has (None if it is unknown).
 
-    `source` says which memory `capacity_bytes` is, for example the memory of the cluster's device.
+    `source` is a text that says to what `capacity_bytes` refers, for example to a device of the
+    cluster.
     """
 
     step: relief.Step
@@ -148,9 +149,9 @@ class _Room:
 
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
-    """Return the memory that a step needs, and the memory that a rank has. The memory of a rank is
-    the memory of a device of the cluster, or, if the ranks are started on this host, the memory of
-    this host."""
+    """Return the memory that a step needs, and the memory that a rank has. If a cluster is named,
+    the memory of a rank is the memory of one of its devices. Otherwise, if the ranks are started on
+    this host, it is this host's memory divided by the number of these ranks."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
@@ -176,8 +177,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the memory that a rank has, and the memory that the rank with the largest need needs,
-    in bytes. "fits" is None if the memory of a rank is unknown."""
+    """Return the memory that a rank has, and the memory that is needed by the rank that needs the
+    most, in bytes. "fits" is None if the memory of a rank is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None
@@ -196,20 +197,21 @@ def _memory(room: _Room) -> dict[str, Any]:
 
 
 def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
-    """Return the messages that rank 0 sends in `step` (counted from 0), computed by closed forms.
+    """Return the number and the bytes of the messages that rank 0 sends in `step` (counted from 0),
+    computed from closed forms.
 
     The entry "traffic" maps group of ranks -> kind of message -> {"messages", "bytes"}. The entry
-    "is_exact" is False if compressed gradients are sent, because the closed form of their length is
-    exact only for large matrices. The entry "is_exact" is also False if tokens are sent to experts
-    on other ranks.
+    "is_exact" is False in two cases: if compressed gradients are sent, because the closed form of
+    their length is exact only for large matrices; and if tokens are sent to experts on other ranks,
+    because the numbers of these tokens are not known in advance.
     """
     traffic = StepTraffic.of_config(config, vocab_size)
     return {"traffic": traffic.of(rank=0, step=step).by_kind, "is_exact": traffic.is_exact}
 
 
 def _here(local_ranks: int) -> tuple[int, str]:
-    """Return the bytes of a rank's memory on this host or on its GPUs, and a text that says which
-    ranks share this memory."""
+    """Return the memory of a rank in bytes, on a GPU of this host or, without a GPU, on the host
+    itself. Also return a text that says how many ranks share this memory."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -222,8 +224,9 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
-    """Return the time of one step and of the remaining `steps`. The step time is predicted for the
-    cluster, or, without a cluster, it is the time that earlier steps of this run took."""
+    """Return the time of one step and of the remaining `steps`. If a cluster is named, the step
+    time is predicted for this cluster. Otherwise it is the measured time of earlier steps of this
+    run with the same layout, or None if there are no such steps."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:

@@ -10,10 +10,10 @@ from ptdmpi.plan.layout.topology import file_ranks
 
 @dataclass(frozen=True)
 class RankCount:
-    """A number of ranks, with a text that explains it.
+    """A number of ranks with its explanation.
 
-    `source` is a text that explains where the number comes from. `local` is the number of these
-    ranks on this host; 0 if this number is unknown.
+    `count` is the number, and `source` says where the number comes from. `local` is the number of
+    these ranks on this host, or 0 if it is unknown.
     """
 
     count: int
@@ -25,8 +25,9 @@ def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     """Return the number of ranks that a configuration needs, and a bool: True if the configuration
     accepts no other number of ranks.
 
-    If parallel.data is "auto", the data axis is assumed to have 1 rank, or as many ranks as the
-    graph in the file that data_parallel.topology names. The configuration tree need not be valid.
+    If parallel.data is "auto", the data axis is assumed to have 1 rank, or, if
+    data_parallel.topology names a file with a graph, as many ranks as the graph. The configuration
+    tree may have mistakes.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1
@@ -49,7 +50,8 @@ def _graph_ranks(tree: Mapping[str, Any]) -> int:
     """Return the number of ranks of the communication graph in a file of edges; 1 if there is no
     such file.
 
-    The result is also 1 if the section or the file has mistakes, which other checks report.
+    The result is also 1 if the section [data_parallel] or the file has mistakes, because other
+    checks report them.
     """
     try:
         return file_ranks(DataParallelConfig.model_validate(tree.get("data_parallel", {}))) or 1

@@ -15,9 +15,10 @@ from ptdmpi.train.standing import standing_of
 def resumed(config: Config, course: Course) -> dict[str, Any]:
     """Return the step and the path of the checkpoint that the run would resume from.
 
-    The entry "changed" lists the differences between the configuration and the run that wrote the
-    checkpoint. The entry "says" is a sentence about this checkpoint, the changes and the run's
-    other checkpoints. Raise InputError if the run may not resume.
+    In the returned dict, the entry "changed" lists the differences between this configuration and
+    the configuration that wrote the checkpoint. The entry "says" is a sentence that tells the user
+    from where the run resumes, and what has changed. If the run begins anew, "step" is 0 and "path"
+    is None. Raise InputError if the run may not resume.
     """
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume
@@ -57,8 +58,9 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
 
 
 def _begins_anew(config: Config, own: Path, existing: int) -> str:
-    """Return the sentence "says" for a run that begins at step 0. The run's folder `own` already
-    has `existing` checkpoints, which will be moved aside."""
+    """Return the sentence "says" for a run that begins at step 0. `own` is the folder of the run's
+    checkpoints, and `existing` is the number of checkpoints in it, which the run will move to
+    another folder."""
     said = "begins anew"
     if existing:
         said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"

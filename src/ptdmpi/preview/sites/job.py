@@ -1,5 +1,5 @@
-"""A training run as a job of a batch system: its site, its nodes, and the settings that the job
-adds to the configuration."""
+"""A training run as a job of a batch system. A job has a site, a number of nodes, and settings that
+are added to the configuration."""
 
 import json
 import re
@@ -18,10 +18,10 @@ from ptdmpi.preview.ranks import needed_ranks
 from ptdmpi.preview.sites.site import Site
 from ptdmpi.train.checks import checked_data, with_form
 
-# Schedulers that do not warn a job in a usable way before its time limit. With these schedulers,
-# the run stops by itself before the time limit (`run.max_minutes`).
+# Schedulers that give a job no warning, or none that the run can use, before its time limit. With
+# these schedulers, the run stops by itself before the time limit (`run.max_minutes`).
 UNWARNED = ("pbs", "lsf", "flux")
-# Keys whose default in a configuration differs from the default of the same key in `Layout`.
+# Keys whose default in a configuration differs from their default in `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
 LONGEST_NAME = 63  # Maximum number of characters in the name of a job in Kubernetes.
 MARGIN_MINUTES = 10  # Minutes that are reserved for the last step and its checkpoint.
@@ -29,8 +29,7 @@ MARGIN_MINUTES = 10  # Minutes that are reserved for the last step and its check
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A job: a configuration, the settings that are added to the configuration, and the nodes on
-    which the job runs."""
+    """A job of a batch system. `settings` are added to the configuration in the file `config`."""
 
     config: Path
     settings: tuple[str, ...]
@@ -59,11 +58,12 @@ class TrainingJob:
 def job_of(
     config: Path, settings: tuple[str, ...], site: Site, nodes: int | None, *, planned: bool
 ) -> TrainingJob:
-    """Return the job of a configuration on `nodes` nodes of a site, or on as many nodes as the
-    layout needs. If `planned` is True, the search chooses the best layout on the cluster that the
-    site names.
+    """Return the job that trains a configuration on `nodes` nodes of a site. If `nodes` is None,
+    the job has as many nodes as the layout needs. If `planned` is True, the planner searches for
+    the best layout on the site's cluster.
 
-    Raise InputError if the configuration, or its layout on these nodes, is not legal.
+    Raise InputError if the configuration has mistakes, or if its layout does not fit this number of
+    nodes.
     """
     tree = load(config, settings)
     per_node = site.node.ranks
@@ -106,7 +106,8 @@ def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:
 
 
 def _planned(tree: dict[str, Any], ranks: int, site: Site) -> list[str]:
-    """Return the settings of the layout that the planner chooses on the site's cluster."""
+    """Return the settings ("section.key=value") with which the configuration gets the layout that
+    the planner chooses on the site's cluster."""
     run = tree.get("run", {})
     cluster = site.cluster or run.get("cluster")
     if not cluster:

@@ -1,5 +1,5 @@
-"""The script of a job, which is a template from the folder jobs/ with the values of the site and of
-the job filled in."""
+"""The script of a job. The script is a template from the folder jobs/, into which the values of the
+site and of the job are filled."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
-# For each scheduler, the beginning of a script line that sets an option. If one more # precedes
-# such a line, it is a comment.
+# For each scheduler, the beginning of the script lines that set options. A line with one more # at
+# its beginning is commented out.
 DIRECTIVES = {
     "slurm": "#SBATCH ",
     "pbs": "#PBS ",
@@ -29,13 +29,12 @@ class Template:
         self.lines = text.splitlines()
 
     def has(self, directive: str, option: str) -> bool:
-        """Return True if the template has a line for an option, whether or not the line is
-        commented out."""
+        """Return True if the template has a line for an option. The line may be commented out."""
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:
-        """Set an option of the scheduler, such as "--nodes=", in the line that has this option, or
-        in a new line."""
+        """Set an option of the scheduler, such as "--nodes=", in the line for this option, or in a
+        new line if there is none."""
         wanted = f"{directive}{option}{value}"
         ours = [n for n, line in enumerate(self.lines) if self._is(line, directive, option)]
         if ours:
@@ -45,8 +44,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a shell variable in the line that assigns it, or in a new line before the training
-        starts."""
+        """Set a shell variable in the line that assigns it, or, if there is none, in a new line
+        before the training starts."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:
@@ -74,8 +73,8 @@ class Template:
 
 
 def script_of(job: TrainingJob, file: Path) -> str:
-    """Return the script of a job; it will be written to `file`. Raise InputError if the site's
-    template is not for its scheduler."""
+    """Return the script of a job as text. `file` is the path to which the caller will write the
+    script. Raise InputError if the site's template was not made for the site's scheduler."""
     folder = jobs_folder()
     template = Template((folder / job.site.template_name).read_text(encoding="utf-8"))
     directive = DIRECTIVES[job.site.scheduler]

@@ -1,5 +1,5 @@
-"""Site files. A site file has the settings of jobs that the batch system needs, such as the account
-and the time limit."""
+"""Site files. A site file has the settings that a batch system needs for each job, such as the
+account and the time limit."""
 
 import os
 import re
@@ -42,8 +42,8 @@ def _is_commands(text: str) -> str:
     return text
 
 
-# Types of texts that are written into a script: after a directive, as one line, or as lines of the
-# shell.
+# Types of texts that are written into a script: ScriptName after a directive, ScriptLine as one
+# line, and ScriptCommands as lines of shell commands.
 ScriptName = Annotated[str, AfterValidator(_is_name)]
 ScriptLine = Annotated[str, AfterValidator(_is_line)]
 ScriptCommands = Annotated[str, AfterValidator(_is_commands)]
@@ -59,9 +59,9 @@ class NodeShape(FrozenTable):
 
 
 class Site(FrozenTable):
-    """The content of a site file (`jobs/site.toml` explains the keys). If the value of a key is an
-    empty string, the template or the scheduler chooses the value. `name` is the name of the site
-    file."""
+    """The content of a site file (`jobs/site.toml` explains the keys). If a value is an empty
+    string, the template or the scheduler chooses the value. `name` is the name of the site file
+    without ".toml"."""
 
     name: str
     scheduler: SchedulerName
@@ -94,7 +94,7 @@ class Site(FrozenTable):
 
 
 def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which site files are remembered; it is in the user's configuration
+    """Return the folder in which site files are remembered, inside the user's configuration
     folder."""
     base = environ.get("XDG_CONFIG_HOME") or home_folder(environ) / ".config"
     return Path(base) / "ptdmpi" / "sites"
@@ -102,7 +102,7 @@ def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def site_of(text: str) -> Site:
     """Return the site that `text` names: `text` is the name of a remembered site, or the path of a
-    `.toml` file. If it is a path, the site is then remembered under the name of the file.
+    `.toml` file. A site that is given as a path is remembered under the name of its file.
 
     Raise InputError for an unknown name, and for a file that is not valid.
     """

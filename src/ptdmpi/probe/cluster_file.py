@@ -9,8 +9,8 @@ from ptdmpi.config import InputError
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if `path` cannot be written as a cluster file. Call this function before
-    anything is measured."""
+    """Raise InputError if `path` cannot be written as a cluster file. Call this function before the
+    measurement, so that no time is lost."""
     if path.suffix != ".toml" or not path.parent.is_dir() or path.is_dir():
         raise InputError(f"--output {path}: must be a .toml file in a directory that exists")
     if not os.access(path.parent, os.W_OK):
@@ -18,8 +18,8 @@ def require_writable(path: Path) -> None:
 
 
 def save(path: Path, tree: dict[str, Any], head: str) -> None:
-    """Write the description `tree` of a cluster as TOML, after the comment `head`. After an error,
-    no incomplete file remains.
+    """Write the description `tree` of a cluster as TOML, after the comment `head`. If writing
+    fails, no incomplete file remains.
 
     Raise InputError if the file cannot be written.
     """

@@ -1,5 +1,5 @@
-"""The times of each collective by message size, within nodes and between nodes. The result of every
-collective is compared with the right result."""
+"""Measurements of the time of each collective, for several message sizes, within nodes and between
+nodes. The result of every measured collective is compared with the right result."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,9 @@ SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
 class MeasuredGroup(NamedTuple):
-    """A group of ranks whose messages are measured: its communicator on this rank, the number of
-    its nodes, and its name."""
+    """A group of ranks whose messages are measured. `comm` is the group's communicator on this
+    rank, `nodes` is the number of nodes that the group spans, and `name` is a text for the
+    report."""
 
     comm: Communicator
     nodes: int
@@ -31,11 +32,10 @@ class MeasuredGroup(NamedTuple):
 
 
 def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
-    """Yield, for each kind of group, the group that this rank belongs to. The communicators send
-    tensors on `device`.
+    """Yield this rank's group of each of three kinds. The communicators send tensors on `device`.
 
-    The kinds of groups are: pairs of ranks on a node, all ranks of a node, and one rank of each
-    node. All groups of one kind are measured at the same time.
+    The three kinds are: pairs of ranks on one node, all ranks of a node, and one rank of each node.
+    All groups of one kind are measured at the same time.
     """
     local = world.local_size
     wire = wire_named(device=device)
@@ -51,7 +51,8 @@ def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
 def tables(
     bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return, for each collective on each kind of group, a table of seconds by message size."""
+    """Return one table for each collective on each kind of group. The table has the seconds for
+    each of the message sizes `sizes`, in bytes."""
     kinds = list(groups(world, bench.device))
     if not kinds:
         return []
@@ -90,11 +91,12 @@ def _tables(
 
 
 def overlaps(bench: Bench, world: World) -> bool:
-    """Return True if a message arrives while its sender computes, without calls to MPI.
+    """Return True if a message arrives while its sender computes and makes no calls to MPI.
 
-    Return False if the message arrives only when the sender waits for it. The arrival is measured
-    on the device, because a transport that works with device streams does not let the host wait.
-    Every rank calls this function and gets the same result.
+    Return False if the message arrives only when the sender waits for it. The receiver waits for
+    its device before it reads the clock: with a transport that uses device streams, `recv` may
+    return on the host before the message has arrived. Every rank calls this function and gets the
+    same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]
@@ -125,8 +127,8 @@ def overlaps(bench: Bench, world: World) -> bool:
 
 
 def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of small integers, which every data type represents exactly, and which differ
-    between ranks."""
+    """Return a tensor of small integers. The integers differ between ranks, and every data type
+    represents them exactly."""
     return (torch.arange(elements, device=device) % 7 + rank % 5).to(dtype)
 
 

@@ -1,5 +1,5 @@
-"""Checks of the machine: MPI, launcher, devices, transports, threads, and the sizes of the tensor
-axis that stay inside a node."""
+"""Checks of the machine: MPI, launcher, devices, transports, threads, and the tensor-parallel sizes
+for which every tensor group stays inside a node."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from ptdmpi.probe.finding import MachineFinding
 from ptdmpi.train.capacity import ranks_sharing
 from ptdmpi.train.records.rates import device_name, known_peak
 
-# environment variables that only one launcher sets -> the name of this launcher
+# environment variable that only one launcher sets -> name of this launcher
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
     "SLURM_STEP_ID": "srun (Slurm)",
@@ -29,7 +29,7 @@ NO_LAUNCHER = "none: one process; start with mpirun or srun"
 
 
 def check_host(world: World) -> list[MachineFinding]:
-    """Return the findings about the machine, over all ranks. All ranks call this function
+    """Return the findings about the machine, collected from all ranks. All ranks call this function
     together."""
     return [*_launch(world), *_software(world), _tensor_axis(world)]
 
@@ -88,8 +88,8 @@ def _threads(world: World) -> MachineFinding:
     cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     value = f"{threads}, {counted(cores, 'core')} usable by a rank"
-    # `cores` are the cores that all ranks of a node may use together, so compare them with the
-    # threads of all these ranks
+    # `cores` counts the cores that all ranks of a node share, so compare it with the threads of all
+    # these ranks
     if any(world.control.allgather(world.local_size * threads > cores)):
         crowded = f"{value}; more ranks and threads than cores: slow"
         return MachineFinding("threads per rank", crowded, "note")
@@ -105,8 +105,8 @@ def _compiler(world: World, device_type: str) -> MachineFinding:
 
 
 def _gpus(world: World) -> str:
-    """Return a text with this rank's GPU, its peak rate if that is known, and the number of ranks
-    that share the GPU."""
+    """Return a text with the name of this rank's GPU, the GPU's peak rate if the rate is known, and
+    the number of ranks that share the GPU."""
     device = world.device()
     sharing = ranks_sharing(world, device)
     name = device_name(device)
@@ -119,8 +119,8 @@ def _gpus(world: World) -> str:
 
 
 def check_wires(world: World) -> MachineFinding:
-    """Return the transports that are available, and the NCCL library, which must be the same on all
-    ranks."""
+    """Return a finding about the transports and the NCCL library. The status is "bad" if the ranks
+    do not all have the same NCCL library."""
     libraries = sorted(set(world.control.allgather(library.description())))
     same = len(libraries) == 1
     nccl = libraries[0] if same else f"ranks differ: {'; '.join(libraries)}"
@@ -130,7 +130,8 @@ def check_wires(world: World) -> MachineFinding:
 
 
 def _tensor_axis(world: World) -> MachineFinding:
-    """Return the sizes of the tensor axis for which every tensor group is inside a node."""
+    """Return a finding with the tensor-parallel sizes t for which every tensor group is inside a
+    node."""
     inside = []
     for tensor in range(1, world.size + 1):
         if world.size % tensor == 0:

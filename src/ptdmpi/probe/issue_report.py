@@ -26,10 +26,10 @@ SECRET = re.compile("TOKEN|KEY|SECRET|PASS|JWT|CRED|SECURITY|URI|USER|ACCOUNT|AR
 
 
 def report_text(findings: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return a text with the findings, the versions of packages, and the variables of MPI, launcher
-    and threads.
+    """Return a text with the findings, the versions of packages, and the environment variables that
+    MPI, launchers and OpenMP read.
 
-    `findings` has the lines of the report, and `environ` the environment variables of rank 0.
+    `findings` has the lines of the report. `environ` has the environment variables of rank 0.
     Variables that may contain a secret are left out.
     """
     names = {name.lower() for name in REPORTED_PACKAGES}

@@ -23,7 +23,8 @@ from ptdmpi.plan.machine.kernels import Machine
 
 HEAD_SIZES = (32, 128)
 # PER_PRODUCT is the number of measurements for each shape of a matrix multiplication. OTHERS is the
-# number of measurements of attention and of elementwise kernels, each of them forward and backward.
+# number of measurements of attention (for each head size) and of the five elementwise kernels. Each
+# of these kernels is measured forward and backward.
 PER_PRODUCT = 3
 OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 
@@ -60,8 +61,8 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that computes almost nothing. This time is the cost of a
-    kernel launch."""
+    """Return the seconds of a kernel that computes almost nothing. This time is taken as the cost
+    of a kernel launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -74,9 +75,9 @@ def products(
     """Return a table of the FLOP/s of matrix multiplications (m, k) x (k, n), for all combinations
     of `sides`.
 
-    Each rate is computed from the mean time of the three multiplications of a linear: output,
-    gradient of the input, gradient of the weight. `launch`, the seconds of a kernel launch, is
-    subtracted from this time.
+    Each rate is computed from the mean time of the three multiplications of a linear layer, which
+    compute the output, the gradient of the input, and the gradient of the weight. `launch` is the
+    seconds of a kernel launch, which are subtracted from the mean time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:
@@ -94,8 +95,8 @@ def products(
 
 
 def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], launch: float) -> float:
-    """Return the FLOP/s of the matrix multiplications of a linear with k inputs and n outputs at m
-    positions."""
+    """Return the FLOP/s of the matrix multiplications of a linear layer with k inputs and n outputs
+    at m positions. `shape` is (m, n, k)."""
     m, n, k = shape
 
     def random(*size: int) -> Tensor:
@@ -126,11 +127,12 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
 def streams(
     bench: Bench, dtype: torch.dtype, sizes: Sequence[int], launch: float
 ) -> dict[str, Any]:
-    """Return a table of the bytes per second that are moved by adding two tensors.
+    """Return a table of memory bandwidths, in bytes per second. The bandwidth is measured by adding
+    two tensors.
 
-    `sizes` are the total bytes that one addition reads and writes. `launch`, the seconds of a
-    kernel launch, is subtracted from each time. The smallest sizes fit into caches, and the largest
-    sizes do not.
+    `sizes` are the total bytes that one addition reads and writes. They should range from sizes
+    that fit into caches to sizes that do not. `launch` is the seconds of a kernel launch, which are
+    subtracted from each time.
     """
     times = []
     for size in sizes:
@@ -145,15 +147,16 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return the times `times_s` of kernels with ascending sizes. Each time that is smaller than an
-    earlier time is replaced by the largest earlier time. Without this correction, a disturbance
-    could make a larger kernel look faster than a smaller kernel."""
+    """Return the times `times_s` of kernels with ascending sizes. A time that is smaller than an
+    earlier time is replaced by the largest earlier time. Without this correction, noise in the
+    measurement could make a larger kernel look faster than a smaller kernel."""
     return list(accumulate(times_s, max))
 
 
 def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -> dict[str, Any]:
-    """Return the seconds per score of causal attention, forward and backward, for each head
-    size."""
+    """Return a table of the seconds per attention score (a pair of a query and a key) of causal
+    attention, forward and backward, for each head size. `launch` is the seconds of a kernel launch,
+    which are subtracted from each time."""
     forward = []
     backward = []
     s = extent.seq_length
@@ -190,7 +193,8 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
 def elementwise(
     bench: Bench, axis: TensorAxis, dtype: torch.dtype, extent: Extent, *, launch: float
 ) -> dict[str, float]:
-    """Return the seconds per element of activation functions, norms and the loss.
+    """Return the seconds per element of activation functions, norms and the loss. `launch` is the
+    seconds of a kernel launch, which are subtracted from each time.
 
     Forward and backward passes have separate times. The results are compared with results in double
     precision.
@@ -209,7 +213,7 @@ def elementwise(
         return rms_norm(x, ones.to(x.dtype), 1e-5)
 
     def loss(x: Tensor) -> Tensor:
-        """Compute the loss of a copy of the logits, since the loss overwrites its input."""
+        """Compute the loss of a copy of `x`, because the loss overwrites its input."""
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
     kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {

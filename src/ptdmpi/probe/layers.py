@@ -1,10 +1,10 @@
-"""Measured times of the trainer's own layers, and the fit of a cluster's efficiency fractions to
-these times. The kernels of a layer reach only a fraction of the rates that were measured for single
-kernels. The fit chooses the fractions with which predicted times agree best with the measured
-times.
+"""Measurements of the trainer's own layers, and the fit of a cluster's efficiency fractions to the
+measured times. Inside a layer, the kernels reach only a fraction of the rates that were measured
+for single kernels. The fit chooses the fractions for which the predicted times of layers agree best
+with the measured times.
 
-Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
-the kernels, and operands are not always in the cache.
+Layers are slower than the sum of their kernels, because Python, autograd and the allocator take
+time between the kernels, and because operands are not always in the cache.
 """
 
 import statistics
@@ -31,8 +31,8 @@ from ptdmpi.plan.machine.fit import descend, distance
 
 STEPS = 6  # number of measured steps, of which the first is a warm-up
 MOST_TENSOR = 8
-# greatest factors by which fitted numbers may differ from the measurements of kernels (MOST_FACTOR)
-# and of messages (MOST_LINK_FACTOR)
+# greatest factor by which a fitted number may differ from its starting value: MOST_FACTOR for
+# kernels, MOST_LINK_FACTOR for messages
 MOST_FACTOR = 100.0
 MOST_LINK_FACTOR = 4.0
 
@@ -81,7 +81,7 @@ GPU_CASES = (
 @dataclass(frozen=True)
 class Taken:
     """The measured times of a training step, in seconds. Each time is the median over ranks and
-    over steps, except `rest_s`, which is the smallest over steps.
+    steps. Only `rest_s` is the smallest time over steps, and the median over ranks.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
     data axis. `elements` is the number of parameters of the model.
@@ -107,8 +107,8 @@ class Layers:
         self.cases = cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster `tree` with fitted values: efficiency fractions, launch time, update
-        time and step time."""
+        """Return the cluster `tree` with fitted efficiency fractions and kernel launch time, and
+        with measured times: the update of a parameter, and the fixed cost of a step."""
         taken = self.taken()
         small = min(taken, key=lambda case: case.elements)
         large = max(taken, key=lambda case: case.elements)
@@ -154,10 +154,11 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """Return the cluster `tree`, with the values of `keys` for which predicted times agree best
+        """Return the cluster `tree` with the values of `keys` for which predicted times agree best
         with the measured times `taken`.
 
-        The predictions are for forward and backward passes on `tensor` ranks.
+        The compared times are those of forward and backward passes with tensor-parallel size
+        `tensor`.
         """
         cases = [case.scaled(tensor) for case in self.cases]
         models = [
@@ -210,8 +211,8 @@ class Layers:
         )
 
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
-        """Return the measured times of a step in which `tensor` tensor-parallel ranks divide the
-        layers of the model."""
+        """Return the measured times of a training step of the model `case` with tensor-parallel
+        size `tensor`."""
         config = self._config(case, tensor)
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))
@@ -269,8 +270,8 @@ class Layers:
         return times
 
     def _rest_s(self, engine: Engine, step: int, batch: Microbatch) -> float:
-        """Return the seconds of a complete step that are not spent in forward, backward, all-reduce
-        and update."""
+        """Return the seconds of a complete step that are not spent in the forward pass, the
+        backward pass, the all-reduce or the update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
         result = engine.step(step, [batch])
@@ -279,7 +280,8 @@ class Layers:
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: ProbedModel) -> Microbatch:
-        # use the same seed on all ranks, because ranks of a tensor axis need the same tokens
+        # use the same seed on all ranks, because the ranks of a tensor-parallel group need the same
+        # tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def with_best_layout(
     tree: Mapping[str, Any], overrides: Sequence[str], world: "World"
 ) -> dict[str, Any]:
-    """Return the configuration `tree` with the layout that the run already has, or else with the
-    best layout.
+    """Return the configuration `tree` with a layout: the layout that the run already has, or, for a
+    new run, the best layout.
 
     All ranks call this function together. If `run.cluster` is not set, this machine is measured
     first. `overrides` has the values of the --set options. Raise InputError on every rank if an
@@ -53,7 +53,7 @@ def _measured_cluster(config: Config, world: "World") -> str:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, world.device())
-    # the measurement has its own peak memory, which must not count as peak memory of the run
+    # the measurement has its own peak memory, which must not count as the peak memory of the run
     forget_peak()
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))

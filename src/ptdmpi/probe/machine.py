@@ -27,8 +27,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# A fraction of 1 means that layers run at the full measured rate of the kernels. `Layers.fit`
-# replaces these values by the fractions that layers reach.
+# Starting values. A fraction of 1 means that layers run at the full measured rate of single
+# kernels. `Layers.fit` replaces the fractions with those that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -36,7 +36,7 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-# a value for rates that normally come from data sheets; a measured cluster does not need them
+# placeholder for rates of data sheets, which a measured cluster does not need
 UNLIMITED = 1e15
 
 
@@ -44,8 +44,8 @@ UNLIMITED = 1e15
 class Effort:
     """The sizes that a measurement uses; larger sizes take more time.
 
-    If `ways` is None, the measurement does not determine the fastest implementations of kernels. On
-    a GPU, `make gpu` determines the fastest implementations.
+    If `ways` is None, the measurement does not determine the fastest implementation of each kernel.
+    On a GPU, it is None because `make gpu` determines the fastest implementations.
     """
 
     extent: kernels.Extent
@@ -61,9 +61,10 @@ GPU_EFFORT = Effort(kernels.GPU, collectives.SIZES_BYTES, GPU_CASES, None)
 def probe(
     world: World, precision: str, device: torch.device, effort: Effort | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the measured cluster as a table, and the findings as (name, value as text). All ranks
-    call this function and get the same result. Raises ProbeError if a kernel or a message gives a
-    wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
+    """Return the measured cluster as a table, and the findings as pairs of texts (name, value). All
+    ranks call this function together and get the same result. Raises ProbeError if a kernel or a
+    message gives a wrong result on any rank, and InputError if the nodes have unequal numbers of
+    ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
@@ -76,8 +77,8 @@ def probe(
     extent = effort.extent
     rank_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
     memory = min(bench.everyone.all_gather_object(rank_bytes))
-    # The memory of the program itself is not available for tensors, but it is a part of a run's
-    # memory.
+    # The memory of the program itself is not available for tensors, but the planner counts it as
+    # memory of a run, so it is added to the memory of the device below.
     own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(own_bytes))
     own = _quickest_kernels(bench, compute, effort.ways)
@@ -123,9 +124,10 @@ def probe(
 def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> dict[str, Any]:
-    """Determine the fastest kernels, and return their entries for the cluster file. If `sizes` is
-    None, on a device, return an empty table. All later measurements with `bench` use the fastest
-    kernels, on a device those that all ranks have in Triton."""
+    """Choose the kernels for all later measurements with `bench`, and return the entries about them
+    for the cluster file. With `sizes`, time the implementations and choose the fastest. If `sizes`
+    is None (on a GPU), choose the Triton kernels that all ranks offer, and return an empty
+    table."""
     if sizes is None:
         every = bench.everyone.all_gather_object(agreement.offered_in_triton(bench.device))
         bench.kernels = Kernels(triton=set(every[0]).intersection(*every))
@@ -139,8 +141,8 @@ def _quickest_kernels(
 def _program_bytes(compute: torch.dtype) -> int:
     """Return the resident memory of the trainer itself, without a model.
 
-    The memory includes all imported modules, and everything that PyTorch loads with its first
-    matrix multiplication, attention and backward pass.
+    The memory includes all imported modules, and everything that PyTorch loads when it first
+    computes a matrix multiplication, attention and a backward pass. The result is in bytes.
     """
     importlib.import_module("ptdmpi.train.loop")
     x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)
@@ -157,8 +159,8 @@ def _device(
     *,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Return the section [device] of the cluster file. The rates for which a measured cluster has
-    tables are set to a very high value, so that they limit nothing."""
+    """Return the section [device] of the cluster file. Rates that the measured tables replace are
+    set to a very high value, so that they limit nothing."""
     if bench.device.type != "cpu":
         name = device_name(bench.device)
     else:

@@ -14,14 +14,14 @@ from ptdmpi.probe.finding import MachineFinding
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-# the summed numbers repeat after this period; the period is small, so that every data type
-# represents the sums over many ranks exactly
+# period of the summed numbers; it is small, so that every data type represents the sums over many
+# ranks exactly
 PERIOD = 7
 
 
 def check_sums(world: World) -> list[MachineFinding]:
-    """Check all-reduces over all ranks: of tensors on the host and, if the ranks have GPUs, of
-    tensors on the GPUs by the transport that training uses.
+    """Check all-reduces over all ranks of tensors on the host. If the ranks have GPUs, also check
+    all-reduces of tensors on the GPUs, with the transport that training uses.
 
     All ranks call this function together and get the same findings.
     """
@@ -37,7 +37,7 @@ def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
     """Return a finding for each data type and size, or a single finding if the transport cannot
     connect the ranks.
 
-    `name` is a format string; its field is replaced by the data type.
+    `name` is a format string with one field, for the data type.
     """
     wrong = ""
     comm = None
@@ -45,8 +45,7 @@ def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
         comm = world.split(training_grid(data=world.size), wire)["data"]
     except InputError as error:
         wrong = str(error)
-        # print the reason now, because this rank may wait for the other ranks forever in the next
-        # call
+        # print the reason now, because the next call may never return: it waits for all ranks
         if not isinstance(error, SharedInputError):
             note(f"rank {world.rank}: {wrong}")
     failures = [failure for failure in world.control.allgather(wrong) if failure]
@@ -86,8 +85,9 @@ def sum_of_known(
     """All-reduce numbers with a known sum over the ranks of `comm`, several times.
 
     Returns two values: True if every element of the sum is right on this rank, and the seconds of
-    the fastest trial. The time of a trial is the time of its slowest rank. Rank r contributes (r +
-    i) mod PERIOD at index i, so neighbouring indices and ranks have different numbers.
+    the fastest trial. The time of a trial is the time of its slowest rank. Rank r contributes the
+    number (r + i) mod PERIOD at index i, so neighbouring indices and neighbouring ranks have
+    different numbers.
     """
     places = torch.arange(elements)
     given = ((places + comm.rank) % PERIOD).to(dtype).to(device)

@@ -11,7 +11,7 @@ from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # With more lines than this, the legend is outside the panel.
-LETTERS_PER_PANEL = 56  # A line of the title has room for this number of letters per panel.
+LETTERS_PER_PANEL = 56  # Maximum number of letters in a line of the title, per panel.
 MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, labels are powers of ten.
 
 
@@ -19,8 +19,9 @@ MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, label
 class Panel:
     """A picture: lines through points (`lines`: name -> points), or one bar for each name.
 
-    `level` is a dashed horizontal line, and `mark` a vertical line at a point of the horizontal
-    axis. `level` and `mark` each have a label.
+    `across` and `up` are the labels of the horizontal and the vertical axis. `level` is the height
+    and the label of a dashed horizontal line. `mark` is the position and the label of a dashed
+    vertical line.
     """
 
     across: str
@@ -101,8 +102,9 @@ def _draw(panel: Panel, axes: Any) -> None:
 def _label_plainly(axis: Any) -> None:
     """Label a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers.
 
-    By default, if the axis covers less than a decade, matplotlib also labels the minor ticks, as
-    powers of ten, and these labels overlap. An axis over many decades keeps matplotlib's labels.
+    By default, if the axis covers less than a decade, matplotlib also labels the minor ticks in
+    scientific notation, and these labels overlap. An axis that covers many decades keeps
+    matplotlib's labels.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

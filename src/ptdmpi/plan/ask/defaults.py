@@ -1,4 +1,4 @@
-"""The batch size and the precision of a prediction if the request names none."""
+"""The default batch size and the default precision of a prediction."""
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note
@@ -8,18 +8,19 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model, preset_and_keys
 
 PREFERRED = ("bf16", "fp16")
-# Tokens in a step of a preset whose source states no batch: 4 million, as Touvron et al. 2023
-# (arXiv 2302.13971, section 2.2) take for every size.
+# Number of tokens in a step, for a preset whose source publishes no batch: about 4 million, as
+# Touvron et al. 2023 (arXiv 2302.13971, section 2.2) use for all their models.
 USUAL_TOKENS = 2**22
 
 
 def default_batch(model: str) -> int:
-    """Return the global batch of the preset `model`, in sequences: the batch that its source
-    publishes.
+    """Return the global batch of `model`, in sequences per step. It is the batch that the source of
+    the preset publishes.
 
-    If the sequence length is changed, the batch has as many tokens as the published batch. If no
-    batch is published, the returned batch has about `USUAL_TOKENS` tokens, and a note says so.
-    Raises InputError for a model that is no preset.
+    If `model` changes the sequence length of the preset, the returned batch has as many tokens as
+    the published batch. If no batch is published, the returned batch has about `USUAL_TOKENS`
+    tokens. Whenever the published batch is not used as it is, a note on stderr says so. Raises
+    InputError if `model` is not based on a preset.
     """
     preset, keys = preset_and_keys(model)
     if preset is None:
@@ -53,8 +54,8 @@ def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """Return a pricer of the model named `model` on the cluster named `cluster`, in the cluster's
     usual precision.
 
-    If `batch` is None, the result of `default_batch` is used. Raises InputError for unknown names,
-    and for a model that is no preset and has no batch.
+    If `batch` is None, the batch is the result of `default_batch`. Raises InputError for unknown
+    names, and if `batch` is None and the model is not based on a preset.
     """
     machine = load_cluster(cluster)
     size = batch or default_batch(model)

@@ -1,5 +1,5 @@
-"""The duration of a training computed from its speed, the speed computed from a published duration,
-and the best size of a model for a budget of FLOPs."""
+"""Three computations about a training: its duration from its speed, its speed from a published
+duration, and the best model size for a budget of FLOPs."""
 
 import math
 from typing import NamedTuple
@@ -22,8 +22,8 @@ CURVE = 60  # Number of points of a drawn curve.
 class TrainingWork(NamedTuple):
     """The training of a model with P `parameters` on T `tokens` by n `ranks`.
 
-    The training takes `factor` FLOPs for each pair of a token and a parameter. The factor 8 of
-    Narayanan et al. 2021, equation 4, includes full recomputation.
+    The training takes `factor` T P FLOPs. The factor is 6, or 8 if full recomputation is counted
+    (Narayanan et al. 2021, equation 4).
     """
 
     parameters: float
@@ -49,11 +49,11 @@ def days_answer(
     taken: float | None = None,
     utilisation: float | None = None,
 ) -> Reply:
-    """Return the model FLOPs utilisation of a training that takes `taken` days, or the duration of
-    a training that has a given `utilisation`.
+    """Return the model FLOPs utilisation (MFU) of a training that takes `taken` days, or the
+    duration of a training with the MFU `utilisation` (a fraction).
 
     Raises InputError unless exactly one of `taken` and `utilisation` is given. Also raises
-    InputError if the training would exceed the device's peak.
+    InputError if the training would need more FLOP/s than the device's peak.
     """
     if (taken is None) == (utilisation is None):
         raise InputError("give either --days or --utilisation")
@@ -128,10 +128,11 @@ class Loss(NamedTuple):
         return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def best(self, flops: float) -> float:
-        """Return N, the number of parameters with the least loss for a budget of C = `flops` = 6 N
-        D, where D is the number of tokens.
+        """Return the number of parameters N with which a budget of C = `flops` FLOPs gives the
+        lowest loss. The budget is 6 N D, where D is the number of tokens.
 
-        By equation 4 of Hoffmann et al. 2022, N is G (C / 6)^(beta / (alpha + beta)).
+        By equation 4 of Hoffmann et al. 2022, N is G (C / 6)^(beta / (alpha + beta)), with the
+        constant G = (alpha A / (beta B))^(1 / (alpha + beta)).
         """
         power = 1 / (self.alpha + self.beta)
         scale = (self.alpha * self.a / (self.beta * self.b)) ** power
@@ -139,14 +140,14 @@ class Loss(NamedTuple):
 
 
 def optimal(flops: float) -> float:
-    """Return the number of parameters N for a budget of C = `flops` = 6 N D with D = 20 N
-    tokens."""
+    """Return the number of parameters N for a budget of C = `flops` = 6 N D, if the number of
+    tokens D is 20 N."""
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
 def size_answer(flops: float) -> Reply:
-    """Return the size of a model for a budget of `flops`, the presets closest to this size, and the
-    loss of models with other sizes."""
+    """Return the best size of a model for a budget of `flops` FLOPs, the presets closest to this
+    size, and a curve of the loss by model size."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {

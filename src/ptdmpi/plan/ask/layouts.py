@@ -1,5 +1,5 @@
-"""The answer of `ptdmpi plan`: the fastest layouts of a model on a cluster, or the price of a given
-layout, with explanations."""
+"""The answer of `ptdmpi plan`, with explanations: the fastest layouts of a model on a cluster, or
+the price (step time and memory) of a given layout."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
 ORDERS = ("simplest", "best")
-MOST_DRAWN = 10_000  # Largest number of microbatches in a step that is drawn.
+MOST_DRAWN = 10_000  # A step with more microbatches than this is not drawn.
 BASE_BLOCK = 64  # Number of elements of a frozen matrix that share one scale.
 
 
@@ -33,14 +33,15 @@ class LayoutRequest:
     """A question to `ptdmpi plan`. The fields are the options of the command.
 
     If `layout` is given, only this layout is priced, and nothing is searched. `why` is a layout
-    that is compared with the best layout. `tokens` is the number of tokens of the whole training;
-    the answer then has its duration and rank-hours. `lora` is the rank of LoRA adapters on a frozen
-    model. The frozen matrices have codes of the kind `base_bits`, in blocks of `base_block`
-    elements. A search keeps `headroom` percent of a device's memory free. If `order` is "simplest",
-    the first layout is the simplest among the layouts that are almost as fast as the fastest one.
-    If `order` is "best", the first layout is the fastest. If a setting of the layout is None, the
-    search chooses the setting. If `layout` is given, such settings have the defaults of `Layout`,
-    except `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
+    that is compared with the best layout. `tokens` is the number of tokens of the whole training.
+    If it is given, the answer has the duration and the rank-hours of the training. `lora` is the
+    rank of LoRA adapters on a frozen model. `base_bits` is the quantized format of the frozen
+    matrices, and `base_block` is the number of elements that share one scale. A search keeps
+    `headroom` percent of a device's memory free. If `order` is "simplest", the first layout is the
+    simplest among the layouts that are almost as fast as the fastest one. If `order` is "best", the
+    first layout is the fastest. If a setting of the layout is None, the search chooses it. If
+    `layout` is given, a setting that is None has the default of `Layout`; only for
+    `sequence_parallel` and `scatter_gather` the faster choice is taken.
     """
 
     model: str
@@ -71,8 +72,8 @@ class LayoutRequest:
     order: str = ORDERS[0]
 
     def space(self, ranks: int) -> Space:
-        """Return the set of layouts on `ranks` ranks that the search may choose for this
-        request."""
+        """Return the set of layouts on `ranks` ranks among which the search for this request may
+        choose."""
         return Space(
             ranks,
             schedule=self.schedule,
@@ -101,8 +102,8 @@ class LayoutRequest:
             )
 
     def adapted(self, model: Model, precision: str) -> Model:
-        """Return `model` as it is trained: completely, or frozen with trained adapters, and with
-        the products of the precision.
+        """Return `model` with the settings of this request: with or without LoRA adapters, and with
+        the matrix multiplications of `precision`.
 
         Raise InputError if the options of adapters contradict each other.
         """
@@ -132,8 +133,8 @@ class LayoutPlan:
     numbers: dict[str, Any]
 
     def draw(self, step: str | None, memory: str | None, trace: str | None) -> None:
-        """Write a picture of the layout's step, a picture of its memory, and a trace of the step. A
-        picture or a trace without a path is not written.
+        """Write a picture of the layout's step to the path `step`, a picture of its memory to
+        `memory`, and a trace of the step to `trace`. If a path is None, its file is not written.
 
         Raise InputError if the step has too many microbatches to be drawn.
         """
@@ -166,8 +167,8 @@ class LayoutPlan:
 def answer(request: LayoutRequest) -> LayoutPlan:
     """Return the best layouts for a request, or the price of the layout that the request names.
 
-    Raises InputError for unknown names, for illegal sizes, for options that contradict each other,
-    and if no layout fits into memory.
+    Raises InputError for unknown names, for illegal sizes, for contradictory options, and if no
+    layout fits into memory.
     """
     pricer = _pricer(request)
     searched = pricer.keeping_free(request.headroom / 100)
@@ -209,7 +210,7 @@ def answer(request: LayoutRequest) -> LayoutPlan:
 
 
 def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
-    """Return the result that `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
+    """Return the dict that `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
 
     `options` are options of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
     torch nor MPI is needed. Raises InputError in the same cases as `answer`, and TypeError for an
@@ -230,8 +231,8 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
     """Return the layout that `text` names, completed by the settings of the request. Raises
     InputError if the layout is illegal.
 
-    If the request does not set sequence parallelism or scatter/gather, these two settings are
-    chosen so that the layout fits and is the fastest.
+    If the request leaves sequence parallelism or scatter/gather open, the choice is the fastest one
+    with which the layout fits into memory.
     """
     layout = complete(
         parse(text),
@@ -284,9 +285,9 @@ def _in_shard_groups(
 
 
 def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """Return a comparison of `layout` with the best layout: the predicted values of `layout`, the
-    part of the step with the largest difference, and the changes of settings that make `layout`
-    faster."""
+    """Return a comparison of `layout` with the best layout. The comparison has the predicted values
+    of `layout`, the part of the step time that differs the most, and the changes of settings that
+    make `layout` faster."""
     price = pricer.price(layout)
     parts = table.parts_s(price)
     best_parts = table.parts_s(best)
@@ -309,7 +310,7 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
 
 def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
     """Return the layout that the rules of Narayanan et al. 2021 choose, and the microbatch size
-    that the model in that paper chooses for the best layout."""
+    that the paper's performance model chooses for the best layout."""
     ruled = heuristic(pricer, space)
     times = microbatch_model(pricer, best.layout)
     return {
@@ -323,9 +324,9 @@ def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]
 
 
 def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
-    """Return the sections of a configuration with which `ptdmpi train` trains in the layout.
+    """Return the sections of a configuration for `ptdmpi train` with this layout.
 
-    Return None if `ptdmpi train` cannot train in the layout.
+    Return None if `ptdmpi train` does not support the layout.
     """
     if layout.dp_overlap:
         return None

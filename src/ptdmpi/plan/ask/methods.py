@@ -1,9 +1,10 @@
 """The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
-A method that does not sum the complete gradients changes the update, so a training may need more
-steps. The answer gives the time of a step, and the number of additional steps with which a training
-takes as long as with complete gradients. If this number is large, the method may save time; but
-only a training can show how many additional steps the method really needs.
+A method that does not sum the complete gradients of all replicas changes the update of the weights,
+so a training may need more steps. The answer gives the time of a step. It also gives a break-even
+number: with so many more steps, the training would take as long as with complete gradients. If the
+break-even number is large, the method may save time, but only a training can show how many more
+steps the method really needs.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
-# Name of a method -> its section of the configuration. The picture over the number of replicas
-# shows the first DRAWN methods.
+# Name of a method -> its section [data_parallel] of the configuration. The picture of the time by
+# the number of replicas shows only the first DRAWN methods.
 METHODS: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "parameter_server": {"method": "parameter_server"},
@@ -54,19 +55,19 @@ METHODS: dict[str, dict[str, object]] = {
         "error_feedback": "mem_sgd",
     },
 }
-DRAWN = 4  # Number of methods that are drawn over the number of replicas.
+DRAWN = 4  # Number of methods in the picture of the time by the number of replicas.
 MOST_DRAWN = 1024  # Largest number of replicas in the picture.
 
 
 def sections() -> Iterator[tuple[str, DataParallelConfig]]:
-    """Yield the methods that are compared, each as (name, section of a configuration)."""
+    """Yield (name, section [data_parallel]) for each method that is compared."""
     for name, keys in METHODS.items():
         yield name, DataParallelConfig.model_validate(keys)
 
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
-    """Return the price of each method in one layout. Raises InputError if the layout has no
-    replicas, or if the layout shards the state."""
+    """Return the price of each method in one layout. Raises InputError if the layout has only one
+    replica, or if it shards the optimizer state."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
@@ -110,8 +111,9 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """Return the times and the sent bytes of each method and, for each method that is drawn, the
-    points (number of replicas, milliseconds)."""
+    """Return the times and the sent bytes of each method, and, for each method in the picture, the
+    points (number of replicas, milliseconds of the data axis). `plain` is the price of the method
+    all_reduce."""
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ LATENCY = 10  # factor by which latencies are multiplied
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:
     """Return a copy of the cluster in which the rates of network adapters are divided by
-    `adapters`, and the rates of links by `links`."""
+    `adapters`, and the rates of links inside nodes by `links`."""
     node = cluster.node
     rates = {
         "adapter_bytes_per_s": node.adapter_bytes_per_s / adapters,
@@ -33,7 +33,8 @@ def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Clust
 
 
 def distant(cluster: Cluster, times: float) -> Cluster:
-    """Return the cluster with `times` times the latency between nodes."""
+    """Return a copy of the cluster in which the latencies between nodes are multiplied by
+    `times`."""
     node = cluster.node
     delays = {
         "adapter_latency_s": node.adapter_latency_s * times,
@@ -43,14 +44,16 @@ def distant(cluster: Cluster, times: float) -> Cluster:
 
 
 class TieredTimes(StepTimes):
-    """Seconds of steps on a network of two tiers. Messages within a pod of nodes have the rates of
-    the cluster file; messages between pods have 1/`taper` of these rates.
+    """The times of steps, in seconds, on a network of two tiers. `taper` is (number of nodes of a
+    pod, factor). Messages within a pod have the rates of the cluster file, and messages between
+    pods have these rates divided by the factor.
 
-    All ranks wait for the slowest message. So all messages of a pipeline have the tapered rate if
-    the pipeline spans several pods. All messages of the data axis also have the tapered rate if its
-    ranks are not all in one pod. Consecutive ranks fill one node after the other, and the ranks of
-    a data axis are in a block of tensor x data consecutive ranks. The ranks of a data axis are
-    therefore in one pod if tensor x data divides the number of ranks in a pod.
+    All ranks wait for the slowest message. Therefore all messages between pipeline stages have the
+    lower rate if the layout spans several pods, and all messages of the data axis have the lower
+    rate unless each data-parallel group is inside one pod. Consecutive ranks fill one node after
+    the other, and a data-parallel group lies in a block of t d consecutive ranks, where t is the
+    tensor-parallel size and d the data-parallel size. So each data-parallel group is inside one pod
+    if t d divides the number of ranks in a pod.
     """
 
     def __init__(
@@ -69,20 +72,20 @@ class TieredTimes(StepTimes):
 
 
 class TieredAxis(DataAxis):
-    """Messages over the data axis on a network of two tiers: `inside` a pod of `pod_ranks` ranks,
-    or between pods."""
+    """The times of messages over the data axis on a network of two tiers. `inside` has the times
+    within a pod of `pod_ranks` ranks, and `outside` has the times between pods."""
 
     def __init__(self, inside: DataAxis, outside: DataAxis, pod_ranks: int) -> None:
         super().__init__(inside.machine, Model("", inside.model, inside.vocab_size))
         self.outside, self.pod_ranks = outside, pod_ranks
 
     def _tapered(self, layout: Layout) -> bool:
-        """Return True if the data axis spans more than one pod."""
+        """Return True if a data-parallel group may span more than one pod."""
         return self.pod_ranks % (layout.tensor * layout.data) != 0
 
     def _ends_s(self, layout: Layout) -> float:
-        """Return the seconds of the messages between the first and the last pipeline stage. The
-        ranks of the first and the last stage are the farthest apart."""
+        """Return the seconds of the messages between the first and the last pipeline stage, whose
+        ranks are farthest apart."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)
@@ -104,9 +107,9 @@ class TieredAxis(DataAxis):
 
 
 class What(NamedTuple):
-    """A change of the machine, with the time of a step on the changed machine in two layouts.
-    `same_s` is the step time in the layout that was the best before the change. `best` is the price
-    of the layout that is the best after the change."""
+    """A change of the machine, and the step times of two layouts on the changed machine. `same_s`
+    is the step time in the layout that was the best before the change. `best` is the price of the
+    layout that is the best after the change."""
 
     name: str
     same_s: float
@@ -114,11 +117,11 @@ class What(NamedTuple):
 
 
 def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
-    """Return the changed machines by name, after the cluster itself. Networks of two tiers are
-    included if `pod_nodes` is given.
+    """Return pairs (name, pricer): first the cluster itself, then the changed machines. Networks of
+    two tiers, with pods of `pod_nodes` nodes, are included unless `pod_nodes` is None.
 
-    Raises InputError for a measured machine, because the times of a measured machine are tables and
-    contain no rates that could be changed.
+    Raises InputError for a measured machine, whose message times are tables and not rates that
+    could be changed.
     """
     cluster = pricer.cluster
     precision = pricer.machine.dtype
@@ -148,8 +151,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """Return the effect of each change of the machine on the step time: in the layout that is best
-    before the change, and in the layout that is best after it."""
+    """Return the effect of each change of the machine on the step time, for two layouts: the layout
+    that is best before the change, and the layout that is best after the change."""
     changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")

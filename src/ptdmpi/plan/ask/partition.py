@@ -1,13 +1,14 @@
 """The four ways to divide the two matrix products of an MLP over the tensor axis, and the messages
 that each way needs.
 
-The MLP computes Y = f(X A) B, with the activation function f. X has one row for each token, A has
-shape (h, u) and B has shape (g, h), where h is the hidden size and g the size of B's input. u = g,
-or u = 2 g if f is gated. A product that is cut by columns needs its whole input and yields columns
-of its output. A product that is cut by rows needs only columns of its input and yields a summand of
-its output. f is not linear, so it must be applied to the complete sum: f(X1 A1 + X2 A2) is not f(X1
-A1) + f(X2 A2). Therefore each way to cut A and B needs the following collectives. The letter after
-a collective is the number of columns of the tensor that is sent.
+The MLP computes Y = f(X A) B, with the activation function f. X has one row for each token. A has
+shape (h, u) and B has shape (g, h), where h is the hidden size and g is the number of inputs of B.
+If f is gated, u = 2 g; otherwise u = g. If a weight matrix is cut by columns, each rank needs the
+whole input and computes some columns of the output. If the matrix is cut by rows, each rank needs
+only some columns of the input and computes a summand of the output. f is not linear, so it must be
+applied to the complete sum: f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). Therefore the four ways to
+cut A and B need the following collectives. The letter after a collective is the number of columns
+of the communicated tensor.
 
     A by, B by       forward                            backward
     columns, rows    sum h                              sum h
@@ -15,11 +16,11 @@ a collective is the number of columns of the tensor that is sent.
     rows, rows       reduce-scatter u, sum h            gather u, gather h
     rows, columns    sum u, gather h                    sum g, gather h
 
-A sum is an all-reduce. An all-reduce sends as much as a reduce-scatter and a gather together. On t
-tensor ranks, a reduce-scatter or a gather sends (t - 1)/t of the tensor from each rank. The first
-way, A by columns and B by rows, sends the least (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
-This way sends nothing between the two products, and never sends the wider tensors with g or u
-columns. Attention is cut in the same way, with heads in place of columns.
+A sum is an all-reduce, which sends as much as a reduce-scatter and a gather together. With
+tensor-parallel size t, each rank sends (t - 1)/t of the tensor in a reduce-scatter or a gather. The
+first way, A by columns and B by rows, sends the least (Shoeybi et al. 2019, arXiv 1909.08053,
+section 3). This way sends nothing between the two products, and never sends the wider tensors with
+g or u columns. Attention is cut in the same way, by heads instead of columns.
 """
 
 from collections.abc import Mapping
@@ -35,8 +36,9 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 
 class Partition(NamedTuple):
-    """A way to cut A and B, with the collectives of forward and backward. Each collective is (kind,
-    number of columns of its tensor: "h", "g" or "u")."""
+    """A way to cut the matrices A and B, with the collectives of the forward and the backward pass.
+    Each collective is a pair (kind, "h", "g" or "u"), where the letter is the number of columns of
+    its tensor."""
 
     name: str
     sends: tuple[tuple[str, str], ...]
@@ -52,23 +54,22 @@ WAYS = (
 
 
 def widths(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes h, g and u of a model's MLP, as the docstring of this module defines
-    them."""
+    """Return the sizes h, g and u of a model's MLP, which the docstring of this module defines."""
     up = first_linear(config)
     width = config.expert_hidden if config.experts else config.ffn_hidden
     return {"h": config.hidden, "g": width, "u": sum(up.outputs)}
 
 
 def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
-    """Return the number of columns that each rank sends in forward and backward together. `columns`
-    has the numbers of columns h, g and u."""
+    """Return the number of columns that each rank sends in the forward and the backward pass
+    together. `columns` has the values of h, g and u."""
     rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
     """Return the costs of the four ways to cut one layer's MLP on `tensor` ranks, for one
-    microbatch of `micro_size` sequences. Raises InputError if the model cannot be divided over
+    microbatch of `micro_size` sequences. Raises InputError if the MLP cannot be divided among
     `tensor` ranks."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)

@@ -15,14 +15,14 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-# lower bound of the bytes for each parameter, summed over all ranks of a replica
+# a lower bound of the memory for each parameter, in bytes, summed over all ranks of a replica
 LEAST_STATE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a whole training in its best layout. `megawatt_hours` is None if the cluster file
-    has no power."""
+    """The cost of a whole training on some number of ranks, in the best layout. `megawatt_hours` is
+    None if the cluster file has no power."""
 
     price: Price
     days: float
@@ -36,7 +36,7 @@ class Cost:
 
 
 def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
-    """Return the cost of training on `tokens` tokens in the layout of a price. The cost includes
+    """Return the cost of training on `tokens` tokens in the layout of `price`. The cost includes
     all devices of each node, even those that are not used."""
     steps = tokens / (pricer.batch * pricer.model.config.seq_length)
     node = pricer.cluster.node
@@ -49,9 +49,9 @@ def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
 
 
 def ladder(devices: int, least: int, most: int) -> list[int]:
-    """Return the numbers of ranks to try, from `least` to `most`. They are the number of devices of
-    a node times powers of two, and `most` itself. If a node has more than `most` devices, they are
-    powers of two, and `most` itself."""
+    """Return the numbers of ranks to try, from `least` to `most`. The numbers are powers of two
+    times `devices`, the number of devices of a node, and `most` itself. If `devices` is greater
+    than `most`, the numbers are powers of two, and `most` itself."""
     ranks = devices if devices <= most else 1
     rungs = []
     while ranks <= most:
@@ -63,8 +63,8 @@ def ladder(devices: int, least: int, most: int) -> list[int]:
 
 
 def between(fewer: int, more: int, devices: int) -> list[int]:
-    """Return up to three numbers of ranks between `fewer` and `more`. Each is a multiple of a
-    node's `devices`."""
+    """Return up to three numbers of ranks between `fewer` and `more`. Each is a multiple of
+    `devices`, the number of devices of a node."""
     first = fewer // devices
     last = more // devices
     nodes = {first + (last - first) * part // 4 for part in (1, 2, 3)} - {first, last}
@@ -87,7 +87,7 @@ def answer(
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)
     least = LEAST_STATE_BYTES * count / pricer.capacity_bytes
-    # with fewer ranks, the training would miss the deadline even at the peak FLOP/s
+    # with fewer ranks than this, the training would miss the deadline even at the peak FLOP/s
     if days is not None:
         active = active_count(pricer.model.config, pricer.model.vocab_size)
         least = max(least, MODEL_FLOPS * active * tokens / pricer.machine.peak / (days * DAY_S))
@@ -114,7 +114,8 @@ def answer(
 
 
 def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
-    """Return the cost for each number of ranks in `rungs` for which there is a legal layout."""
+    """Return the cost for each number of ranks in `rungs`. Numbers of ranks for which no layout is
+    legal and fits into memory are left out."""
     costs = []
     for ranks in rungs:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
@@ -127,8 +128,8 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
 
 
 def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: bool) -> list[str]:
-    """Return the table's row for one number of ranks; `entry` is the description of the layout in
-    the JSON."""
+    """Return the table's row for one number of ranks. `entry` has the same facts for the JSON
+    output."""
     row = [f"{cost.ranks}", f"{cost.days:.1f}", f"{cost.rank_hours:,.0f}"]
     if money is not None:
         row.append(f"{money:,.0f}")

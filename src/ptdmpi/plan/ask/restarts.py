@@ -1,18 +1,18 @@
-"""The best checkpoint interval for a failure rate, and the fraction of the time that remains for
-training (goodput).
+"""The best checkpoint interval for a given failure rate, and the resulting goodput, which is the
+fraction of the time that is spent on useful training.
 
-A job fails at random, on average every M seconds; for n nodes M is 1/n of one node's mean time
-between failures. The job saves a checkpoint after each τ seconds of training, and a save takes δ
-seconds. A restart after a failure takes R seconds, and the training since the last save is lost. By
-Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps", equation
-13) the goodput is
+A job fails at random, on average every M seconds. On n nodes, M is 1/n of the mean time between
+failures of one node. The job saves a checkpoint after every τ seconds of training, and a save takes
+δ seconds. After a failure, a restart takes R seconds, and the training since the last save is lost.
+By Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps",
+equation 13) the goodput is
 
     τ / (M exp(R / M) (exp((τ + δ) / M) - 1))
 
-if failures are independent (the times between them are exponentially distributed) and also happen
-while the job saves or restarts. The goodput is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M). If δ
-is much smaller than M, the solution is near Young's τ = sqrt(2 δ M) (Young 1974, "A first order
-approximation to the optimum checkpoint interval").
+if the times between failures are exponentially distributed, and failures also happen while the job
+saves or restarts. The goodput is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M). If δ is much smaller
+than M, τ is near Young's approximation sqrt(2 δ M) (Young 1974, "A first order approximation to the
+optimum checkpoint interval").
 """
 
 import math
@@ -30,17 +30,17 @@ CURVE = 60  # number of points of a drawn curve
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of one job, in seconds: `between_s` is the mean time between failures, `save_s`
-    the time for which training stops during a save, `restart_s` the time from a failure to the next
-    step."""
+    """The failures of one job, in seconds: `between_s` is the mean time between failures. `save_s`
+    is the time for which a save stops the training. `restart_s` is the time from a failure to the
+    next step."""
 
     between_s: float
     save_s: float
     restart_s: float
 
     def useful(self, interval_s: float) -> float:
-        """Return the goodput, the fraction of the time that is spent on steps that are not lost,
-        with a save after every `interval_s` seconds of training."""
+        """Return the goodput for a save after every `interval_s` seconds of training. The goodput
+        is the fraction of the time that is spent on steps that are not lost in a failure."""
         mean = self.between_s
         try:
             spent = mean * math.exp(self.restart_s / mean)
@@ -56,7 +56,8 @@ class Failures:
 
     @property
     def best_s(self) -> float:
-        """Return the checkpoint interval with the highest goodput, by bisection."""
+        """Find the checkpoint interval with the highest goodput by bisection, and return it in
+        seconds."""
         wanted, low, high = math.exp(-self.save_s / self.between_s), 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -75,8 +76,9 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """Return the checkpoint interval for a training on `ranks` ranks. On average, each node fails
-    once in `node_days` days. All ranks together write a checkpoint at `bytes_per_s`.
+    """Return the best checkpoint interval for a training on `ranks` ranks. On average, each node
+    fails once in `node_days` days. All ranks together write a checkpoint at `bytes_per_s` bytes per
+    second.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

@@ -1,4 +1,4 @@
-"""The best layout at each of several batches or sequence lengths."""
+"""The best layout for each of several batch sizes or sequence lengths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +15,17 @@ from ptdmpi.plan.show import table
 
 
 def batches(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
-    """Return pricers of the same model with other global batch sizes, by size in sequences."""
+    """Return pricers of the same model with other global batches, as a dict from the batch size in
+    sequences to the pricer."""
     cluster, model, dtype = pricer.cluster, pricer.model, pricer.machine.dtype
     return {size: Pricer.of(cluster, model, size, dtype) for size in sizes}
 
 
 def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
-    """Return pricers of the same model with other sequence lengths, by length in tokens. Every step
-    has the same number of tokens.
+    """Return pricers of the same model with other sequence lengths, as a dict from the length in
+    tokens to the pricer. The number of tokens in a step is the same for all of them.
 
-    Raises InputError if the tokens of a step are not a whole number of sequences.
+    Raises InputError if the number of tokens in a step is not a multiple of a length.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
     pricers = {}
@@ -39,10 +40,10 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
 
 
 def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
-    """Return the best layout of each pricer, by size; `over` names the sizes: "batch" or "sequence
-    length".
+    """Return the best layout for each pricer. The keys of `pricers` are batch sizes or sequence
+    lengths; `over` says which: "batch" or "sequence length".
 
-    Raises InputError if no pricer has a layout that fits.
+    Raises InputError if there is no pricer for which a layout fits.
     """
     fastest: list[tuple[int, Pricer, Price]] = []
     reason = ""

@@ -13,12 +13,13 @@ from ptdmpi.plan.ask.layouts import LayoutPlan, LayoutRequest
 from ptdmpi.plan.cost.relief import size
 from ptdmpi.plan.machine.cluster import model_section
 
-STEPS = 1000  # number of steps if the request has no number of tokens
+STEPS = 1000  # number of steps if the request does not say how many tokens to train on
 DATA = "data/train"
 
 
 def check(file: Path, request: LayoutRequest) -> None:
-    """Raise InputError, before anything is searched, if the plan could not be written to `file`."""
+    """Raise InputError if the plan could not be written to `file`. Call this function before the
+    search, which may take long."""
     if file.exists():
         raise InputError(f"{file} exists already; give --write another name")
     if request.dp_overlap:
@@ -36,8 +37,9 @@ def write(file: Path, request: LayoutRequest, plan: LayoutPlan) -> None:
     """Write a complete configuration with the plan's first layout, and print the command that
     checks it.
 
-    The configuration has as many steps as the tokens of the request need, and names `DATA` as its
-    data. Raise InputError if the layout does not fit, or the file cannot be written.
+    The number of steps follows from the number of tokens in the request. The training data is the
+    placeholder `DATA`, which the user must replace. Raise InputError if the layout does not fit, or
+    the file cannot be written.
     """
     best = plan.numbers["layouts"][0]
     memory = f"{size(best['peak_memory_bytes'])} of {size(best['capacity_bytes'])} per rank"

@@ -16,9 +16,9 @@ def read_edges(path: str, size: int, names: str) -> Topology:
     """Return the graph over `size` data ranks whose edges are in a file.
 
     Each line has an edge: two ranks, and optionally the weight that each of the two ranks gives to
-    the values of the other rank. Either all edges have weights, or no edge has a weight; then the
-    weights are Metropolis-Hastings weights. "#" begins a comment; blanks or a comma separate
-    columns. An edge may be given in both directions.
+    the values of the other. Either all edges have weights, or none has. If none has, the weights
+    are Metropolis-Hastings weights. "#" begins a comment; blanks or a comma separate columns. An
+    edge may be given in both directions.
 
     Raises InputError with the file, the line and the legal values if the file is not valid. `names`
     has the legal names of topologies for the error message.
@@ -54,7 +54,8 @@ def read_edges(path: str, size: int, names: str) -> Topology:
 
 
 def ranks_of(path: str, names: str) -> int:
-    """Return the number of ranks in the graph of a file.
+    """Return the number of ranks in the graph of a file, which is the greatest rank in the file
+    plus 1.
 
     Raises InputError if the file cannot be read. `names` has the legal names of topologies for the
     error message.
@@ -95,8 +96,9 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
 def _edge(
     where: str, line: str, fields: list[str], size: int
 ) -> tuple[tuple[int, int], Fraction | None]:
-    """Return the two ranks of a line, ascending, and the weight of the edge; None if the line has
-    no weight. Raises InputError if the line is not valid."""
+    """Return the two ranks of a line, ascending, and the weight of the edge, which is None if the
+    line has no weight. `size` is the number of data ranks. Raises InputError if the line is not
+    valid."""
     try:
         first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None

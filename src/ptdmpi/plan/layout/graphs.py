@@ -1,11 +1,11 @@
-"""Graphs over data ranks, with doubly stochastic weights for each step. Each kind of graph is a
-class.
+"""Graphs over data ranks, which say which ranks average their values in each step of decentralised
+training. Each kind of graph is a class.
 
-A topology over n ranks is a doubly stochastic matrix W for each step. The entry w_ij of W is the
-weight that rank i gives to the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1,
-so the average over the ranks does not change (exactly: weights are fractions here). A graph is a
-pure function of name, n, seed and step. All ranks and the planner therefore compute the same graph,
-and no rank needs to send it.
+A topology over n ranks is a sequence of doubly stochastic matrices W, one for each step. The entry
+w_ij of W is the weight that rank i gives to the values of rank j: x_i <- sum_j w_ij x_j. Rows and
+columns sum to 1, so a step does not change the average over the ranks. The sums are exact, because
+weights are stored as fractions. A graph is a pure function of name, n, seed and step. Therefore all
+ranks and the planner compute the same graph by themselves, and the graph is never sent.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 
 class Topology(ABC):
-    """A graph over `size` ranks for each step. The sequence of graphs repeats after `period` steps;
-    if `period` is None, the sequence never repeats."""
+    """A sequence of graphs over `size` ranks, one graph for each step. The sequence repeats after
+    `period` steps. If `period` is None, it never repeats."""
 
     period: int | None = 1
 
@@ -28,7 +28,8 @@ class Topology(ABC):
 
     @abstractmethod
     def row(self, step: int, rank: int) -> Row:
-        """Return the weights w_ij of step `step` (counted from 0) for i = `rank`, by j.
+        """Return row i = `rank` of the weights w_ij of step `step` (counted from 0), as a dict from
+        j to the weight.
 
         These are the weights that `rank` gives to its own values and to the values of the ranks
         that send to `rank`.
@@ -36,7 +37,8 @@ class Topology(ABC):
 
     @abstractmethod
     def column(self, step: int, rank: int) -> Row:
-        """Return the weights w_ij of step `step` (counted from 0) for j = `rank`, by i.
+        """Return column j = `rank` of the weights w_ij of step `step` (counted from 0), as a dict
+        from i to the weight.
 
         These are the weights that `rank` itself, and the ranks to which `rank` sends, give to the
         values of `rank`.
@@ -57,10 +59,11 @@ class Topology(ABC):
         return max(len(self.destinations(k, i)) for k in steps for i in range(self.size))
 
     def contraction(self) -> float:
-        """Return the factor by which a step shrinks the distance of replicas from their mean.
+        """Return the factor by which a step multiplies the distance of the replicas from their
+        mean.
 
-        The factor is for the worst case, and is the geometric mean over a period of P steps:
-        ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
+        The result is the factor of the worst case. It is the geometric mean over a period of P
+        steps, where n is the number of ranks: ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
         """
         # import numpy only here, so that code that needs only neighbours works without numpy
         import numpy as np
@@ -69,7 +72,7 @@ class Topology(ABC):
         for step in range(self.period or 1):
             product = matrix(self, step) @ product
         norm = float(np.linalg.norm(product - 1 / self.size, 2)) if self.size > 1 else 0.0
-        # for an exact average the norm is only a rounding error
+        # if the period computes the exact average, the norm is only a rounding error
         return 0.0 if norm < 1e-12 else float(norm ** (1 / (self.period or 1)))
 
     @property
@@ -86,7 +89,8 @@ class Topology(ABC):
     @property
     def spectral_gap(self) -> float:
         """Return the spectral gap, 1 - `contraction`. The spectral gap is 1 if the steps of a
-        period compute the exact average, and near 0 if averaging is slow."""
+        period together compute the exact average, and near 0 if replicas approach the average
+        slowly."""
         return 1.0 - self.contraction()
 
 
@@ -98,7 +102,7 @@ class Undirected(Topology):
     """
 
     def __init__(self, name: str, size: int, near: Callable[[int], set[int]]) -> None:
-        """Build the graph; `near(i)` returns the neighbours of i and may include i itself."""
+        """Build the graph. `near(i)` returns the neighbours of rank i, and may include i itself."""
         super().__init__(name, size)
         self._near = lru_cache(maxsize=4096)(lambda rank: sorted(near(rank) - {rank}))
 
@@ -125,11 +129,10 @@ class Edges(Topology):
 
 
 class Circulant(Topology):
-    """A directed graph with equal weights, in which all ranks have neighbours at the same
-    distances.
+    """A directed graph with equal weights, in which every rank has neighbours at the same offsets.
 
-    In step k every rank i averages its values with the values of ranks i - s, for all s in
-    `offsets[k]`.
+    In step k, every rank i averages its values with the values of the ranks i - s modulo n, for all
+    s in `offsets[k]`; n is the number of ranks, and k is taken modulo the period.
     """
 
     def __init__(self, name: str, size: int, offsets: Sequence[Sequence[int]]) -> None:

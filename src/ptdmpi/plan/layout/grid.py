@@ -1,9 +1,9 @@
 """The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
 The grid is pure arithmetic, so every process can compute it for any rank. For example, the planner
-computes it for all of 3072 ranks, and a communicator computes it for one rank. Code that splits
-communicators, monitors ranks or distributes state gets the axes from a grid by name. A new axis
-therefore needs only an entry in `AXES`.
+can compute the coordinates of all 3072 ranks of a job, and a communicator those of one rank. Code
+that splits communicators, monitors ranks or distributes state gets the axes from a grid by name. A
+new axis therefore needs only an entry in `AXES`.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from ptdmpi.config import Config, InputError, Layout
 class Axis:
     """The properties of an axis: how ranks with different coordinates on the axis differ.
 
-    With `cuts_state` the ranks hold different parts of the training state, at least for some
-    parameters; without `cuts_state` all ranks of the axis hold the same state. With
-    `other_parameters` the ranks hold parameters with different names, so no rank knows the names of
-    all parameters. With `cuts_width` the ranks have slices of the same linears. With
-    `reads_samples` the ranks read different samples. With `cuts_sequence` the ranks have different
+    If `cuts_state` is True, the ranks hold different parts of the training state, at least for some
+    parameters; otherwise all ranks of the axis hold the same state. If `other_parameters` is True,
+    the ranks hold parameters with different names, so no rank knows the names of all parameters. If
+    `cuts_width` is True, the ranks hold slices of the same linear layers. If `reads_samples` is
+    True, the ranks read different samples. If `cuts_sequence` is True, the ranks process different
     positions of the same samples.
     """
 
@@ -35,12 +35,13 @@ class Axis:
     @property
     def sums_losses(self) -> bool:
         """Return True if the ranks of the axis see different tokens, so that losses, counts of
-        tokens and gradients are summed over them."""
+        tokens and gradients must be summed over them."""
         return self.reads_samples or self.cuts_sequence
 
     @property
     def shards_state(self) -> bool:
-        """Return True if ranks with the same part of the model shard its state along the axis."""
+        """Return True if the ranks of the axis have the same part of the model and shard its
+        state."""
         return self.cuts_state and self.sums_losses and not self.other_parameters
 
     @property
@@ -50,13 +51,13 @@ class Axis:
 
 
 # The axes of the process grid of this trainer. Consecutive ranks are neighbours on the first axis.
-# Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
-# 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
-# microbatch, is last. The tensor ranks form two axes. Along the first, ranks have different
-# experts; along the second, ranks have slices or copies of the same experts. The context ranks form
+# They usually share a node, so the axis that communicates most is first (Narayanan et al. 2021,
+# arXiv 2104.04473, section 3.2, takeaway 1). The pipeline axis, with one message per microbatch, is
+# last. The tensor-parallel ranks form two axes: along the first, ranks have different experts;
+# along the second, ranks have slices or copies of the same experts. The context-parallel ranks form
 # three axes: along the first, ranks have different experts; along the second, ranks shard the state
-# (`zero`); along the third, ranks have copies of the state. The data ranks form three axes in the
-# same way.
+# (`zero`); along the third, ranks have copies of the state. The data-parallel ranks form three axes
+# in the same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),
@@ -75,11 +76,12 @@ UNLISTED = Axis()  # The properties of an axis that is not in `AXES`.
 # samples. SHARDS: ranks that shard the state. LOSSES: ranks that see different tokens for the same
 # part of the model. EXPERTS: ranks that send tokens to each other and hold different experts of the
 # same layers. PARAMETERS: ranks that hold parameters with different names. ENDS: the first and the
-# last rank of the pipeline axis, which both hold a tied table.
+# last rank of the pipeline axis, which both hold the embedding table if it is tied to the output
+# head.
 WORLD, TENSOR = "world", "tensor"
 REPLICAS, DATA, CONTEXT, SHARDS = "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
-# Groups of ranks along several axes. Each group has a condition that selects its axes.
+# Groups of ranks along several axes: name of the group -> condition that its axes satisfy.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
     TENSOR: lambda axis: axis.cuts_width,
     REPLICAS: lambda axis: not axis.cuts_state,
@@ -94,7 +96,7 @@ ALONG: Mapping[str, Callable[[Axis], bool]] = {
 SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
 EXPERT_AXES = tuple(name for name, axis in AXES.items() if axis.deals_experts)
 TENSOR_AXES = tuple(name for name, axis in AXES.items() if axis.cuts_width)
-# the tensor axis along which ranks have the same experts
+# the tensor-parallel axis along which ranks have the same experts
 SAME_EXPERTS = next(name for name in TENSOR_AXES if name not in EXPERT_AXES)
 
 Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, counted from 0
@@ -102,7 +104,7 @@ Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, c
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """A process grid: the names and sizes of its axes. Along consecutive ranks, the coordinate on
+    """A process grid: the names and sizes of its axes. From one rank to the next, the coordinate on
     the first axis changes fastest.
 
     `Grid({"tensor_slice": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the axis
@@ -147,7 +149,7 @@ class Grid:
         return places
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Return the rank at `coordinates`, which must have all axes.
+        """Return the rank at `coordinates`, which must have a coordinate for every axis.
 
         Raises ValueError for coordinates outside the grid.
         """
@@ -160,8 +162,8 @@ class Grid:
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return `rank` and all ranks whose coordinates equal the coordinates of `rank` on all axes
-        other than `axes`, ascending.
+        """Return the group of `rank` along `axes`, ascending: all ranks, including `rank`, that
+        have the same coordinates as `rank` on all other axes.
 
         Raises ValueError if a name in `axes` is no axis of this grid.
         """
@@ -169,8 +171,8 @@ class Grid:
             if axis not in self.axes:
                 raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
-        # the last argument of product() varies fastest, so it must be the grid's fastest axis; the
-        # ranks then ascend
+        # the last argument of product() varies fastest, so it must be the grid's fastest axis to
+        # make the ranks ascend
         free = [axis for axis in reversed(self.axes) if axis in axes]
         everywhere = itertools.product(*(range(self[axis]) for axis in free))
         return tuple(
@@ -184,10 +186,11 @@ class Grid:
         return (*self.axes, *ALONG, ENDS, WORLD)
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """Return the ranks in the group of `rank` that has the name `group`, ascending.
+        """Return the ranks in the group named `group` to which `rank` belongs, ascending.
 
-        The result is empty if `rank` is in no group with this name. Only the group "ends" may be
-        empty: it has the first and the last rank of a pipeline of at least 2 ranks.
+        The result is empty if `rank` is in no group with this name. This can happen only for the
+        group "ends", which consists of the first and the last rank of a pipeline with at least 2
+        ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -256,8 +259,7 @@ class Grid:
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """Return the identifiers of all parts of the state. All parts together are the whole
-        state."""
+        """Return the identifiers of all parts into which the training state is cut."""
         cuts = (range(size) for axis, size in self.sizes if axis_named(axis).cuts_state)
         return set(itertools.product(*cuts))
 
@@ -281,14 +283,13 @@ def training_grid(
     """Return a grid with all axes of `AXES`, in their order. `sizes` has sizes of axes by name;
     other axes have size 1.
 
-    Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
-    different experts. A group of `expert` neighbours consists of some of the context ranks with one
-    data coordinate, or of all context ranks with several neighbouring data coordinates. If
-    `whole_experts` is True, the `tensor` ranks do not divide experts. A group of `expert`
-    neighbours then consists of some of the tensor ranks, or of all tensor ranks of several
-    neighbouring context and data ranks. Likewise, among the ranks with the same experts, groups of
-    `shards` neighbours shard the state. Raises ValueError for a name that is not in `AXES`, and if
-    such groups cannot be formed.
+    The ranks with the same layers are divided into groups of `expert` neighbours, and the ranks of
+    such a group have different experts. A group takes ranks along the context axis first, and along
+    the data axis only if it has more ranks than the context axis. If `whole_experts` is True, the
+    `tensor` ranks do not divide experts, and a group takes ranks along the tensor axis first, then
+    along the context axis and the data axis. In the same way, the ranks with the same experts are
+    divided into groups of `shards` neighbours, which shard the state. Raises ValueError for a name
+    that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
@@ -314,8 +315,9 @@ def training_grid(
 
 
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
-    """Return (number of context ranks, number of data ranks) of a group of `size` neighbours. Raise
-    ValueError if the ranks cannot be divided into groups of this size."""
+    """Return the size of a group of `size` neighbours along the context axis, and its size along
+    the data axis. The whole axes have `context` and `data` ranks. Raise ValueError if the ranks
+    cannot be divided into such groups."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

@@ -1,8 +1,8 @@
-"""The messages that a data rank sends in a step, for each data-parallel method: their sizes in
-bytes, and the splitting of large tensors into several messages.
+"""The messages that a data-parallel rank sends in a step with each data-parallel method: their
+number and their sizes in bytes. Large tensors are split into several messages.
 
-The training engine and the planner's counts of traffic and memory both use the sizes of messages in
-this file.
+The training engine and the planner, which predicts traffic and memory, both use the sizes in this
+file.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
 # The largest number of elements in one message: MESSAGE_ELEMENTS for gradients between two ranks,
-# and BUCKET_ELEMENTS for an exchange with neighbours. If the exchange does not overlap with
-# computation, two messages of the exchange are in flight.
+# and BUCKET_ELEMENTS for the exchange with neighbours in decentralised training. If this exchange
+# does not overlap with computation, two of its messages are in flight at the same time.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
 
 def pieces(elements: int, most: int) -> Iterator[int]:
-    """Yield the sizes of the pieces into which `Tensor.split` divides `elements` elements. Each
-    piece has at most `most` elements."""
+    """Yield the sizes of the pieces into which `Tensor.split(most)` divides `elements` elements.
+    All pieces have `most` elements; only the last one may have fewer."""
     whole, rest = divmod(elements, most)
     yield from (most for _ in range(whole))
     if rest:
@@ -36,12 +36,13 @@ def pieces(elements: int, most: int) -> Iterator[int]:
 class RunMethod:
     """The data-parallel method of a run.
 
-    `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
-    `matrices` the optimizer (Muon) updates each matrix of a layer as a whole, and keeps one value
-    less per element of a matrix. The run has `steps` steps. If the run measures the consensus
-    distance in some steps, its last step is one of these steps. The norm of each rank's own
-    gradient is computed every `noise_every` steps, or never if this is 0. A node keeps `copies`
-    files in its memory for each of its ranks. Each file has the rank's shard of a checkpoint.
+    `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). If
+    `matrices` is True, the optimizer (Muon) updates each matrix of a layer as a whole, and keeps
+    one value fewer per element of a matrix. `steps` is the number of steps of the run; if the run
+    measures the consensus distance in some steps, it also does so in its last step. The norm of
+    each rank's own gradient is computed every `noise_every` steps, or never if `noise_every` is 0.
+    `copies` is the number of files that a node keeps in its memory for each of its ranks; each file
+    is a rank's shard of a checkpoint.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -67,21 +68,21 @@ class RunMethod:
 
     @property
     def kinds(self) -> int:
-        """Return the number of values, in the type of the master weights, that are kept for a
-        parameter in addition to its master weight."""
+        """Return the number of values that are kept for each parameter in addition to its master
+        weight, in the data type of the master weights."""
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
-        """Return the number of values per parameter, summed over all replicas, in a copy of the
-        state in the memory of the nodes. Unlike a checkpoint, the copy always includes every
-        replica."""
+        """Return the number of values per parameter that a copy of the training state in the memory
+        of the nodes has, summed over all `replicas` replicas. Unlike a checkpoint, such a copy
+        always includes every replica."""
         section = self.section.model_copy(update={"checkpoint": "replicas"})
         return stored_numbers(section, self.moments, replicas)
 
     @property
     def averaged_kinds(self) -> int:
-        """Return the number of kinds of state (weights, and perhaps moments) that are averaged if
-        replicas differ."""
+        """Return the number of values per parameter that are averaged if replicas differ: 1 for the
+        weight, plus the number of moments if moments are averaged, too."""
         if self.section.average_moments:
             return 1 + self.moments
         return 1
@@ -94,18 +95,19 @@ class RunMethod:
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """Return the number of norms that step `step` (counted from 0) computes: of the gradients,
-        of the consensus distance if the step measures it, and of a rank's own gradient if the step
-        records the gradient noise."""
+        """Return the number of norms that step `step` (counted from 0) computes: the norm of the
+        gradients, the consensus distance if the step measures it, and the norm of a rank's own
+        gradient if the step records the gradient noise."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
-        """Return the bytes of the buffers for received messages and codes: the maximum over the `n`
-        data ranks.
+        """Return the bytes of the buffers for received messages and for codes (compressed gradients
+        or weights). The result is the maximum over the `n` data-parallel ranks.
 
-        The buffers are needed after the backward passes, or with `overlap` after the update. `tile`
-        is the number of elements of the largest tile that is compressed (see `scratch_bytes`).
+        The buffers are allocated after the backward passes, or, with `overlap`, after the update.
+        `elements` is the number of elements of the gradients on a rank. `tile` is the number of
+        elements of the largest tile that is compressed (see `scratch_bytes`).
         """
         method = self.section.method
         mixed = elements * self.averaged_kinds
@@ -118,24 +120,24 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            # two messages of the largest size, or all elements if these are fewer
+            # room for two messages of the largest size, or for all elements if they are fewer
             if not self.section.overlap:
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of a rank's copies of the public weights of its neighbours. If
-        neighbours exchange codes (compressed weights), a rank keeps these copies during the whole
-        run."""
+        """Return the bytes of the copies of its neighbours' public weights that a rank keeps. A
+        rank keeps these copies during the whole run if neighbours exchange codes (compressed
+        weights); otherwise the result is 0."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)
         return neighbours * elements * element_bytes
 
     def averages(self, step: int) -> bool:
-        """Return True if all replicas are replaced by their mean after step `step` (counted from
-        0)."""
+        """Return True if every replica is replaced by the mean of all replicas after step `step`
+        (counted from 0)."""
         every = {"local": self.section.local_steps, "decentralized": self.section.average_every}
         steps = every.get(self.section.method, 0)
         return steps > 0 and (step + 1) % steps == 0
@@ -146,8 +148,8 @@ class RunMethod:
         return encodes(self.section) and (self.section.method != "local" or self.averages(step))
 
     def neighbours(self, n: int, rank: int, step: int) -> int:
-        """Return the number of data ranks, among `n`, to which data rank `rank` sends in step
-        `step` (counted from 0).
+        """Return the number of the `n` data ranks to which data rank `rank` sends in step `step`
+        (counted from 0).
 
         Raises InputError if the topology is a file that does not fit `n` ranks.
         """
@@ -166,9 +168,9 @@ class RunMethod:
         """Add to `tally` the messages that data rank `rank` sends in step `step` (counted from 0),
         except codes.
 
-        `gradients` is the number of elements of the gradients, and `weights` has the number of
-        elements of the weights of each unit. Raises InputError if the topology is a file that does
-        not fit the number of data ranks.
+        `gradients` is the number of elements of the gradients. `weights` has the number of weights
+        of each unit (a set of parameters that are sent in one message). Raises InputError if the
+        topology is a file that does not fit the number of data ranks.
         """
         n = tally.ranks
         method = self.section.method
@@ -186,8 +188,8 @@ class RunMethod:
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # a message first goes along the ranks 0, 1, ..., n - 1, and then along n - 1, 0,
-                # ..., n - 2
+                # a message first travels along the ranks 0, 1, ..., n - 1, and then along the ranks
+                # n - 1, 0, ..., n - 2
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)
@@ -204,8 +206,8 @@ class RunMethod:
 
 def copies_at_once(config: Config, nodes: int) -> int:
     """Return the number of files that a node has in its memory for each of its ranks while the
-    ranks of `nodes` nodes write a copy of the state. The files of a rank are its new file and its
-    previous file. If there are several nodes, the node also has the two files of a rank of the
+    ranks of `nodes` nodes write a copy of the state. These are the new and the previous file of the
+    rank, and, if there are several nodes, also the new and the previous file of a rank of the
     neighbouring node."""
     if not config.checkpoint.memory_every_steps:
         return 0
@@ -216,8 +218,7 @@ def copies_at_once(config: Config, nodes: int) -> int:
 def _most_neighbours(name: str, n: int, seed: int) -> int:
     """Return the largest number of neighbours that any of the `n` ranks has in the topology `name`.
 
-    If the topology is a file for another number of ranks, return `n` - 1, as if all other ranks
-    were neighbours.
+    If the topology is a file that does not fit `n` ranks, return the upper bound `n` - 1.
     """
     with contextlib.suppress(InputError):
         return topology(name, n, seed).most_neighbours

@@ -1,5 +1,6 @@
 """The assignment of surviving ranks to coordinates of the grid after ranks were lost. The
-assignment depends only on the arguments, so all ranks compute the same assignment."""
+assignment depends only on the arguments of these functions, so all ranks compute the same
+assignment."""
 
 from collections.abc import Sequence
 
@@ -10,13 +11,13 @@ YIELDING = "replicate"
 
 
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
-    """Return the grid that replaces `grid`: the grid with the most data ranks that `ranks`
-    surviving ranks can fill. `begun` is the grid with which the run began; `sequences` is explained
-    in `widest_data_size`. The number of copies of the state is reduced first. If the ranks are too
-    few for a single copy, the state is cut into fewer shards. The new number of shards is the
-    largest divisor of the number of remaining data ranks that is at most the former number of
-    shards. Experts stay distributed over the same number of ranks. Returns None if the ranks cannot
-    hold one complete model.
+    """Return the grid that replaces `grid` after ranks were lost: the grid with the most data ranks
+    that `ranks` surviving ranks can fill. `begun` is the grid with which the run began, and
+    `sequences` is the number of microbatches in the global batch. If possible, only the number of
+    copies of the sharded state is reduced. If the ranks are too few for a single copy, the state is
+    cut into fewer shards: the new number of shards is the largest divisor of the new number of data
+    ranks that is at most the former number of shards. Experts stay distributed over the same number
+    of ranks. Returns None if the ranks cannot hold one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -46,13 +47,13 @@ def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) ->
 def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) -> list[int]:
     """Return, for each rank of `grid`, the index of the survivor that takes its coordinates.
 
-    `held[i]` has the former coordinates of survivor i (None if it was a spare rank), in a grid that
-    differs from `grid` at most in the size of the axis `YIELDING`; `nodes[i]` is the node of
+    `held[i]` has the former coordinates of survivor i, or None if it was a spare rank. The former
+    grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]` is the node of
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
-    coordinates. Tensor groups therefore stay on their nodes, and little state must be sent. An
-    empty seat (coordinates whose rank was lost) goes to a survivor that holds the same state. If no
-    survivor holds this state, the seat goes to a survivor on the node of the seat's tensor ranks,
-    or else to the first free survivor.
+    coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
+    sent. A seat is the coordinates of a lost rank. It goes to a free survivor that holds the same
+    state; if there is none, to a free survivor on the node of the seat's tensor-parallel group; if
+    there is none either, to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -68,7 +69,7 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     rows = [replicas[data] for data in sorted(best[: grid[YIELDING]])]
     rows += [{} for _ in range(grid[YIELDING] - len(rows))]
     # sort by node, and within a node by rank, so that a replica without survivors is filled in the
-    # same way as at the start of a run
+    # order in which a run places its ranks at its start
     free.sort(key=lambda survivor: (nodes[survivor], survivor))
     result = []
     for rank in range(grid.size):

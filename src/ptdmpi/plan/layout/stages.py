@@ -1,5 +1,5 @@
-"""The assignment of layers to stages. The assignment minimises the work of the rank with the most
-work."""
+"""The assignment of layers to stages. The assignment minimises the work of the rank that has the
+most work."""
 
 import heapq
 import itertools
@@ -16,7 +16,7 @@ from ptdmpi.plan.shape.flops import (
     layer_forward_flops,
 )
 
-DECIMALS = 9  # decimal places of work, in units of layers; smaller differences are rounding errors
+DECIMALS = 9  # works (in units of layers) are rounded to this number of decimal places
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
@@ -39,8 +39,9 @@ def split_model(
 ) -> list[range]:
     """Return, for each stage, the range of its layers.
 
-    If `balanced` is True, the split treats the output head as the work of several layers. `first`
-    is the number of layers in the first stage; if it is None, the best number is chosen.
+    If `balanced` is True, the work of the output head counts when the layers are divided; otherwise
+    it counts as 0. `first` is the number of layers in the first stage; if it is None, the best
+    number is chosen.
     """
     if model.has_unlike_layers:
         head = head_forward_flops(model, vocab_size) if balanced else 0.0
@@ -63,9 +64,9 @@ def split_layers(
 
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
-    holds `first` layers, unless `first` is None. The split minimises the largest work of a rank.
-    Among splits with the same largest work of a rank, the chosen split minimises the largest work
-    of a stage, and then the distance from the even split. Every stage has at least one layer.
+    holds `first` layers, unless `first` is None. The split minimises the largest work of a rank. If
+    several splits minimise it, the split with the smallest largest work of a stage is chosen, and
+    among those the split nearest to an even one. Every stage has at least one layer.
     """
     return list(_split(layers, placed, head, first))
 
@@ -83,12 +84,12 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
         rank = _largest_rank(base, odd, sizes, last + head)
-        # the work is rounded so that the next criterion decides between splits that differ only by
+        # the work is rounded, so that the next criterion decides between splits that differ only by
         # rounding errors
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # `last` is at most the number of layers in an even split: if the last stage had more layers, it
-    # would be better to move one of them to another stage
+    # the last stage, which also has the head, needs no more layers than a stage of an even split:
+    # if it had more, moving one of them to another stage would not be worse
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 
@@ -121,14 +122,14 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """Return the work, in units of layers, of the rank with the most work if `_spread` divides the
+    """Return the work of the rank with the most work, in units of layers, if `_spread` divides the
     layers.
 
-    The layers are divided over all stages except the last: `base` is the quotient, and `odd` layers
-    remain. Each rank without the last stage gets k of the remaining layers, and the rank with the
-    last stage gets all others. k is the smallest number for which the rank with the last stage has
-    no more work than the other ranks. `sizes` are the numbers of ranks and of stages per rank, and
-    `last_work` is the work of the last stage.
+    The layers are divided among all stages except the last: each of these stages gets `base`
+    layers, and `odd` layers remain. Each rank without the last stage gets k of the remaining
+    layers, and the rank with the last stage gets the rest of them. k is the smallest number for
+    which the rank with the last stage has no more work than the other ranks. `sizes` is (number of
+    ranks, stages per rank), and `last_work` is the work of the last stage.
     """
     pipeline, virtual = sizes
     own, others = (virtual - 1) * base + odd + last_work, pipeline - 1
@@ -141,12 +142,12 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
 
 
 def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[int]:
-    """Divide `layers` over the stages that are not in `given`, and return the number of layers of
-    each of these stages, in order. `given` has the work of all other stages, which get no further
-    layers.
+    """Divide `layers` layers among the stages that are not in `given`, and return the number of
+    layers of each of these stages, in order. `given` has the work of all other stages, which get no
+    layers here.
 
-    The layers that remain after an even division go to the least loaded ranks, and on a rank to its
-    first stages.
+    The layers that remain after an even division go to the ranks with the least work. On each rank
+    they go to its first stages.
     """
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))

@@ -1,5 +1,5 @@
-"""The topologies of decentralised data parallelism by name, and a check that the graph of a
-topology is valid."""
+"""The topologies (communication graphs) of decentralised data parallelism by name, and a check that
+the graphs of a topology are valid."""
 
 from collections.abc import Callable, Sequence
 from math import isqrt
@@ -51,9 +51,9 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # if the size is no power of two, the corners of the hypercube with numbers of at least `size`
-    # are missing. Clearing a bit of a rank's number gives a smaller number, so every rank still has
-    # a path to rank 0 (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
+    # if the size is no power of two, the corners of the hypercube whose numbers are at least `size`
+    # are missing. Every rank still has a path to rank 0, because clearing a bit of its number gives
+    # the number of a smaller rank (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 
@@ -67,13 +67,15 @@ def _exponential(size: int, seed: int) -> Topology:
 
 
 def _one_peer(size: int, seed: int) -> Topology:
-    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): an exact average
-    # in log2 n steps if n is a power of two, and doubly stochastic for every n
+    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): the steps compute
+    # an exact average in log2 n steps if n is a power of two, and the weights are doubly stochastic
+    # for every n
     offsets = [[power] for power in _powers(size)]
     return Circulant("one_peer_exponential", size, offsets or [[]])
 
 
-# Name of a topology -> function of the number of ranks (any number) and of the run's seed.
+# Name of a topology -> function that makes the topology from the number of ranks (any number) and
+# the run's seed.
 TOPOLOGIES: dict[str, Callable[[int, int], Topology]] = {
     "ring": _ring,
     "grid": _grid,
@@ -103,7 +105,8 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
 
 
 def file_ranks(section: DataParallelConfig) -> int | None:
-    """Return the number of data ranks in the topology's file; None if the section names no file.
+    """Return the number of data ranks in the file of edges that the section names as its topology.
+    Return None if it names no file.
 
     Raises InputError if the file does not exist.
     """
@@ -113,7 +116,8 @@ def file_ranks(section: DataParallelConfig) -> int | None:
 
 
 def file_sha256(section: DataParallelConfig) -> str | None:
-    """Return a checksum of the edges in the topology's file; None if the section names no file.
+    """Return a checksum of the edges in the file that the section names as its topology. Return
+    None if it names no file.
 
     Raises InputError if the file does not exist.
     """
@@ -126,7 +130,7 @@ def topology_of(config: Config) -> Topology:
     """Return the topology of a decentralised run.
 
     Raises InputError for the same reasons as `topology`, and also if the topology is a file and the
-    run may continue with fewer ranks, since the file describes a graph over all ranks.
+    run may continue with fewer ranks, because the file fits only one number of ranks.
     """
     name, size = config.data_parallel.topology, config.data_size
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":
@@ -139,7 +143,8 @@ def topology_of(config: Config) -> Topology:
 
 
 def check(graph: Topology, steps: int = 16) -> None:
-    """Raise InputError unless repeated steps of the graphs average over all ranks.
+    """Raise InputError unless the replicas converge to the average over all ranks if the steps of
+    the topology are repeated.
 
     The weights must be above 0 and doubly stochastic in each step of a period (without a period, in
     each of the first `steps` steps). Each message that a rank expects must be sent by another rank.

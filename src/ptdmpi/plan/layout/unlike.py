@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from ptdmpi.plan.schedule.orders import Placement
 
-HALVINGS = 60  # Steps of the search for the least work; each step halves the interval.
-SLACK = 1e-9  # The fraction by which rounding may change a sum of works.
+HALVINGS = 60  # Number of steps of the bisection; each step halves the interval.
+SLACK = 1e-9  # The relative rounding error that a sum of works may have.
 
 
 @lru_cache(maxsize=4096)
@@ -20,7 +20,7 @@ def split_unlike(
 
     `works` has the work of each layer, and `head` is the work of the head, in the same unit. The
     last stage also has the head. The first stage has `first` layers, unless `first` is None. Every
-    stage has at least one layer. The largest work of a stage is as small as possible. If ranks have
+    stage has at least one layer. The split minimises the largest work of a stage. If ranks have
     several stages, layers are then moved between neighbouring stages as long as this lowers the
     largest work of a rank.
     """
@@ -37,8 +37,8 @@ def split_unlike(
 
 
 def _least_most(sums: Sequence[float], count: int, head: float) -> float:
-    """Return the least possible value of the largest work of a stage. `sums[i]` is the work of the
-    first i layers together."""
+    """Return the largest work of a stage in the split of the layers into `count` stages for which
+    this work is the smallest. `sums[i]` is the work of the first i layers together."""
     low, high = 0.0, sums[-1] + head
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -50,9 +50,9 @@ def _least_most(sums: Sequence[float], count: int, head: float) -> float:
 
 
 def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list[int] | None:
-    """Return the lowest possible end (number of the layer after the last one) of each stage if no
-    stage has more work than `most`; None if this is impossible. Stages are filled from the last to
-    the first."""
+    """Return the lowest possible end (the number of the layer after its last layer) of each of
+    `count` stages, if no stage may have more work than `most`. Return None if no such split exists.
+    Stages are filled from the last to the first."""
     layers = len(sums) - 1
     ends = [layers]
     room = most - head
@@ -69,8 +69,8 @@ def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list
 
 def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[int]:
     """Return the end of each stage: the number of the layer after its last layer. No stage has more
-    work than `most`, and for each k the first k stages together have about k / `count` of all
-    work."""
+    work than `most`. For each k, the first k stages together have about the fraction k / `count` of
+    all work."""
     lowest = _lowest(sums, count, head, most)
     assert lowest is not None
     layers, whole = len(sums) - 1, sums[-1] + head

@@ -1,10 +1,11 @@
 """The numbers of microbatches that a pipeline rank holds in memory at the same time. These numbers
-are the same for all models and layouts with the same order of ops.
+depend only on the order of ops (the forward and backward computations on microbatches), and not on
+the sizes of the model.
 
-The function `held` visits the ops of an order with the sizes of one model and layout. A search
-needs the highest memory for thousands of sets of sizes, but for few orders. The functions of this
-file therefore visit each order only once. They find the few moments at which the memory can be the
-highest, whatever the sizes are.
+The function `held` visits all ops of an order to find the highest memory of one model and layout. A
+search needs the highest memory of thousands of models and layouts, but these have only a few
+different orders. Therefore the functions of this file visit each order once, and find the few
+moments at which the memory can be the highest, whatever the sizes are.
 """
 
 from collections.abc import Iterable
@@ -16,17 +17,18 @@ from ptdmpi.plan.schedule.ops import OP_KINDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
-# After this number of rounds of p microbatches (p pipeline ranks), a schedule is in steady state,
-# and the numbers of microbatches in memory are the same in each further round. In a schedule that
-# keeps all microbatches, each round adds p microbatches to each store.
+# A round is p microbatches, where p is the number of pipeline ranks. After this number of rounds, a
+# schedule is in steady state: each further round has the same numbers of microbatches in memory,
+# or, in a schedule that keeps all microbatches, each round adds p microbatches to each store.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # kind and stage of an op
 
 
 class RankOrder(NamedTuple):
-    """The properties that determine the order of one rank's ops: the schedule `kind`, the numbers
-    of pipeline ranks, of chunks per rank and of microbatches, and the rank."""
+    """The properties that determine the order of ops of the pipeline rank `rank`: the schedule
+    `kind`, and the numbers of pipeline ranks (`pipeline`), chunks per rank (`virtual`) and
+    microbatches."""
 
     kind: str
     pipeline: int
@@ -41,13 +43,14 @@ class RankOrder(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment in an order of ops: the number of microbatches that a rank holds in each store. A
-    store holds tensors of one kind (an inventory, see `OpKind`) for one stage.
+    """A moment in an order of ops, with the number of microbatches that the rank holds in each
+    store at this moment. A store is the memory for one inventory (a set of tensors, see `OpKind`)
+    of one stage.
 
     `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
     op needs no working memory. `held` has the number of microbatches for each store of the
-    `Flight`. The numbers include the microbatch of the running op, unless this op frees one store
-    and fills another.
+    `Flight`. The numbers include the microbatch of the running op, unless this op frees one
+    inventory and keeps another.
     """
 
     working: tuple[str, int]
@@ -55,11 +58,11 @@ class Moment(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """The stores of a rank and the moments at which it may hold the most memory.
+    """The stores of a rank, and the moments at which the rank may hold the most memory.
 
-    `stores` lists (inventory, stage) for each inventory that the rank keeps, in order of stages. A
-    moment is left out if another moment with the same working memory holds at least as much in
-    every store.
+    `stores` has a pair (inventory, stage) for each store of the rank, in order of stages. A moment
+    is left out if another moment with the same working memory holds at least as much in every
+    store.
     """
 
     stores: tuple[tuple[str, int], ...]
@@ -70,17 +73,17 @@ class Flight(NamedTuple):
 def fullest(order: RankOrder) -> Flight:
     """Return the moments of one step at which a pipeline rank may hold the most memory."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # `shorter` and `microbatches` have the same remainder modulo `pipeline`, because interleaving
-    # pads the last round, so that the moments depend on the remainder
+    # `shorter` must have the same remainder modulo `pipeline` as `microbatches`, because the
+    # moments depend on the remainder: interleaving pads the last round
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)
     first = _walked(order._replace(microbatches=shorter))
     if all(max(moment.held) < shorter for moment in first.moments):
-        return first  # no store holds all microbatches, so later rounds hold no more
+        return first  # no store holds all microbatches, so the schedule is in steady state
     second = _walked(order._replace(microbatches=shorter + pipeline))
-    # schedules such as GPipe keep all microbatches: every further round adds the same numbers as
-    # the round before
+    # schedules such as GPipe keep all microbatches, so every further round adds the same numbers to
+    # the stores
     rounds = (microbatches - shorter) // pipeline
     later = []
     for fewer, more in zip(first.moments, second.moments, strict=True):
@@ -91,11 +94,11 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return the stores and moments of a step (see `fullest`) for a rank of which some stages have
-    equal sizes.
+    """Return the result of `fullest` with the stores of equally large stages merged.
 
-    `alike[i]` is the number of the group of the rank's i-th stage: stages with equal sizes are in
-    the same group. In the result, numbers of groups replace numbers of stages.
+    `alike[i]` is the number of the group to which the rank's i-th stage belongs. Stages with equal
+    sizes are in the same group. In the result, the number of a group replaces the number of a
+    stage.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)
@@ -129,7 +132,7 @@ def _walked(order: RankOrder) -> Flight:
             (row.works, stage) if row.works else NOTHING,
             places.get((row.keeps, stage)),
             places.get((row.frees, stage)),
-            # True if no op frees the inventory
+            # True if no op frees the kept inventory
             bool(row.keeps) and (row.keeps, stage) not in freed,
         )
         for (letter, stage), row in rows.items()
@@ -140,7 +143,7 @@ def _walked(order: RankOrder) -> Flight:
     # memory
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        # the op frees one inventory and keeps another
+        # True if the op frees one inventory and keeps another
         trades = keeps is not None and frees is not None
         if keeps is not None and not trades:
             now[keeps] += 1

@@ -25,11 +25,11 @@ def held(
     after it. Before the first op this memory is 0.
 
     An inventory is a set of tensors that a stage keeps for one microbatch; `size(inventory, stage)`
-    is its size. `beside(works, stage)` is the size of an op's working memory while it runs. The
-    results have the unit in which `size` and `beside` return their values. If no op of the order
-    frees an inventory, the op that made the inventory releases it at its own end, because a forward
-    without gradients keeps nothing. If an op keeps one inventory and frees another, its working
-    memory includes both inventories.
+    is its size. `beside(works, stage)` is the size of an op's working memory, where `works` is the
+    name in the op's row of `OP_KINDS`. The results have the unit of `size` and `beside`. If no op
+    of the order frees an inventory, the op that makes the inventory also releases it at its end;
+    this happens in validation, where a forward keeps nothing for a backward. If an op keeps one
+    inventory and frees another, its working memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0
@@ -52,6 +52,7 @@ def held(
 
 
 def most_held(order: Sequence[Op], size: Callable[[str, int], float]) -> float:
-    """Return the largest memory that a rank holds during its `order`, without working memory; 0 if
-    there are no ops. `size(inventory, stage)` is the size of an inventory, as in `held`."""
+    """Return the largest memory that a rank holds while it executes the ops in `order`, without
+    their working memory. Return 0 if there are no ops. `size(inventory, stage)` is the size of an
+    inventory, as in `held`."""
     return max((moment.during for moment in held(order, size)), default=0)

@@ -1,4 +1,5 @@
-"""The table of the kinds of ops. A row of the table has all properties of one kind of op.
+"""The table of the kinds of ops. An op is a computation on one microbatch in one pipeline stage,
+such as a forward. A row of the table has all properties of one kind of op.
 
 All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
 the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
@@ -37,22 +38,23 @@ class Ink:
 class OpKind:
     """A row of the table of ops: the properties of one kind of op.
 
-    `letter` is the first letter of the text of such an op, and `span` is the kind of its spans in a
-    timeline. `method` is the method of Stage that computes the op: (microbatch, input or None) ->
-    output or None.
+    `letter` is the first letter of the text of such an op (F in "F2.0"), and `span` is the kind of
+    its spans in a timeline. `method` is the method of Stage that computes the op: (microbatch,
+    input or None) -> output or None.
 
-    Dependencies: `neighbour` is the offset of the stage whose op of the same kind and microbatch
-    produces the input (-1: the stage before; 0: no other stage produces an input). `after` names
-    the kinds of ops that must have ended before this op, for the same stage and microbatch, if the
-    schedule has such ops.
+    Dependencies: `neighbour` is the offset of the stage whose op of the same kind, on the same
+    microbatch, produces the input of this op (-1: the previous stage; 0: no other stage produces an
+    input). `after` names the kinds of ops that must have ended before this op, for the same stage
+    and microbatch, if the schedule has such ops.
 
     Memory: an inventory is a set of tensors that a stage keeps for one microbatch. The stage keeps
     the inventory `keeps` from the start of the op, and frees the inventory `frees` at the end of
-    the op. `works` names the additional working memory of the op. If an op has both `keeps` and
-    `frees`, it replaces the freed inventory by the kept one, and its working memory includes both
-    inventories. `gradients` is True if the op adds to the gradients of its stage's weights.
+    the op. `works` names the additional working memory of the op. If a kind has both `keeps` and
+    `frees`, its op replaces the freed inventory with the kept one, and both inventories count as
+    part of its working memory. `gradients` is True if the op adds to the gradients of its stage's
+    weights.
 
-    Time: the simulated time of the op is the field of `simulate.Costs` that `cost` names, times
+    Time: the simulated time of the op is the attribute of `simulate.Costs` that `cost` names, times
     `share`. Drawings use `mark` and `ink`.
     """
 

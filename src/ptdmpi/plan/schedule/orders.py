@@ -2,12 +2,12 @@
 
 A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive
 times, idle slots and messages from the orders. A generator yields the order of one rank. The table
-`KINDS` lists the generators, each with its placement of stages on ranks. Only this file and
-`zero_bubble` define the order of ops (warm-up, steady state and cool-down) and the rank of each
-stage.
+`KINDS` lists the generators, each with its placement of stages on ranks. The order of ops (warm-up,
+steady state and cool-down) and the rank of each stage are defined only in this file and in
+`zero_bubble`.
 
-In every schedule, each stage runs its forwards in ascending order of the microbatches, and also its
-backwards. Gradients are therefore summed in the same order in every schedule and layout.
+In every schedule, each stage runs both its forwards and its backwards in ascending order of the
+microbatches. Gradients are therefore summed in the same order in every schedule and layout.
 """
 
 import difflib
@@ -23,8 +23,8 @@ from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
-    """The error of a deadlock, in which all unfinished ranks wait for each other. The error message
-    names the actions at which these ranks wait."""
+    """A deadlock, in which all unfinished ranks wait for each other. The error message names the
+    action at which each of these ranks waits."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Placement:
     ranks: tuple[int, ...]
 
     def __hash__(self) -> int:
-        return self._hash  # the value is computed only once, because a search reads it very often
+        return self._hash  # computed only once, because a search reads this hash very often
 
     @cached_property
     def _hash(self) -> int:
@@ -102,7 +102,7 @@ class Schedule:
 
     @cached_property
     def letters(self) -> frozenset[str]:
-        """Return the kinds of the schedule's ops."""
+        """Return the letters of the kinds of ops that the schedule has, such as F and B."""
         return frozenset(op.kind for order in self.orders for op in order)
 
     def rank_of(self, stage: int) -> int:
@@ -125,8 +125,8 @@ class Schedule:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that must have ended before `op` starts.
 
-        These are the op that produces the input of `op`, and the ops of the same stage whose kinds
-        `OpKind.after` names. For example, a backward needs its forward.
+        They are the op that produces the input of `op`, and, for the same stage and microbatch, the
+        ops whose kinds `OpKind.after` names. For example, a backward needs its forward.
         """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
@@ -136,12 +136,13 @@ class Schedule:
         """Return True if `op` adds the last contribution of its microbatch to the gradients of its
         stage."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds of ops add gradients, the `after` of one kind has all other kinds
+        # if several kinds of ops add gradients, the kind that runs last has all the others in its
+        # `after`
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
-        """Return the largest number of forwards that are in flight at the same time on each rank.
-        Each counted forward is the forward of one stage on one microbatch.
+        """Return, for each rank, the largest number of forwards that are in flight at the same
+        time. A forward is the computation of one stage on one microbatch.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
         schedule has no backward.
@@ -152,14 +153,14 @@ class Schedule:
         )
 
     def bubble_closed_form(self, forward_s: float, input_s: float, weight_s: float) -> float:
-        """Return idle time divided by ideal time, if ranks are idle only while the pipeline fills
-        and drains.
+        """Return the bubble, which is idle time divided by ideal time, from a closed form. The
+        closed form assumes that ranks are idle only while the pipeline fills and drains.
 
-        The arguments are the times of a chunk's forward and of both parts of its backward.
-        `closed_form` is the formula as text. With p ranks, v chunks per rank and m microbatches, (p
-        - 1) / (v m) is exact for 1f1b, and for interleaved if p divides m (Narayanan et al. 2021,
-        sections 2.2.1 and 2.2.2). The module `zero_bubble` has the bubbles of the zero-bubble
-        schedules.
+        The arguments are the times of a chunk's forward and of the two parts of its backward. The
+        property `closed_form` has the formula as text. With p ranks, v chunks per rank and m
+        microbatches, the bubble (p - 1) / (v m) is exact for 1f1b, and for interleaved if p divides
+        m (Narayanan et al. 2021, sections 2.2.1 and 2.2.2). The idle times of the zero-bubble
+        schedules are explained in the module `zero_bubble`.
         """
         idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
         busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
@@ -176,19 +177,20 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
     If a rank has several chunks, each chunk runs all microbatches before the next chunk starts
     (breadth first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order of the
-    microbatches (GPipe: descending), so that gradients are summed in the same order in every
-    schedule.
+    microbatches, so that gradients are summed in the same order in every schedule. (The paper has
+    descending order.)
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
-    # the backward of the last chunk comes first, because the other chunks wait for the gradients of
-    # the last chunk
+    # the backwards of the last chunk come first, because the other chunks need the gradients that
+    # they send
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 
 def one_forward_one_backward(
     rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
 ) -> Iterator[Op]:
-    """Yield the ops of 1F1B, PipeDream-Flush (Narayanan et al. 2021, section 2.2.1, Figure 4, top).
+    """Yield the ops of 1F1B, also called PipeDream-Flush (Narayanan et al. 2021, section 2.2.1,
+    Figure 4, top).
 
     Rank r of p ranks has one chunk and starts with p - r - 1 forwards, one for each rank after it.
     Then forwards and backwards alternate, so at most p - r forwards are in flight.
@@ -209,10 +211,10 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
 
     In the order of the paper, p must divide m. If p does not divide m, the order for m rounded up
     to a multiple of p is built, and the ops of the additional (phantom) microbatches are omitted.
-    An op needs only ops of its own microbatch. So if an execution of the full order skips the
-    phantom microbatches, it executes all remaining ops without deadlock. Every chain of waiting ops
-    in the remaining order is part of a chain in the full order, so the makespan is at most the
-    makespan for m rounded up.
+    An op needs only ops of its own microbatch, so the remaining ops never wait for an omitted op,
+    and the shorter order has no deadlock. Every chain of ops that wait for each other in the
+    shorter order is part of such a chain in the full order, so the makespan is at most the makespan
+    for m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -229,9 +231,9 @@ def forward_only(
 ) -> Iterator[Op]:
     """Yield only the forwards of the interleaved schedule, for validation.
 
-    These forwards can be executed on any placement of stages. The order runs one group of
-    microbatches after the other, and within a group one chunk after the other. So every forward
-    comes after the forward that it needs.
+    The order runs one group of microbatches after the other, and within a group one chunk after the
+    other, so every forward comes after the forward that it needs. The order can therefore be
+    executed with any placement of stages.
     """
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
@@ -251,9 +253,9 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) ->
 def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
     """Return the number of forwards with which 1F1B, plain or interleaved, begins.
 
-    Plain 1F1B begins with one forward for each rank after this rank. Interleaved 1F1B begins with
-    two forwards for each rank after this rank, and with a group of p forwards for each chunk except
-    the last (section 2.2.2).
+    Plain 1F1B begins with one forward for each later rank. Interleaved 1F1B begins with two
+    forwards for each later rank, and with p = `pipeline` forwards for each chunk except the last
+    (Narayanan et al. 2021, section 2.2.2).
     """
     if virtual == 1:
         return pipeline - rank - 1
@@ -273,8 +275,8 @@ def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
 
 
 def in_turn(stage: int, pipeline: int, virtual: int) -> int:
-    """Return the rank of `stage`, which is `stage` modulo p = `pipeline`: rank r holds the stages
-    r, p + r, 2 p + r, ..."""
+    """Return the rank of `stage` if the stages are placed on the p = `pipeline` ranks in turn. The
+    result is `stage` modulo p: rank r holds the stages r, p + r, 2 p + r, ..."""
     return stage % pipeline
 
 
@@ -282,9 +284,9 @@ def in_turn(stage: int, pipeline: int, virtual: int) -> int:
 class Bubble:
     """The idle time of a schedule.
 
-    Each of p ranks is idle for (p - 1) x `idle_s(F, I, W)`, where F, I and W are the times of a
-    chunk's forward and of the two parts of its backward. `text` is the formula of the bubble (idle
-    time / ideal time) that follows from this idle time.
+    Each of p ranks is idle for (p - 1) `idle_s(F, I, W)`, where F, I and W are the times of a
+    chunk's forward and of the two parts of its backward. `text` is the resulting formula of the
+    bubble (idle time / ideal time).
     """
 
     idle_s: Callable[[float, float, float], float]
@@ -300,12 +302,13 @@ V_BUBBLE = Bubble(lambda f, i, w: f, "(p - 1) F / (v m (F + I + W))")
 class ScheduleKind:
     """A kind of schedule.
 
-    `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
-    rank of a stage. `earlier_holds_more` is True if each rank r holds at least as many microbatches
-    as rank r + 1. More exactly: for each op of rank r + 1, rank r has an op on the same chunk
-    during which it has at least as many microbatches of every chunk in flight as rank r + 1 has
-    during its own op. With `splits`, each backward is split into two ops. `ahead(rank, p, v, m)` is
-    a lower bound of the number of forwards before the first op that frees memory; 0 is always
+    For p ranks, v chunks per rank and m microbatches, `generate(rank, stages of the rank, p, m)`
+    yields the order of one rank, and `place(stage, p, v)` returns the rank of a stage.
+    `earlier_holds_more` is True if each rank r holds at least as many microbatches as rank r + 1.
+    More exactly: for each op of rank r + 1, rank r has an op on the same chunk during which it has
+    at least as many microbatches of every chunk in flight as rank r + 1 has during its own op. If
+    `splits` is True, each backward is split into two ops. `ahead(rank, p, v, m)` is a lower bound
+    of the number of forwards that a rank runs before the first op that frees memory; 0 is always
     valid. A search uses this bound to exclude layouts that cannot fit.
     """
 
@@ -348,7 +351,7 @@ def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[O
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Return the schedule with only the forwards of `microbatches` microbatches, and with the
+    """Return a schedule that has only the forwards of `microbatches` microbatches, with the
     placement of `schedule`."""
     return _placed("forward", schedule.placement, microbatches)
 
@@ -364,7 +367,7 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
     `pipeline` ranks.
 
     Raises InputError for an unknown kind, for a size below 1, and for a number of chunks per rank
-    that the kind does not allow.
+    with which the kind cannot be used.
     """
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)

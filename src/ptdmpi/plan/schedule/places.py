@@ -1,8 +1,8 @@
-"""The places that an op computes in a stage, in order, and the places whose weights are gathered. A
-place is one module of a stage: the embedding, a layer or the head. If weights are sharded (`zero` =
-3), a rank gathers the weights of the current place and of the next place. The model
-(`ptdmpi.model.sharded`) and the planner both use the functions of this file: the model to gather
-weights, and the planner to count bytes.
+"""The order in which an op computes the places of a stage, and the order in which weights are
+gathered. A place is one module of a stage: the embedding, a layer or the head. If weights are
+sharded (`zero` = 3), a rank gathers the weights of the current place and, in advance, of the next
+place. The model (`ptdmpi.model.sharded`) uses the functions of this file to gather weights, and the
+planner uses them to count bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,8 @@ def place_of(name: str) -> str:
 
 
 def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
-    """Return `place` and, if there is one, the next place. `step` is +1 in a forward and -1 in a
+    """Return `place` and the next place, whose weights must be in memory while `place` is computed.
+    If `place` is the last one, return only `place`. `step` is +1 in a forward and -1 in a
     backward."""
     here = places.index(place)
     ahead = here + step
@@ -46,9 +47,9 @@ def gathers(
     """Yield the units that a rank gathers during its ops, in order.
 
     A unit (parameters that are sent in one message) is gathered if its weights are not yet in
-    memory. `uses` has the units of each place. `passes` has, for each op, its places in the order
-    of the forward, and its step (see `at_hand`). The places of a backward do not include an
-    embedding that only looks up rows, because its backward needs no weights.
+    memory. `uses` has the units of each place. `passes` has a pair for each op: its places in the
+    order of the forward, and its `step`, as in `at_hand`. The places of a backward do not include
+    the embedding if it only looks up rows, because its backward then needs no weights.
     """
     there: set[str] = set()
     for places, step in passes:

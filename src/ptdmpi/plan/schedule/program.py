@@ -1,5 +1,5 @@
-"""The program of each rank: the rank's ops in the order of a schedule, with its messages
-inserted."""
+"""The program of each rank: the rank's ops in the order of a schedule, with the rank's messages
+inserted between them."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -47,37 +47,36 @@ Program = tuple[Action, ...]
 
 
 class MismatchError(Exception):
-    """The error of programs in which a message or an op is missing, repeated, or in the wrong
-    order."""
+    """A mistake in programs: a message or an op is missing, repeated, or in the wrong order."""
 
 
 def programs(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program for each pipeline rank. No message is sent for a tensor that stays on its
     rank.
 
-    A simulation gives an end time to every op: a forward takes the time 1, a backward takes the
-    time 2, and a transfer takes no time. All ops of all ranks are sorted by their end times into
-    one total order. In this order, each message is placed at the end time of the op that produces
-    it, after all ops that end at that time. Each rank executes its own actions in the sequence of
-    this total order. Durations are positive, so a message comes after the op that produces it and
-    before the op that reads it.
+    The end time of every op is computed by a simulation in which a forward takes the time 1, a
+    backward takes the time 2, and a transfer takes no time. All ops of all ranks are sorted by
+    their end times into one total order. Each message is inserted into this order at the end time
+    of the op that produces it, after all ops that end at that time. Each rank executes its own
+    actions in this total order. Ops have positive durations, so a message comes after the op that
+    produces it and before the op that reads it.
 
-    The programs cannot deadlock, even if every message blocks its sender and its receiver, and
-    carries no tag. Consider the first unfinished action in the total order. Each rank that takes
-    part in this action has executed all its earlier actions. All ranks of the first unfinished
-    action have therefore reached this action, and it proceeds. Messages between two ranks match in
-    order, because both ranks follow the same total order. This proof also holds on devices that
-    execute queues (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are
-    called inside an op or started at its end: all replicas execute the same program, so such a
-    collective has the same position as its op in the total order. No other Compute comes between
-    the Compute of an op and the Send of its output, so an output is sent as soon as it is computed.
-    Raises DeadlockError if the schedule itself waits in a circle.
+    The programs cannot deadlock, even on a transport where every message blocks its sender and its
+    receiver, and carries no tag. Consider the first unfinished action in the total order. Each rank
+    that takes part in this action has finished all its earlier actions, so all of them have reached
+    the action, and it proceeds. Messages between two ranks match in order, because both ranks
+    follow the same total order. This proof also holds for devices that execute queued actions in
+    order (`tests/plan/schedule/_queues.py`). It also holds for collectives that are called inside
+    an op or started at the end of an op: all replicas execute the same program, so such a
+    collective has the position of its op in the total order. An output is sent as soon as it is
+    computed, because no other Compute comes between the Compute of an op and the Send of its
+    output. Raises DeadlockError if ops of the schedule wait for each other in a circle.
     """
-    # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
-    # real ops
+    # any positive costs of ops give an order that cannot deadlock; these costs are similar to the
+    # costs of real ops
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
-    # (end time of the producing op, 0 for a compute and 1 for a message, the producing op, the rank
-    # that computes or receives)
+    # (end time of the op, 0 for a compute or 1 for a message, the op that is computed or whose
+    # output is sent, the rank that computes or receives)
     events: list[tuple[float, int, Op, int]] = []
     for rank, order in enumerate(schedule.orders):
         for op in order:
@@ -97,14 +96,14 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def post_early(program: Program) -> Program:
-    """Return a copy of `program` in which each Receive is moved before the preceding Compute. The
-    order of the receives does not change.
+    """Return a copy of `program` in which each Receive is moved to the place before the Compute
+    that precedes it. The order of the receives does not change.
 
     Use this function for transports such as MPI, which have nonblocking receives and match the
-    messages of each pair (sender, receiver) separately. A receive is then posted before the op that
-    precedes its consumer, and the message arrives during this preceding op. Only nonblocking
-    receives may be moved. A blocking receive could wait for a result that this rank computes only
-    after the receive, and a receive in a device's queue would delay the messages after it.
+    messages of each pair (sender, receiver) separately. The receive is then posted one op earlier,
+    and the message can arrive while this op is computed. Only nonblocking receives may be moved. A
+    blocking receive could wait for a message that depends on an op which this rank runs only after
+    the receive, and a receive in a device's queue would delay the messages after it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute action and the Send actions after it
@@ -123,15 +122,15 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     """Execute the programs of all ranks on the strictest simulated transport, and raise an error if
     they fail.
 
-    Every Send blocks until its partner reaches the matching Receive, and every Receive until its
-    partner reaches the matching Send. Messages carry no tag: from one rank to another, messages
-    match in the order in which they are sent. With `nonblocking_receives` a Receive returns at
-    once, and the Compute that needs the message waits for it.
+    Every Send blocks until the receiver reaches the matching Receive, and every Receive blocks
+    until the sender reaches the matching Send. Messages carry no tag: from one rank to another,
+    messages match in the order in which they are sent. With `nonblocking_receives` a Receive
+    returns at once, and the Compute that needs the message waits for it.
 
-    Raises DeadlockError, which names the current action of each unfinished rank. Raises
-    MismatchError in these cases: a Receive gets the message of another op; a message is never
-    computed or never used; a Compute runs before its inputs are computed or requested; an op is
-    missing, is computed twice, or is on a different rank than other ops of its stage.
+    If the programs deadlock, raises DeadlockError with the current action of each unfinished rank.
+    Raises MismatchError in these cases: a Receive gets the message of another op; a message is
+    never computed or never used; a Compute runs before its inputs are computed or requested; an op
+    is missing, is computed twice, or is on a different rank than other ops of its stage.
     """
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()
@@ -230,8 +229,8 @@ class _Rendezvous:
 
 
 def structure_of(programs: Sequence[Program]) -> Schedule:
-    """Return the schedule whose dependencies the programs must obey. The schedule is derived from
-    the Compute actions of the programs.
+    """Return the schedule that consists of the Compute actions of the programs. The programs must
+    obey the dependencies of its ops.
 
     Raises MismatchError unless every op occurs exactly once and each stage is on one rank.
     """

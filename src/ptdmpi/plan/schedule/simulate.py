@@ -1,7 +1,7 @@
-"""Simulation of a schedule with given costs: a timeline of each rank's ops and waits.
+"""Simulation of a schedule with given costs. The result is a timeline of each rank's ops and waits.
 
-A training run also records a `Timeline`, so the same function draws planned steps and measured
-steps.
+A training run also records a `Timeline`, so planned steps and measured steps are drawn by the same
+function.
 """
 
 import json
@@ -16,9 +16,10 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
 from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
-# The kinds of spans that are not ops of a schedule. The kinds of spans of ops are in `OP_KINDS`.
+# The kinds of spans that are not ops of a schedule. (The spans of ops have the kinds in
+# `OP_KINDS`.)
 OTHER_SPANS = (
-    "receive",  # kind of a span in which a rank waits for the input of its next op
+    "receive",  # the rank waits for the input of its next op
     "send",
     "gather",
     "reduce",
@@ -33,9 +34,9 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 class Span:
     """A span: an activity of one rank from `start_s` to `end_s`.
 
-    `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op,
-    such as "F2.0", or empty; for "receive" and "send" it is the op whose output is received or
-    sent.
+    `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of an op,
+    such as "F2.0", or empty. For the kinds "receive" and "send", it is the op whose output is
+    received or sent.
     """
 
     rank: int
@@ -54,8 +55,9 @@ class Span:
 class Timeline:
     """The spans of one training step on all ranks, planned or measured, in any order.
 
-    `time_unit` is "s", or another word if the times are multiples of the cost of an op. `inside_s`
-    has for each rank the seconds that its ops spend in collectives, by group ("tensor", "shard").
+    `time_unit` is "s" for seconds, or another word if the times are in units of the cost of an op.
+    `inside_s` maps each rank to the seconds that its ops spend in collectives, by group ("tensor",
+    "shard").
     """
 
     spans: tuple[Span, ...]
@@ -65,13 +67,13 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """Return the start of the first span; 0 without spans."""
+        """Return the start of the first span, or 0 if there are no spans."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
-        """Return the time from the start of the first span to the end of the last span; 0 without
-        spans."""
+        """Return the time from the start of the first span to the end of the last span, or 0 if
+        there are no spans."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
@@ -94,8 +96,8 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Return idle time divided by ideal time, (makespan - ideal) / ideal.
 
-        The ideal time is the mean over ranks of the time in ops (Narayanan et al. 2021, section
-        2.2.1). Raises ValueError if no rank computes.
+        The ideal time is the time that a rank spends in ops, as the mean over the ranks (Narayanan
+        et al. 2021, section 2.2.1). Raises ValueError if no rank computes.
         """
         if not self._compute_s:
             raise ValueError("no op in this timeline: its bubble is undefined")
@@ -182,22 +184,22 @@ class Costs:
         return cost_s * op.row.share
 
     def travel_s(self, op: Op) -> float:
-        """Return the time from the end of the op that produces the input of `op` on another rank,
-        to the arrival of this input."""
+        """Return the time that the input of `op` takes to arrive from another rank, counted from
+        the end of the op that produces it."""
         return self.transfer_s
 
 
 class OpCosts(Protocol):
-    """The interface of the costs that `execute` needs. `Costs` and `plan.cost.pipeline.StageTimes`
-    implement this interface."""
+    """The interface of the costs with which `execute` simulates a schedule. `Costs` and
+    `plan.cost.pipeline.StageTimes` implement it."""
 
     def duration_s(self, op: Op) -> float:
         """Return the seconds that `op` computes."""
         ...
 
     def travel_s(self, op: Op) -> float:
-        """Return the seconds from the end of the op that produces the input of `op` on another
-        rank, to the arrival of this input."""
+        """Return the seconds that the input of `op` takes to arrive from another rank, counted from
+        the end of the op that produces it."""
         ...
 
 
@@ -213,17 +215,17 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     the inputs of the op have arrived.
 
     A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
-    it, and its transfer occupies neither rank. The loop visits each op once, or twice if an input
-    of the op was missing at the first visit. Raises DeadlockError if the orders of the ranks wait
-    for each other in a circle.
+    it. The transfer keeps neither rank busy. The loop visits each op once, or several times if
+    inputs of the op were still missing. Raises DeadlockError if the orders of the ranks wait for
+    each other in a circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline
     clock_s = [0.0] * schedule.pipeline
     waiting: dict[Op, int] = {}  # op that has not run -> the rank that waits for it
     runnable = list(range(schedule.pipeline))
-    # any order of the ranks gives the same times, because the start of an op depends only on its
-    # inputs
+    # the ranks may be taken in any order, because the start of an op depends only on the previous
+    # op of its rank and on its inputs
     while runnable:
         rank = runnable.pop()
         order = schedule.orders[rank]
@@ -253,8 +255,8 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
 
 
 def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
-    """Return the timeline of one step of `schedule` with the costs `costs`. The timeline starts at
-    0.
+    """Return the timeline of one step of `schedule`, simulated with `costs`. The timeline starts at
+    time 0.
 
     Raises DeadlockError if the orders of the ranks wait for each other in a circle.
     """

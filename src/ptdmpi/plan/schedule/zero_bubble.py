@@ -1,12 +1,12 @@
-"""Zero-bubble orders, which split each backward and compute weight gradients while a rank would be
-idle.
+"""Zero-bubble schedules, which split each backward into two ops and compute weight gradients at
+times when a rank would otherwise be idle.
 
 A rank may delay its weight gradients, because no other rank waits for them (Qi et al. 2023, arXiv
 2401.10241; Qi et al. 2024, arXiv 2405.15362). An op I is the part of a backward that computes the
 gradient of the stage's input; an op W is the part that computes the gradients of the stage's
-weights. The docstrings of this module state properties of these orders, which are from these
-papers. In this trainer the end of the step is synchronous: the gradients of all ranks are summed
-before any rank updates its weights.
+weights. The properties of the schedules that the docstrings of this module state are from these
+papers. Unlike in the papers, the end of the step is synchronous in this trainer: the gradients of
+all ranks are summed before any rank updates its weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from ptdmpi.plan.schedule.ops import FORWARD, INPUT, WEIGHT, Op
 
 
 def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """Yield the ops of the schedule ZB-H1: 1F1B, in which each weight-gradient op W is delayed (Qi
-    et al. 2023, section 2.3, Figure 3, top).
+    """Yield the ops of the schedule ZB-H1, which is 1F1B with delayed weight-gradient ops W (Qi et
+    al. 2023, section 2.3, Figure 3, top).
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B, and
-    runs each W r microbatches later than its I. So a rank stores the tensors of at most p
-    microbatches whose W is not done yet. Rank 0 stores the tensors of p microbatches in 1F1B, too.
-    If W takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and
-    W are the times of a forward, of an op I and of an op W.
+    runs each W r microbatches later than its I. So each rank stores the tensors of at most p
+    microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W takes no
+    longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W are the
+    times of a forward, of an op I and of an op W.
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)
@@ -52,18 +52,20 @@ def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> 
     """Yield the ops of the schedule ZB-V (Qi et al. 2023, section 6), with two chunks per rank in
     the V-shaped placement `on_a_v`.
 
-    With p ranks, each rank stores the tensors of at most 2 p forwards whose W is not done yet,
-    where each forward computes one chunk. That is as much memory as rank 0 needs in 1F1B. If a
-    forward (F), I and W take the same time, and there are at least p microbatches, a rank is idle
-    for little more than (p - 1) F. After (p - 1) F, the first microbatch reaches the last rank.
+    With p ranks, each rank stores the tensors of at most 2 p forwards whose W is not done yet. Each
+    forward computes one of the two chunks of a rank, so this is as much memory as rank 0 needs in
+    1F1B. If a forward (F), I and W take the same time, and there are at least p microbatches, a
+    rank is idle for little more than (p - 1) F, the time after which the first microbatch reaches
+    the last rank.
     """
     yield from _on_the_v(pipeline, microbatches)[rank]
 
 
 @lru_cache(maxsize=64)
 def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """Return the orders of `zb_v` for all ranks. The orders follow from the rule in `_Rank.choose`
-    if all ops take the same time."""
+    """Return the orders of ops of `zb_v` for all ranks. The orders result from a simulation in
+    which all ops take the same time, and in which each rank chooses its next op with
+    `_Rank.choose`."""
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):
@@ -75,8 +77,8 @@ def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
 
 
 class _Rank:
-    """One rank of the schedule ZB-V, while the order of its ops is built. The class has the rule
-    that chooses the rank's next op."""
+    """One rank of the schedule ZB-V while the order of its ops is built, and the rule by which the
+    rank chooses its next op."""
 
     def __init__(self, rank: int, pipeline: int, microbatches: int) -> None:
         self.down, self.up = rank, 2 * pipeline - 1 - rank
@@ -88,16 +90,17 @@ class _Rank:
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
     def choose(self, ended: set[Op]) -> Op | None:
-        """Return the op to start once the ops in `ended` are done; None if none can start.
+        """Return the op that the rank starts next, when the ops in `ended` are done. Return None if
+        no op can start.
 
-        The op I (gradient of the input) has the highest priority, because other ranks wait for it,
-        and because W (gradients of the weights), which frees memory, can run only after I. Forwards
-        have the second priority. Forwards of the second chunk come before forwards of the first
-        chunk, because the second chunk is nearer to the loss. An op W runs only if no other op can
-        start.
+        An op I (gradient of the input) has the highest priority, because other ranks wait for it,
+        and because the op W (gradients of the weights), which frees memory, can run only after I.
+        Forwards have the second priority. Forwards of the second chunk come before forwards of the
+        first chunk, because the second chunk is nearer to the loss. An op W runs only if no other
+        op can start.
         """
-        # memory for one forward is reserved for the second chunk: without this memory, no
-        # microbatch could reach the loss, and no backward could begin
+        # the memory for one forward is reserved for the second chunk. If forwards of the first
+        # chunk filled all memory, no microbatch could reach the loss, and no backward could begin
         wanted = [(INPUT, self.down), (INPUT, self.up)]
         if self.held < self.most:
             wanted.append((FORWARD, self.up))
@@ -111,7 +114,7 @@ class _Rank:
         return None
 
     def _can_start(self, op: Op, ended: set[Op]) -> bool:
-        # the same rule as `Schedule.needs`, which is not available before the orders are built
+        # the same rule as in `Schedule.needs`, which cannot be called before the orders are built
         needs = [Op(kind, op.stage, op.microbatch) for kind in op.row.after]
         source = op.stage + op.row.neighbour
         if op.row.neighbour and 0 <= source <= self.last:

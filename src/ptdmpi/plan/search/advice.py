@@ -1,5 +1,5 @@
-"""Advice on layouts: the changes that make a layout faster, and the layout that follows from the
-rules of Narayanan et al. 2021."""
+"""Advice on layouts: the changes that make a layout faster, and the layout that the rules of
+Narayanan et al. 2021 choose."""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from ptdmpi.plan.search.space import (
     shardings,
 )
 
-MOST_ADVICE = 3  # Largest number of layouts that are advised.
+MOST_ADVICE = 3  # Largest number of layouts that are proposed.
 # Fields of a Layout whose values are True or False.
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
@@ -73,8 +73,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield each layout in which half of the ranks of one axis are moved to another axis. For the
-    context axis, only the sizes that `contexts` in `space.py` returns are possible."""
+    """Yield each layout in which half of the ranks of one axis are moved to another axis. The
+    context axis may grow only up to the largest size that `contexts` in `space.py` returns."""
     sizes = ["tensor", "pipeline", "data"]
     most = contexts(Space(layout.ranks), pricer.model.config)[-1]
     if max(most, layout.context) > 1:
@@ -97,7 +97,7 @@ def difference(layout: Layout, changed: Layout) -> str:
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    # without GPipe, the number of chunks determines the schedule
+    # if neither schedule is GPipe, the numbers of chunks already say which schedules they are
     if len(kinds) == 2 and "gpipe" in kinds:
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)
@@ -118,13 +118,14 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return the largest number of changes from the layout of `price` to one of the best layouts (1
-    or 2), and the prices of these layouts, at most `MOST_ADVICE`.
+    """Return (largest number of changes that lead to one of the best layouts, prices of the best
+    layouts). The best layouts, at most `MOST_ADVICE`, improve the layout of `price` by one or two
+    changes.
 
-    If the layout of `price` fits into memory, the best layouts are the fastest of those that a
-    single change makes faster than this layout. If this layout does not fit, the best layouts are
-    the fastest layouts that fit after one or two changes. If no layout with one or two changes
-    fits, the best layouts are the layouts after a single change that save the most memory.
+    If the layout of `price` fits into memory, the best layouts are the fastest ones that are faster
+    after a single change. If it does not fit, the best layouts are the fastest ones that fit after
+    one or two changes. If none fits after two changes, the best layouts are those that need the
+    least memory after a single change.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:
@@ -149,7 +150,7 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
     """Return the seconds of a step, (b'/b + p - 1)(t_f(b) + t_b(b)), for each microbatch size b. b'
-    is the number of sequences of a replica, and p the number of pipeline ranks.
+    is the number of sequences of a replica, and p is the number of pipeline ranks.
 
     t_f and t_b are the times of forward and backward in the slowest stage (Narayanan et al. 2021,
     equation 1).
@@ -164,13 +165,13 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """Return the price of the layout that the rules ("takeaways") of Narayanan et al. 2021,
-    sections 3.2 to 3.5, choose.
+    """Return the price of the layout that follows from the rules ("takeaways") of Narayanan et al.
+    2021, sections 3.2 to 3.5.
 
-    The tensor-parallel size is as large as the number of a node's devices and the model allow. The
-    pipeline-parallel size is the smallest with which the model fits. The remaining ranks are
-    data-parallel. The microbatch size follows from equation 1. Recomputation is full. Returns None
-    if no such layout fits.
+    The tensor-parallel size is the largest that the model and the number of devices per node allow.
+    The pipeline-parallel size is the smallest with which the model fits into memory. The remaining
+    ranks are data-parallel. The microbatch size is the best one by equation 1 of the paper
+    (`microbatch_model`). All activations are recomputed. Returns None if no such layout fits.
     """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False, cuts_sequences=False)

@@ -1,7 +1,8 @@
-"""The choice of a run's layout by the search, for `ptdmpi train --layout auto`.
+"""The choice of a run's layout for `ptdmpi train --layout auto`.
 
-The search replaces the sizes of the axes, the schedule, the microbatch size and the recomputation
-of the configuration, and changes no other key. A run with a checkpoint keeps its layout.
+The search sets only the keys of the configuration that belong to a layout: the sizes of the axes,
+the schedule, the microbatch size, the recomputation and the sharding. A run with a checkpoint keeps
+its layout.
 """
 
 import math
@@ -30,8 +31,8 @@ CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration without the keys that the search chooses. It is validated as for a
-    run on one rank. Raises InputError with all mistakes of the configuration."""
+    """Return the configuration without the keys that the search chooses, validated as a
+    configuration for one rank. Raises InputError with all mistakes of the configuration."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
         for name, section in tree.items()
@@ -71,7 +72,7 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
-    """Return the configuration keys of the layout with which this run was started. Return None if
+    """Return the layout with which this run was started, as keys of a configuration. Return None if
     the run has no checkpoint, or if it was started with another model, another batch or another
     number of ranks."""
     path = Path(config.run.dir)
@@ -91,9 +92,9 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """Return the legal sizes of the data axis on `ranks` ranks; None if every size is legal. Only a
-    file of edges (a communication graph) and a split of datasets by rank restrict this size. Raises
-    InputError if no size is legal."""
+    """Return the data-parallel sizes that are legal on `ranks` ranks, or None if every size is
+    legal. Two settings restrict the size: a topology from a file of edges, and datasets that are
+    split by rank. Raises InputError if no size is legal."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":
         return None
@@ -118,8 +119,8 @@ def choose(
     config: Config, vocab_size: int, cluster: Cluster, ranks: int, *, as_planned: bool = False
 ) -> tuple[list[Price], Pricer]:
     """Return the best layouts of the run on `ranks` ranks of the cluster, the best layout first,
-    and their pricer. If `as_planned` is True, the layouts are chosen in the same way as by `ptdmpi
-    plan`: some memory stays free, and the simplest of equally fast layouts is the best. Raises
+    and their pricer. If `as_planned` is True, the layouts are chosen as `ptdmpi plan` chooses them:
+    some memory stays free, and the simplest of almost equally fast layouts comes first. Raises
     InputError if no layout fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
@@ -147,21 +148,20 @@ def settled(
     *,
     as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
-    """Return the configuration tree with the keys of a layout, and a text that describes the choice
-    of this layout. If the run has a checkpoint, its layout is kept; otherwise the search chooses
-    the best layout.
+    """Return the configuration tree with a layout, and a text about the choice of this layout. If
+    the run has a checkpoint, the run keeps its layout; otherwise the search chooses the best
+    layout.
 
     Return None if `run.cluster` is not set; the caller must then measure this machine first.
-    `vocabulary` is a function that opens the data of a configuration and returns the size of its
-    vocabulary. `as_planned` has the same meaning as in `choose`. Raises InputError if no layout
-    fits.
+    `vocabulary` is a function that opens the data of a configuration and returns the size of the
+    vocabulary. `as_planned` is explained in `choose`. Raises InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
     if before is not None:
         return applied(tree, before), f"layout auto: the layout of the run in {config.run.dir}"
-    # the section data_parallel is left out, because a topology depends on the number of data ranks,
-    # which is not chosen yet
+    # the section [data_parallel] is replaced by its defaults, because its topology depends on the
+    # number of data ranks, which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
@@ -171,8 +171,8 @@ def settled(
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the configuration tree `tree`, in which the keys of `chosen` have the values of
-    `chosen`."""
+    """Return the configuration tree `tree` with the keys and values of `chosen` in place of its
+    own."""
     return {**tree, **{name: {**tree.get(name, {}), **keys} for name, keys in chosen.items()}}
 
 

@@ -1,25 +1,23 @@
-"""The search for the fastest legal layouts. The search is exhaustive: the lower bounds by which it
-skips layouts never exclude the best layout.
+"""The search for the fastest legal layouts. The search is exhaustive: it skips a layout only if a
+lower bound of its step time shows that it cannot be among the fastest.
 
-For each set of sizes (of the axes, of the microbatch, and of the chunks per rank), the fastest
-settings that fit are kept: recomputation, sequence parallelism, schedule, scattering of messages,
-sharding and offload.
+For each set of sizes (sizes of the axes, microbatch size, and chunks per rank), only the fastest
+settings that fit are kept. The settings are recomputation, sequence parallelism, schedule,
+scattering of messages, sharding and offload.
 
-Each layout has two lower bounds of its step time. The first (`Pricer.rough_bound_s`) is computed
-for the mean of the ranks; the second (`Pricer.bound_s`) is the greatest of the bounds of all ranks.
-The first bound is never greater than the second, and cheaper to compute. The second bound is
-cheaper to compute than the simulated step time. The search visits the layouts in ascending order of
-the first bound (with their fastest sharding), and simulates the visited layouts in ascending order
-of the second bound. The search ends when all other layouts have bounds that
-are at least the step time of the slowest kept layout: the first bound of each layout not yet
-visited, and the second bound of each layout not yet simulated. At this point no other layout can be
-among the best. The result is therefore the same as if every layout were simulated. A learned or
-approximate search could not find a better layout.
+Each layout has two lower bounds of its step time. The first bound (`Pricer.rough_bound_s`) is
+computed from the mean work of a rank. The second bound (`Pricer.bound_s`) is the maximum of the
+bounds of all ranks. The first bound is never greater than the second bound, and is cheaper to
+compute. The second bound is in turn cheaper to compute than the simulated step time. The search
+visits the layouts in ascending order of the first bound (with their fastest sharding), and
+simulates the visited layouts in ascending order of the second bound. The search ends when the
+bounds of all other layouts are at least the step time of the slowest kept layout. (Layouts that are
+not yet visited have the first bound, visited layouts the second.) At this point no other layout can
+be among the fastest, so the result is the same as if every layout were simulated.
 
-A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. In
-this second pass the step time of the fastest layout is known. So the second pass simulates only
-layouts that are simpler than the fastest layouts, and whose bounds are at most slightly greater
-than that step time.
+A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
+second pass simulates only layouts that are simpler than those found so far, and whose bounds allow
+a step time that is at most slightly longer than the shortest one.
 """
 
 import bisect
@@ -54,17 +52,17 @@ from ptdmpi.plan.search.space import (
 
 HEADROOM = 8  # Percent of a device's memory that a plan keeps free.
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
-# because the error of the prediction is larger.
+# because the error of a predicted step time is larger than this.
 TIE = 0.02
-# a search over so many layouts takes a minute and half a gigabyte of memory
+# largest number of layouts in a search; a search over so many takes a minute and half a gigabyte
 MOST_LAYOUTS = 1_000_000
 
 
 class Best:
     """The prices of the `count` fastest layouts so far, the fastest first.
 
-    `same` is a function from a layout to a key: among layouts with equal keys, only the fastest
-    layout is kept. A layout whose step takes `ceiling_s` seconds or more is never kept.
+    `same` is a function that returns a key for a layout. Only the fastest layout with each key is
+    kept. A layout whose step takes `ceiling_s` seconds or more is never kept.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Best:
 
     @property
     def limit_s(self) -> float:
-        """Return the step time in seconds below which the price of a further layout is kept."""
+        """Return the step time in seconds that a further layout must beat to be kept."""
         if len(self.prices) < self.count:
             return self.ceiling_s
         return self.prices[-1].step_time_s
@@ -114,8 +112,9 @@ class _TimedSharding(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A layout without sharding, the shardings with which it may fit into memory (the fastest
-    first), and a lower bound of the seconds of its work in a step."""
+    """A layout without sharding, and the shardings with which it may fit into memory, the fastest
+    first. `work_s` is a lower bound of the seconds of a step without the messages of the
+    sharding."""
 
     layout: Layout
     shardings: list[_TimedSharding]
@@ -125,9 +124,9 @@ class _Candidate(NamedTuple):
 @dataclass
 class _Collected:
     """The layouts that a search has collected. `groups` has all legal layouts with one chunk per
-    rank. `candidates` has layouts with any number of chunks, if they have a sharding that may fit.
-    `rough` has (rough bound in seconds, index of a candidate); the bound is for the fastest
-    sharding of the candidate."""
+    rank. `candidates` has the layouts with any number of chunks that may fit with at least one
+    sharding. `rough` has pairs (rough bound in seconds, index of a candidate), where the bound is
+    that of the candidate's fastest sharding."""
 
     groups: list[Layout] = field(default_factory=list)
     candidates: list[_Candidate] = field(default_factory=list)
@@ -135,12 +134,12 @@ class _Collected:
 
 
 def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) -> list[Price]:
-    """Return the prices of the `count` fastest layouts that fit, the fastest first, each with its
-    best settings.
+    """Return the prices of the `count` fastest layouts that fit into memory, the fastest first,
+    each with its best settings.
 
-    Layouts whose step takes less than 1 + `tie` times the fastest step are treated as equally fast.
-    The simplest of these layouts comes first, even if it is not among the `count` fastest layouts.
-    Raises InputError if no layout is legal, or if no layout fits.
+    Layouts whose step takes less than 1 + `tie` times as long as the fastest step are treated as
+    equally fast. The simplest of these layouts comes first, even if it is not among the `count`
+    fastest layouts. Raises InputError if no layout is legal, or if no layout fits.
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
@@ -176,8 +175,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, int]:
-    """Return the complexity of a layout: (number of axes with several ranks, number of chunks per
-    pipeline rank). A layout whose pair is smaller is simpler."""
+    """Return the complexity of a layout as a pair: (number of axes with several ranks, number of
+    chunks per pipeline rank). A smaller pair means a simpler layout."""
     sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
@@ -191,8 +190,8 @@ def _simpler(
     than: tuple[int, int],
 ) -> Price | None:
     """Return the price of the simplest layout that fits and whose step takes less than `limit_s`
-    seconds; if there are several, the fastest of them. Return None if no such layout is simpler
-    than `than` (see `_complexity`)."""
+    seconds. If several layouts are equally simple, return the fastest of them. Return None if no
+    such layout is simpler than `than` (see `_complexity`)."""
     classes: dict[tuple[int, int], list[_Candidate]] = {}
     for rough_s, number in collected.rough:
         candidate = collected.candidates[number]
@@ -217,8 +216,8 @@ def _simpler(
 
 
 def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the variants of the layout that fit. If `space.uneven` is True, divide the layers
-    unevenly among the stages, too, and also yield the variants of these layouts that fit."""
+    """Yield the variants of the layout that fit into memory. If `space.uneven` is True, also yield
+    the fitting variants in which the first stage has fewer layers than the others."""
     for first in uneven_firsts(space, pricer, layout):
         yield from _fitting(pricer, space, first)
 
@@ -227,9 +226,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield the legal variants of a layout that fit into memory. If the first variant does not fit
     into memory, no other variant fits.
 
-    If a layout without recomputation does not fit, yield this layout with the smallest number of
+    If the first variant recomputes nothing and does not fit, yield it with the smallest number of
     recomputed layers with which it fits. In a pipeline, do this only if `space.uneven` is True,
-    because all other stages would wait for the stages that recompute.
+    because the stages without recomputation would wait for those with recomputation.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):
@@ -243,7 +242,7 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
 
 def _collect(pricer: Pricer, space: Space) -> _Collected:
     """Return all legal layouts, with the first (rough) bounds of their step times. Raises
-    InputError if there are more than `MOST_LAYOUTS` candidates."""
+    InputError if there are more than `MOST_LAYOUTS` of them."""
     collected = _Collected()
     reported = 0
     known: dict[tuple[int, int, str, Dealing, int, str], list[tuple[float, float, Sharding]]] = {}
@@ -286,7 +285,8 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     """Return the error message for the case that no layout fits. The message says how much memory
-    the smallest layout needs, and which other settings or numbers of ranks are legal or fit."""
+    is needed by the layout that needs the least, and which other settings or numbers of ranks are
+    legal or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:
@@ -329,8 +329,8 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 
 def _named(layout: Layout) -> list[str]:
-    """Return a layout in words: the sizes of its axes, its recomputation, and, if state is sharded
-    or offloaded, its sharding."""
+    """Return a description of a layout: the sizes of its axes, its recomputation, and, if state is
+    sharded or offloaded, its sharding."""
     words = [str(layout), f"recompute {layout.recompute}"]
     if covers_state(layout.zero) or layout.offload != "none":
         words.append(sharding_words(layout))
@@ -338,8 +338,8 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the layouts with every legal sharding. Layouts without offload come first, and then
-    layouts with offload; both are sorted by the stage of ZeRO, ascending."""
+    """Return the layouts, each with every sharding that is legal for it. Layouts without offload
+    come first, then layouts with offload. Both are in ascending order of the ZeRO stage."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )

@@ -1,5 +1,5 @@
 """The space of a layout search: all legal layouts, and the settings that the search tries for each
-of them."""
+layout."""
 
 import itertools
 import math
@@ -32,28 +32,28 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layer.legality import is_legal
 
 # The largest numbers of chunks per rank and of stages. More chunks or stages would hardly shrink
-# the bubble, and each of them adds messages.
+# the bubble, but would add messages.
 MOST_CHUNKS = 64
 MOST_STAGES = 256
-# The smallest number of positions of a sequence on a context rank. The search does not divide
-# sequences into shorter parts than this. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et
-# al. 2024, arXiv 2407.21783, table 4.)
+# The smallest number of positions of a sequence on a context-parallel rank. The search does not
+# divide sequences into shorter parts. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et al.
+# 2024, arXiv 2407.21783, table 4.)
 LEAST_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
 class Space:
-    """The settings that a layout search may choose, and the settings that are fixed. If a setting
-    is None, the search chooses its value."""
+    """The settings of a layout search. A setting with a value is fixed; if a setting is None, the
+    search chooses its value."""
 
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # the number of recomputed layers if `recompute` is "full"
+    recompute_layers: int | None = None  # number of recomputed layers if `recompute` is "full"
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
-    uneven: bool = False  # if True, also try fewer first_layers and, in
+    uneven: bool = False  # If True, also try a shorter first stage and partial recomputation.
     zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
@@ -67,15 +67,15 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of `groups` have.
-        (The function `variants` also yields layouts with another value of `scatter_gather`.)"""
+        """Return the values of `scatter_gather` and `dp_overlap` of all layouts that `groups`
+        yields. (The function `variants` later also tries the other value of `scatter_gather`.)"""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
 
 def contradiction(space: Space) -> str:
-    """Return a text that says which fixed settings of `space` contradict each other, so that no
-    layout can have all of them; return "" if there is no contradiction."""
+    """Return a text that says which fixed settings of `space` contradict each other, or "" if a
+    layout can have all of them."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -94,15 +94,15 @@ def contradiction(space: Space) -> str:
     mistakes = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         mistakes = [[*lines, groups_need_zero("node")] for lines in mistakes]
-    # a space is possible if at least one stage of ZeRO has no contradiction
+    # the settings are possible if at least one stage of ZeRO has no contradiction
     fewest = min(mistakes, key=len)
     return "; ".join(fewest)
 
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
-    """Return the sizes of the context axis that the search tries, ascending from 1. Each size
-    divides a sequence into equal chunks, so that each context rank has at least `LEAST_POSITIONS`
-    positions of the sequence."""
+    """Return the context-parallel sizes that the search tries, ascending from 1. Each size c
+    divides a sequence into 2 c equal chunks, two for each context rank, and leaves each context
+    rank at least `LEAST_POSITIONS` positions."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
@@ -111,11 +111,11 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple[int, int | None]]:
     """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. With
-    the first pair, experts are not distributed over ranks. With every pair, each rank has equally
-    many experts."""
+    the first pair, experts are not distributed over ranks. With each of the other pairs, each rank
+    gets the same number of experts."""
     if not space.deals_experts or not model.experts:
         return [(1, None)]
-    # adapters are refused if the tensor axis does not divide the experts (expert_tensor = 1)
+    # adapters are not supported if the tensor-parallel ranks have whole experts (expert_tensor = 1)
     ways = (None, 1) if layout.tensor > 1 and not model.adapt.adapts else (None,)
     return [
         (size, way)
@@ -126,8 +126,9 @@ def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple
 
 
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
-    """Return the context-parallel methods that the search tries on a context axis of `context`
-    ranks. If `context` is 1, no method is needed, and the result has only the default method."""
+    """Return the context-parallel methods that the search tries for the context-parallel size
+    `context`. If the size is 1, the method does not matter, and the result has only the default
+    method."""
     if context == 1:
         return CONTEXT_METHODS[:1]
     if space.context_method is not None:
@@ -136,7 +137,7 @@ def context_methods(space: Space, context: int) -> tuple[str, ...]:
 
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
-    """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
+    """Return the number of ranks in a shard group if `parallel.shard_group` is "node"."""
     near = pricer.cluster.node.devices // (layout.tensor * layout.expert_tokens)
     context = layout.context // layout.expert_context
     return shards_of_a_node(layout.data // layout.expert_data, near, context=context)
@@ -161,8 +162,9 @@ class Sharding(NamedTuple):
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
     """Return the shardings that the search tries for a layout. A shard group has all ranks with the
     same part of the model, or all such ranks on one node. The optimizer's state is stored on the
-    device, or in another memory whose speed the cluster file states. If no two ranks have the same
-    part of the model, nothing can be sharded, and only the lowest stage of ZeRO is tried."""
+    device, or it is offloaded to a memory whose speed the cluster file states. If no two ranks have
+    the same part of the model, there is nothing to shard, and only the lowest stage of ZeRO is
+    tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -173,7 +175,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         places = [space.offload]
     else:
         known = [place for place in OFFLOADS[1:] if not pricer.cluster.lacks(place)]
-        # if ranks compute on the host, state cannot be offloaded to the host's memory
+        # if ranks compute on the host, offloading state to the host's memory would save nothing
         places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
     ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
     scheduled = replace(layout, schedule=space.schedule or layout.schedule)
@@ -182,7 +184,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
 
 def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
     """Return the sizes of shard groups to try, ascending; None means all ranks with the same part
-    of the model. Groups of one rank are left out, since they shard nothing."""
+    of the model. Groups of one rank are left out, because they would shard nothing."""
     legal = {*groups_to_shard(layout)} - {1}
     sizes = legal & _group_sizes(space, pricer, layout)
     return [None if size == layout.copies else size for size in sorted(sizes)]
@@ -201,8 +203,8 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
     """Return the sharding of a layout as command-line options. The result has only the options that
-    differ from the options of `before`. If `before` is None, the options are compared with a layout
-    without sharding."""
+    differ from those of the layout `before`. If `before` is None, it has the options that differ
+    from a layout without sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:
@@ -229,8 +231,8 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
         rows = itertools.product(contexts(space, config), divisors(space.ranks // tensor))
         for context, pipeline in rows:
             data, rest = divmod(space.ranks // tensor, context * pipeline)
-            # check these sizes before a layout is made: this excludes most of the space if the
-            # batch is large
+            # check these sizes before a layout is made, because this already excludes most layouts
+            # if the batch is large
             if rest or pipeline > config.layers or not data or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -264,9 +266,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts that `group` (a layout of `groups`) represents, one for each number of
-    chunks per rank that the search tries. The layouts have the schedule `space.schedule`, or, if it
-    is None, the default schedule. Without a pipeline there is only one chunk."""
+    """Yield the layouts that `group` (a layout of `groups`) represents: one for each number of
+    chunks per rank that the search tries. Their schedule is `space.schedule`, or the default
+    schedule if this is None. Without a pipeline, the only number of chunks is 1."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
@@ -283,10 +285,10 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
 
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, its variant with the schedule GPipe, and its variants in which messages
-    between stages are not scattered over the tensor ranks. No variant needs less memory than the
-    layout itself: GPipe keeps the activations of all microbatches, and without scattering each
-    stage still receives the whole tensor."""
+    """Yield the layout itself first. Then yield its variant with the schedule GPipe, and its
+    variants in which messages between stages are not scattered over the tensor-parallel ranks. No
+    variant needs less memory than the layout itself: GPipe keeps the activations of all
+    microbatches, and without scattering each stage still receives the whole tensor."""
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
@@ -300,9 +302,10 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, in which the numbers of layers of the stages are as equal as possible. If
-    `space.uneven` is True, also yield the layout with one layer fewer and with two layers fewer on
-    the first stage, because this stage has the embedding and the most microbatches in flight."""
+    """Yield the layout, whose stages have numbers of layers that are as equal as possible. If
+    `space.uneven` is True, also yield the layout with one and with two layers fewer on the first
+    stage. The first stage may need fewer layers, because it has the embedding and the most
+    microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
         own = len(pricer.memory.stages.split(layout)[0])
@@ -311,10 +314,10 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Find the smallest number of layers whose full recomputation makes a layout fit that
-    recomputes nothing and does not fit. The search is a bisection. Yield the layout that recomputes
-    this number of layers, beginning with the model's first layer. Yield nothing if the layout fits
-    only with all layers recomputed, or does not fit even with all layers recomputed."""
+    """Find, by bisection, the smallest number of fully recomputed layers with which a layout fits
+    into memory. `layout` recomputes nothing and does not fit. Yield the layout that recomputes this
+    number of layers, beginning with the model's first layer. Yield nothing if the layout fits only
+    with all layers recomputed, or not even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

@@ -1,8 +1,8 @@
-"""Pictures of a timeline, for a terminal, as PNG or as SVG. Planned and measured timelines are
-drawn in the same way.
+"""Pictures of a timeline: as text for a terminal, as PNG or as SVG. Planned and measured timelines
+are drawn in the same way.
 
-The table `OP_KINDS` has a letter and a colour for each kind of op. The colour has a different shade
-for each chunk of a rank. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure
+Each kind of op has a letter and a colour (see `OP_KINDS`), and each chunk of a rank has its own
+shade of the colour. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure
 4. Idle time is grey, and waiting for an input is hatched.
 """
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_SHADES = 4  # Number of shades of each colour, for the chunks of a rank.
-_DARK_SHADES = 2  # On this number of darkest shades, letters are white, not black.
+_SHADES = 4  # Number of shades of each colour; chunks of a rank differ in shade.
+_DARK_SHADES = 2  # Letters are white on this number of darkest shades, and black on the others.
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # Colours of letters, for (terminal, picture).
-# True: a number is written horizontally into its bar; False: vertically.
+# Style of a number in a bar. True: written horizontally; False: written vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
 }
-# Do not write the date: with dates, two pictures of the same timeline would be different files.
+# Leave out the date, so that two pictures of the same timeline are identical files.
 _METADATA = {"svg": {"Date": None}}
 # a legend with entries longer than 18 characters has fewer columns
 _LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18
@@ -42,7 +42,7 @@ _COLORS = {
     "other": "#9a9aa5",
 }
 _LEGEND_ROW_INCHES = 0.2
-_LEAST_LETTER = 4.0  # size in points: smaller letters could not be read
+_LEAST_LETTER = 4.0  # in points; smaller letters would be illegible
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
@@ -51,8 +51,8 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class Chunks:
-    """The index of each op's chunk on its rank (0 for the first chunk), derived from the stages
-    whose ops the rank runs."""
+    """The chunks of each rank, derived from the stages whose ops the rank runs. The first chunk of
+    a rank has the index 0."""
 
     def __init__(self, timeline: Timeline) -> None:
         # stages are derived from the spans, because a timeline that was read from a file has no
@@ -80,9 +80,9 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
     Each op is shown with the number of its microbatch. The rest of the op's width is filled with
-    the letter of its kind, or, in colour, with blanks. If an op is too narrow for its number, only
-    the last digit of the number, or no digit, is shown. In this case, an additional line says at
-    which width all numbers would be shown.
+    the letter of its kind, or, in colour, with blanks. If some op is too narrow for its number,
+    only the last digits of all numbers are shown, or no digits. In this case, an additional line
+    says how many columns would show all numbers.
     """
     ranks, chunks = timeline.ranks, Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -116,8 +116,8 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 
 def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
-    """Return a text for `width` columns of a terminal: `text` and then blanks, on a background of
-    the given shade of a colour."""
+    """Return the content of `width` columns of a terminal, one string per column: `text` followed
+    by blanks, on a background in the given shade of a colour."""
     cells = list(text.ljust(width)[:width])
     if cells:
         letters, _ = _letters_on(shade)
@@ -172,16 +172,17 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """Return two values: a function that returns the label of an op at this scale, and a list of
-    notes. The list has a note if labels are shortened, and is empty otherwise."""
+    """Return two values: a function that returns the label of a span at this scale, and a list. If
+    the labels are shortened, the list has a note for the user that says so; otherwise it is
+    empty."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
     first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color, an op needs a column for the letter of its kind. Ops of the first kind need
-        # none. Numbers of several digits also need a gap.
+        # A number of several digits needs one more column as a gap. A number of one digit needs one
+        # more column for the mark of its kind, except in colour and for the first kind.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
@@ -207,9 +208,9 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Draw the timelines into a PNG or SVG file, one below the other. Each timeline has a row of
     bars for each rank.
 
-    Timelines with the same unit share the time axis. Raises InputError if the suffix is neither
-    .png nor .svg, or if the path cannot be written. After an error, an older file at this path is
-    unchanged.
+    If all timelines have the same unit, they have the same scale. Raises InputError if the suffix
+    is neither .png nor .svg, or if the path cannot be written. If writing fails, an older file at
+    this path remains unchanged.
     """
     check_picture(path)
     import matplotlib
@@ -245,8 +246,8 @@ def check_picture(path: str | Path) -> None:
 
 
 def save(drawing: "Figure", path: str | Path) -> None:
-    """Write a picture to a file; after an error, no incomplete file remains. Raises InputError for
-    a suffix other than .png and .svg, and if the file cannot be written."""
+    """Write a picture to a file. If writing fails, no incomplete file remains. Raises InputError
+    for a suffix other than .png and .svg, and if the file cannot be written."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     metadata = _METADATA.get(kind)
@@ -254,7 +255,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
-    """Return the entries of the legend of colours. Chunks with the same shade share one entry."""
+    """Return the entries of the legend. Chunks with the same shade share one entry."""
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}
@@ -284,8 +285,8 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
 def _draw_all(
     drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float], below: float
 ) -> None:
-    """Draw one panel for each timeline, from top to bottom, above the legend. `heights` and `below`
-    (the height of the legend) are in inches."""
+    """Draw one panel for each timeline, from top to bottom, above the legend. `heights` has the
+    heights of the panels and `below` is the height of the legend, in inches."""
     total = sum(heights) + below
     left, right = _SIDES_INCHES
     top = total
@@ -354,14 +355,14 @@ def _draw_bars(
 
     across, up = array([0, 1, 1, 0]), array([0, 0, 0.86, 0.86])
     corners = [array([x + width * across, y + up]).T for x, y, width in bars]
-    # one path for all bars: hatching ten thousand separate bars would take a minute
+    # draw one path for all bars, because hatching ten thousand separate bars would take a minute
     if kind == "receive":
         outline = Outline.make_compound_path_from_polys(array(corners))
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
         return
-    # A white rim separates neighbouring bars, if there are few bars. Thousands of narrow bars would
-    # consist only of rims.
+    # White rims separate neighbouring bars. The rims are thinner if there are many bars, because
+    # rims of full width would cover thousands of narrow bars.
     rim = min(0.7, 60 / len(bars))
     axes.add_collection(PolyCollection(corners, fc=tint(kind, shade), ec="white", linewidths=rim))
 
@@ -382,8 +383,7 @@ def _draw_numbers(
     *,
     extent_s: float,
 ) -> None:
-    """Draw the microbatch number in every bar that is wide enough, with the same size of letters in
-    all bars.
+    """Draw the microbatch number into every bar that is wide enough, in the same size in all bars.
 
     In a bar that is too narrow for a horizontal number, the number is written vertically.
     """
@@ -414,15 +414,14 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """Return two values for the time axis: the length of its unit in units of the timeline, and the
-    name of its unit."""
+    """Return the unit of the time axis: its length in units of the timeline, and its name."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
 
 
 def fill(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to write a file; after an error, no incomplete file remains. Raises InputError
+    """Call `write` to write a file. If writing fails, no incomplete file remains. Raises InputError
     if the file cannot be written."""
     try:
         with replacing(path) as beside:

@@ -1,5 +1,5 @@
-"""A picture of the memory of ranks during a step: a curve for each pipeline rank, and a line for
-the memory that a rank has available."""
+"""A picture of the memory during a step: a curve for each pipeline rank, and a line for the memory
+that is available to a rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,18 +14,18 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # up to this number of ranks, all ranks are drawn
+MOST_DRAWN = 8  # largest number of ranks that are all drawn
 SOME_DRAWN = 5
 COLUMNS = 400  # approximate number of moments in a drawn curve
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
-    """Return the memory of each pipeline rank during a step: (moments in seconds, bytes in use from
-    each moment on).
+    """Return, for each pipeline rank, its memory during a step as (moments in seconds, bytes in use
+    from each moment on).
 
-    Weights, gradients and optimizer state are in memory during the whole step. Each op adds its
-    working memory while it runs; it adds the tensors that it keeps, and frees tensors that earlier
-    ops kept.
+    Weights, gradients and optimizer state are in memory during the whole step. Each op uses its
+    working memory while it runs, adds the tensors that it keeps for later ops, and frees tensors
+    that earlier ops kept.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.times.stage_times(layout)
@@ -106,9 +106,9 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, smallest memory, largest memory), reduced to about `COLUMNS` moments. The
-    memory amounts are the minimum and the maximum between a moment and the next moment, so that a
-    picture can show many short peaks."""
+    """Return (moments, smallest memory, largest memory), reduced to about `COLUMNS` moments.
+    `amounts` has the memory in use from each of the `moments` on. The results are the minimum and
+    the maximum between one moment and the next, so that a picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

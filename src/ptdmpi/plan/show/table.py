@@ -36,9 +36,9 @@ LEGEND = (
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
-    """Return the entry of a layout in the JSON that `ptdmpi plan --json` prints. If `tokens`, the
-    number of tokens of the whole training, is given, the entry has the days and the rank-hours of
-    the training."""
+    """Return the entry of a layout in the JSON that `ptdmpi plan --json` prints. `tokens` is the
+    number of tokens of the whole training. If it is given, the entry also has the days and the
+    rank-hours of the training."""
     layout = price.layout
     entry: dict[str, Any] = {
         "layout": str(layout),
@@ -79,9 +79,9 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 
 def parts_s(price: Price) -> dict[str, float]:
-    """Return the seconds that each kind of work takes in a step, by kind. The seconds of the
-    context axis are included only if the layout cuts sequences, and the seconds of sending tokens
-    to experts only if the layout distributes experts."""
+    """Return the seconds that each kind of work takes in a step, as a dict with the keys of PARTS.
+    The keys "context" and "expert" are included only if the layout cuts sequences or distributes
+    experts."""
     parts = asdict(price.parts)
     for axis in ("context", "expert"):
         if getattr(price.layout, axis) == 1:
@@ -90,9 +90,9 @@ def parts_s(price: Price) -> dict[str, float]:
 
 
 def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the messages that rank 0 sends in a step, computed by the closed forms of
-    `StepTraffic`: group of ranks -> kind of message -> {"messages": their number, "bytes": their
-    total size}."""
+    """Return the messages that rank 0 sends in a step, computed from the closed forms of
+    `StepTraffic`. The result maps group of ranks -> kind of message -> {"messages": number of
+    messages, "bytes": total size}."""
     step = StepTraffic(
         pricer.model,
         price.layout,
@@ -104,7 +104,8 @@ def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def settings(entry: dict[str, Any]) -> str:
-    """Return the settings of a layout in a few words, without the sizes of its axes."""
+    """Return the settings of a layout in a few words, without the sizes of its axes. `entry` is a
+    result of `numbers`."""
     words = [entry["schedule"], f"recompute {entry['recompute']}"]
     if entry["recompute_layers"] is not None:
         words[-1] += f" of {counted(entry['recompute_layers'], 'layer')}"
@@ -140,8 +141,8 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return seconds as text, in s, ms or us. The unit is chosen so that the total time `of` is
-    readable in it."""
+    """Return a time as text, in s, ms or us. The unit is the one that suits the total time `of`, in
+    seconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
@@ -177,8 +178,8 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the columns of the table. The lines explain the columns c, e
-    and et only if the sizes of a layout include them."""
+    """Return the lines of text below the table that explain its columns and the letters in the
+    layouts. The letters c, e and et are explained only if they occur in a layout."""
     words = {"c": "c context, ", "e": "e expert, ", "et": "et expert_tensor, "}
     for letter in words:
         if not any(f"{letter}=" in entry["layout"] for entry in entries):
@@ -211,8 +212,8 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str, str]]:
-    """Yield (name of the group, text) for each group of ranks in which a rank sends messages. The
-    text lists, by kind of message, the messages that one rank sends in a step."""
+    """Yield (name of the group, text) for each group of ranks in `sent`. The text lists the
+    messages that a rank sends in this group in a step, by kind of message."""
     for group, kinds in sent.items():
         parts = (
             f"{size(numbers['bytes'])} in {counted(numbers['messages'], KIND_WORDS[kind])}"
@@ -222,8 +223,8 @@ def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str,
 
 
 def _why(why: dict[str, Any]) -> Iterator[str]:
-    """Yield lines that explain why the given layout is not the best layout, and which changes
-    help."""
+    """Yield lines that explain why the given layout is not the best layout, and which changes would
+    make it better."""
     entry = why["layout"]
     changes = why["changes"]
     yield ""

@@ -1,4 +1,4 @@
-"""Timelines as files in the format that Perfetto and chrome://tracing read."""
+"""Export of timelines to files that Perfetto and chrome://tracing read."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the timeline for Perfetto or chrome://tracing, with a process for each rank and times
     in microseconds.
 
-    If the time unit is not seconds, one unit is shown as a millisecond. Raises InputError if `path`
-    cannot be written.
+    If the time unit of the timeline is not the second, one unit is shown as one millisecond. Raises
+    InputError if `path` cannot be written.
     """
     us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3
     events: list[dict[str, object]] = []

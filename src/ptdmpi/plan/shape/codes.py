@@ -1,10 +1,9 @@
-"""Closed forms for the lengths, in bits, of the codes into which compressors convert gradients. The
-planner computes the times of messages from these lengths, and the encoders of gradients produce
-codes of exactly these lengths.
+"""Closed forms of code lengths, in bits. A code is a compressed gradient. The planner computes the
+times of messages from these lengths, and the encoders produce codes of exactly these lengths.
 
-Each compressor divides the numbers of a parameter into units. A unit is a run of consecutive
-elements of a parameter. The last unit of a parameter, or a unit of a bias, may be shorter; then the
-scale of this unit belongs to fewer elements.
+Each compressor divides the elements of a parameter into units of consecutive elements; each unit of
+a quantised code has one scale. The last unit of a parameter, or a unit of a bias, may be shorter
+than the others.
 """
 
 import math
@@ -15,17 +14,17 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
 # The maximum numbers of elements of a unit, for sparse codes and for quantised codes. With these
-# lengths an index in a sparse code has 12 bits, and a float32 scale in a quantised code adds 1/16
-# bit per element. (QSGD's variance grows with the length; Alistarh et al. 2017, section 3.3, also
-# use 512.) For int8 and int4, `block` is the length.
+# sizes, an index in a sparse code has 12 bits, and a float32 scale in a quantised code adds 1/16
+# bit per element. (The variance of QSGD grows with the size of a unit; Alistarh et al. 2017,
+# section 3.3, also use 512.) For int8 and int4, the key `block` gives the size of a unit.
 SPARSE, QUANTISED = 4096, 512
-# Number of elements that are encoded at once, unless a tile has more elements.
+# Largest number of elements that are encoded at once, unless a single tile has more.
 MOST_ELEMENTS = 2**20
-# While an element is encoded or decoded, memory holds at most NUMBERS floating-point numbers and
-# INTEGERS 64-bit integers for this element. MORE_NUMBERS has the additional floating-point numbers
-# that some kinds of error feedback need. A server is the data rank that averages a tile. Each
-# server averages only some of the tiles, but its memory is counted as if it averaged all tiles. The
-# values are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# Encoding and decoding take, for each element, at most NUMBERS floating-point numbers and INTEGERS
+# 64-bit integers of memory. MORE_NUMBERS has the additional floating-point numbers that some kinds
+# of error feedback need. With double_squeeze and neolithic, each tile is averaged by one data rank,
+# its server; the memory of a server is counted as if it averaged all tiles. The values are
+# measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
@@ -41,8 +40,8 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 
 def _tile(part: Part, cut: int) -> int:
     """Return the number of elements of the largest tile into which the parameters `part` are cut.
-    `cut` is gcd(heads, ffn_hidden), the number of equal slices into which the lines (rows or
-    columns) of the part are divided if possible."""
+    If possible, the lines (rows or columns) of the part are divided into `cut` = gcd(heads,
+    ffn_hidden) equal slices."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -63,9 +62,9 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return the number of consecutive lines (rows or columns) that always stay in one tile:
-    `lines` / `shares` if `shares` divides `lines`, else 1. For example, the table of a padded
-    vocabulary may be cut after any of its lines."""
+    """Return the number of consecutive lines (rows or columns) that always stay in one tile. The
+    result is `lines` / `shares` if `shares` divides `lines`. Otherwise it is 1: for example, the
+    table of a padded vocabulary may be cut after any of its lines."""
     if lines % shares:
         return 1
     return lines // shares
@@ -74,9 +73,9 @@ def _lines(lines: int, shares: int) -> int:
 def scratch_bytes(
     section: DataParallelConfig, n: int, elements: int, *, tile: int, number_bytes: int
 ) -> int:
-    """Return the largest working memory, in bytes, that encoding and decoding `elements` elements
-    takes on one of `n` ranks. `tile` is the number of elements of the largest tile, and
-    `number_bytes` the number of bytes of a floating-point number."""
+    """Return the most working memory, in bytes, that one of `n` ranks needs to encode and decode
+    `elements` elements. `tile` is the number of elements of the largest tile, and `number_bytes`
+    the number of bytes of a floating-point number."""
     most = min(elements, max(MOST_ELEMENTS, tile))
     numbers = NUMBERS + MORE_NUMBERS.get(section.error_feedback, 0)
     numbers += 2 if section.method == "decentralized" else 0
@@ -89,11 +88,11 @@ def scratch_bytes(
 def bits_per_element(
     section: DataParallelConfig, number_bits: int, tile: tuple[float, float]
 ) -> float:
-    """Return the bits per element of the code of a large matrix, whose uncompressed numbers have
-    `number_bits` bits.
+    """Return the number of bits per element in the code of a large matrix. `number_bits` is the
+    number of bits of an uncompressed number.
 
-    The result is the mean over steps, for one encoding of the matrix. `tile` is (lines, length) of
-    the tiles that PowerSGD factors.
+    The result is for one encoding of the matrix, as the mean over steps. `tile` is the shape
+    (number of lines, length of a line) of the tiles that PowerSGD factorizes.
     """
     match section.compressor:
         case "top_k":

@@ -1,11 +1,12 @@
-"""The assignment of matrices to the ranks of a shard group. The optimizer Muon makes the update of
-each matrix orthogonal on one rank; the other ranks send their slices of the matrix to this rank.
+"""The assignment of matrices to the ranks of a shard group, for the optimizer Muon. Muon
+orthogonalizes the update of each matrix on one rank, to which the other ranks send their slices of
+the matrix.
 
-Sharding divides a flat order of all parameters among ranks. Some divisions are inside matrices that
-Muon must update as a whole. One of the ranks that have a slice of such a matrix is the owner of the
-matrix: it makes the matrix orthogonal. The other ranks send their slices to the owner, and receive
-their slices of the update. So the ranks of a group share the work. A matrix that is completely on
-one rank is not sent.
+Sharding lays all parameters in a row, the flat order, and divides the row among the ranks. Some of
+the cuts are inside matrices that Muon must update as a whole. One of the ranks that have a slice of
+such a matrix is the owner of the matrix and orthogonalizes the update. The other ranks send their
+slices to the owner, and receive their slices of the update. Different matrices have different
+owners, so the ranks of a group share the work. A matrix that is completely on one rank is not sent.
 """
 
 import itertools
@@ -41,8 +42,8 @@ class Slice(NamedTuple):
 
 
 def slices(own: range, unit: range, shards: int) -> list[Slice]:
-    """Return the slices of a parameter that the shards store. The parameter has the elements `own`
-    of the flat order. They are a part of the elements `unit`, which are divided evenly among
+    """Return the slices of a parameter that the shards store. `own` is the range of the parameter's
+    elements in the flat order. `unit` is a range that contains `own` and is divided evenly among
     `shards` shards. Shards that store no element of the parameter are left out."""
     share = len(unit) // shards
     low = (own.start - unit.start) // share
@@ -69,14 +70,13 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
 
 @dataclass
 class Dealt:
-    """The work of a rank on the matrices of its stages, when Muon updates them.
+    """The work of a rank when Muon updates the matrices of the rank's stages.
 
     `elements` is the number of elements of these matrices that the rank stores. `makes` maps
     (matrix, number of its elements that the rank stores) to the number of such matrices that the
-    rank makes orthogonal. `gives` maps another rank, the owner of matrices, to the number of
-    elements that this rank sends to the owner. `takes` maps another rank to the number of elements
-    that this rank receives from it. `most` is the largest number of elements that the rank sends of
-    a single matrix.
+    rank orthogonalizes. `gives` maps each owner of matrices to the number of elements that this
+    rank sends to it. `takes` maps each other rank to the number of elements that this rank receives
+    from it. `most` is the largest number of elements of a single matrix that the rank sends.
     """
 
     elements: int = 0
@@ -88,8 +88,8 @@ class Dealt:
     def room_bytes(self, tensor: int, compute_bytes: int, *, widens: bool) -> int:
         """Return the largest working memory, in bytes, of the rank's update.
 
-        All elements that the rank sends or receives stay in memory while it updates the matrices
-        one after the other. `widens` is explained in `matrices.room_bytes`.
+        All elements that the rank sends or receives stay in memory while the rank updates its
+        matrices one after the other. `widens` is explained in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
         each = [
@@ -101,11 +101,10 @@ class Dealt:
 
 
 def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing) -> list[Dealt]:
-    """Return the work of each rank of a shard group, on a pipeline rank that has the part `part` of
-    a model.
+    """Return the work of each rank of a shard group whose ranks have the part `part` of a model.
 
-    `sharing` has the number of ranks of the group, and the stage of ZeRO. The stage determines the
-    units that are divided among these ranks.
+    `sharing` has the number of ranks in the group, and the ZeRO stage, which determines the units
+    that are divided among these ranks.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, part, sharing))
@@ -130,9 +129,9 @@ def _cut(
     """Yield each matrix and its slices, in the flat order of the parameters.
 
     In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
-    and 3 a unit is a layer; under ZeRO 1 all parameters except a tied table are one unit. If
-    experts are distributed over ranks, the parameters of experts are not in these units: each of
-    these units is followed by a separate unit for its experts.
+    and 3, a unit is a layer. Under ZeRO 1, all parameters except a tied table are one unit. If
+    experts are distributed over ranks, each of these units is followed by a separate unit with its
+    experts.
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
@@ -166,9 +165,9 @@ def _groups(part: ModelPart) -> tuple[bool | None, ...]:
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements in the flat buffer of `part`: the elements of the embedding's
-    tables, and the elements of all parameters of embedding and head. Neither number counts a tied
-    table. In the flat buffer, the tables come before the layers."""
+    """Return two numbers of elements in the flat order of `part`: the number of elements of the
+    embedding's tables, which come before the layers, and the number of elements of all parameters
+    of the embedding and the head. Neither number includes a tied table."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0
@@ -182,6 +181,6 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """Return the number of elements that the trained parts in `parts` occupy in a flat buffer,
-    including padding."""
+    """Return the number of elements, including padding, that the trained parts among `parts` take
+    in the flat order."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

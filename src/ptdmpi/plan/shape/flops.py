@@ -1,4 +1,5 @@
-"""Closed forms of a model's FLOPs: sums over the matrix products of its operators."""
+"""Closed forms of a model's FLOPs, which are sums over the matrix products of the model's
+operators."""
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.kinds import LayerKind, trained_runs
@@ -19,23 +20,24 @@ def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
     """Return the FLOPs per token of the forward pass of layer `number`. If `number` is None, the
     result is for the last layer.
 
-    The result counts the layer's linears, and attention over all positions of the sequence (or over
-    its window). For a GPT with hidden size h and sequence length s, the result is 24 h^2 + 4 s h
-    (Narayanan et al. 2021, appendix). The result is also right for gated MLPs and grouped queries,
-    whose linears have other sizes.
+    The result counts the linear layers, and attention over all positions of the sequence (or over
+    the attention window). For a GPT with hidden size h and sequence length s, the result is 24 h^2
+    + 4 s h (Narayanan et al. 2021, appendix). Gated MLPs and grouped queries, whose linear layers
+    have other sizes, are counted with these sizes.
     """
     return kind_forward_flops(model, model.kind_of(model.layers - 1 if number is None else number))
 
 
 def kind_forward_flops(model: ModelConfig, kind: LayerKind) -> float:
-    """Return `layer_forward_flops` of a layer of kind `kind`."""
+    """Return the FLOPs per token of the forward pass of a layer of kind `kind`, as in
+    `layer_forward_flops`."""
     return 2 * multiplications(_layer(model, kind), model)
 
 
 def core_forward_flops(model: ModelConfig) -> float:
     """Return the FLOPs per token of the two matrix products of attention in one layer, as the mean
-    over the layers. The result counts all positions of the sequence as keys of each query, or, in a
-    layer with a sliding window, only the positions in the window."""
+    over the layers. Each query is counted with all positions of the sequence as keys, or, if there
+    is a sliding window, with the positions in the window."""
     core = [row for row in _layer(model) if row.recomputed_selectively]
     return 2 * multiplications(core, model)
 
@@ -46,8 +48,8 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     The result is 2 V h, with vocabulary size V and hidden size h. For a masked language model, the
     FLOPs of BERT's transform are added, and the sum is multiplied by the default fraction of
     positions that the head predicts. The head for a task (such as classification) computes only one
-    position of each sequence: the result is the FLOPs of its linears, divided by the sequence
-    length. BERT's classifier for the order of two segments is not counted.
+    position of each sequence, so its FLOPs are divided by the sequence length. BERT's classifier
+    for the order of two segments is not counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)
@@ -63,9 +65,9 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 
     For a GPT, the result is 72 B l s h^2 (1 + s/6h + V/12lh), with B sequences of length s, l
     layers, hidden size h and vocabulary size V (Korthikanti et al. 2022, arXiv 2205.05198, appendix
-    A). The backward pass has twice the FLOPs of the forward pass. For frozen weights, the backward
-    pass has the same FLOPs as the forward pass, because only the gradient of the input is computed.
-    Layers before the first trained layer have no backward pass.
+    A). The backward pass has twice the FLOPs of the forward pass. Frozen weights are an exception:
+    their backward pass has the same FLOPs as the forward pass, because only the gradient of the
+    input is computed. Layers before the first trained layer have no backward pass.
     """
     output = head_forward_flops(model, vocab_size)
     ahead = others = frozen = 0.0
@@ -88,9 +90,10 @@ def hardware_flops(
     """Return the model FLOPs, plus the FLOPs that the first `layers` layers spend on recomputation
     before their backward passes.
 
-    Under "full" these layers recompute their forward pass, under "selective" only the two matrix
-    products of attention. If all layers are recomputed fully, the result for a GPT is 96 B l s h^2
-    (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3; `model_flops` defines the symbols).
+    If `recompute` is "full", these layers recompute their whole forward pass. If it is "selective",
+    they recompute only the two matrix products of attention. If all layers are recomputed fully,
+    the result for a GPT is 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3;
+    `model_flops` defines the symbols).
     """
     again = 0.0
     for kind, count in trained_runs(model.runs(range(layers))):

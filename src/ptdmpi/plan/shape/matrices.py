@@ -1,9 +1,9 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-Muon updates the two matrices of each low-rank adapter, and the weights of the layers' linears, in
-this way. The weight of a linear with several outputs (such as queries, keys and values) counts as
-one matrix for each output. This module counts the elements of these matrices, and the working
-memory and the matrix products of their update.
+These parameters are the weights of all linear layers inside the model's layers, and the two
+matrices of each low-rank adapter. The weight of a linear layer with several outputs (such as
+queries, keys and values) counts as one matrix for each output. This module counts the elements of
+these matrices, and the working memory and the matrix products of their update.
 """
 
 import math
@@ -17,13 +17,14 @@ from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part
 from ptdmpi.plan.shape.parameters import layer
 
-STEPS = 5  # number of steps of the iteration that makes a matrix orthogonal
+STEPS = 5  # number of steps of the iteration that orthogonalizes a matrix
 
 
 class Whole(NamedTuple):
-    """A parameter whose matrices Muon updates as whole matrices. `shapes` has (rows, columns) for
-    each of these matrices. `local` is the number of elements of the parameter that one tensor rank
-    has. If `divided` is False, every tensor rank has the whole parameter."""
+    """A parameter that consists of matrices that Muon updates as wholes. `shapes` has (rows,
+    columns) for each of its matrices. `local` is the number of elements of the parameter on one
+    tensor-parallel rank. `divided` is False if every tensor-parallel rank has the whole
+    parameter."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -41,9 +42,9 @@ def wholes(
     dealing: Dealing = ON_ONE_RANK,
     kind: LayerKind | None = None,
 ) -> list[Whole]:
-    """Return the trained matrices of a layer, in order. If `kind` is None, the result is for the
-    last layer. If `dealing` distributes experts over ranks, the result has the experts of the first
-    rank only."""
+    """Return the trained matrices of a layer of kind `kind`, in order. If `kind` is None, the
+    result is for the last layer. If `dealing` distributes experts over ranks, the result has only
+    the experts of the first rank."""
     return wholes_of(layer(model, kind, dealing).values(), tensor)
 
 
@@ -71,14 +72,14 @@ def matrix_elements(model: ModelConfig) -> int:
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Return the number of bytes of one element in the type in which Muon iterates (float64 or
-    bfloat16)."""
+    """Return the number of bytes of one element in the type in which Muon orthogonalizes matrices
+    (float64 or bfloat16)."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
-    """Return the total bytes of a parameter whose slices are gathered from all tensor ranks; 0 if
-    no gather is needed."""
+    """Return the bytes of the whole parameter if Muon must gather its slices from all
+    tensor-parallel ranks; 0 if no gather is needed."""
     gathers = tensor > 1 and whole.divided
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
@@ -87,14 +88,15 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
     """Return the maximum working memory, in bytes, of Muon's update of a parameter on the rank that
     owns the parameter.
 
-    The owner stores `own` elements of its tensor slice of the parameter. The memory has its maximum
-    at one of three points of the update. First, the stored elements are converted to the type in
-    which Muon iterates; if other ranks have the rest of the slice, there is also a buffer for the
-    slice. Second, the slices of all tensor ranks are gathered and joined to the whole parameter.
-    Third, the whole parameter is in memory, and in addition one of two sets of tensors: the
-    iterate, the next iterate and the products of the iterate's rows; or the update, and this rank's
-    slice of the update in float32. If `widens` is True, matrices in fp16 and bf16 are multiplied in
-    float32; then both operands and the result of a product are also in memory.
+    The owner stores `own` elements of its tensor-parallel slice of the parameter. The memory is
+    largest at one of three points of the update. At the first point, the stored elements are
+    converted to the type in which Muon iterates; if other ranks have the rest of the slice, there
+    is also a buffer for the whole slice. At the second point, the slices of all tensor-parallel
+    ranks are gathered and joined into the whole parameter. At the third point, memory holds the
+    whole parameter and one of two sets of tensors: the iterate, the next iterate and the products
+    of the iterate's rows; or the update, and this rank's slice of the update in float32. If
+    `widens` is True, matrices in fp16 and bf16 are multiplied in float32, so float32 copies of both
+    operands and of the result are in memory.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements
@@ -120,8 +122,8 @@ def given_bytes(own: int, compute_bytes: int) -> int:
 
 
 def effort(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the number of multiplications in one step of Muon's iteration, for matrices with these
-    shapes (rows, columns)."""
+    """Return the number of multiplications in one step of Muon's iteration for matrices with the
+    shapes (rows, columns) in `shapes`."""
     pairs = (sorted(shape) for shape in shapes)
     return sum(short * short * (2 * long + short) for short, long in pairs)
 

@@ -1,5 +1,5 @@
-"""The numbers of parameters of each part of a model, as sums over the description of the model
-(`plan.layer.describe`)."""
+"""The numbers of parameters in each part of a model. They are sums over the operators that
+`plan.layer.describe` lists for the model."""
 
 import math
 from collections import Counter
@@ -17,7 +17,8 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 
 
 class ModelPart(NamedTuple):
-    """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
+    """A part of a model on one of `tensor` tensor-parallel ranks: a stage, or all stages of a
+    pipeline rank.
 
     `runs` lists the layers of this part in order: each entry is a kind of layer, and the number of
     consecutive layers of this kind. `first` is True if the part has the embedding, and `last` is
@@ -47,7 +48,7 @@ class ModelPart(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["ModelPart"]) -> "ModelPart":
-        """Return one part of the model for a pipeline rank that has several stages, `parts`."""
+        """Return the part of the model on a pipeline rank that has the stages `parts`."""
         return parts[0]._replace(
             runs=merged(run for part in parts for run in part.runs),
             first=any(part.first for part in parts),
@@ -76,9 +77,9 @@ def stage_parts(
 def layer(
     model: ModelConfig, kind: LayerKind | None = None, dealing: Dealing = ON_ONE_RANK
 ) -> dict[str, Part]:
-    """Return the groups of parameters (parts) of a layer, by name. If `kind` is None, the result is
-    for the last layer, which has adapters if any layer has adapters. If `dealing` distributes
-    experts over ranks, the result has only the experts of the first rank."""
+    """Return the groups of parameters (parts) of a layer of kind `kind`, by name. If `kind` is
+    None, the result is for the last layer, which has adapters if any layer has them. If `dealing`
+    distributes experts over ranks, the result has only the experts of the first rank."""
     if kind is None:
         kind = model.kind_of(model.layers - 1)
     return parts_of(operators(describe.layer_of(model, kind)), dealing)
@@ -102,8 +103,8 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of the model's head for a task, by name. A model that was
-    trained on text does not have these weights. The result is empty if the model has no head for a
-    task."""
+    only trained on text does not have these weights. The result is empty if the model has no head
+    for a task."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -115,15 +116,15 @@ def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def first_linear(model: ModelConfig) -> Linear:
-    """Return the first linear of an expert, or of a layer's MLP if the model has no experts."""
+    """Return the first linear layer of an expert, or of the MLP if the model has no experts."""
     mixes = model.experts > 0
     parts = layer(model, LayerKind(mixes))
     return as_linear(parts["mlp.experts.0.up" if mixes else "mlp.up"], "columns")
 
 
 def layer_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
-    """Return the number of parameters of one layer on one tensor rank, if experts are distributed
-    by `dealing`: the mean over the layers, rounded down."""
+    """Return the number of parameters of one layer on one of `tensor` tensor-parallel ranks, as the
+    mean over the layers, rounded down. `dealing` is the distribution of experts over ranks."""
     every = sum(
         times * elements(layer(model, kind, dealing).values(), tensor)
         for kind, times in _counts(model.runs())
@@ -134,20 +135,21 @@ def layer_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ON
 def kind_elements(
     model: ModelConfig, kind: LayerKind, tensor: int = 1, dealing: Dealing = ON_ONE_RANK
 ) -> int:
-    """Return the number of trained parameters of a layer of kind `kind` on one tensor rank, if
-    experts are distributed by `dealing`."""
+    """Return the number of trained parameters of a layer of kind `kind` on one of `tensor`
+    tensor-parallel ranks. `dealing` is the distribution of experts over ranks."""
     return elements(trained(layer(model, kind, dealing).values()), tensor)
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, dealing: Dealing = ON_ONE_RANK) -> int:
-    """Return the mean of `kind_elements` (the trained parameters of a layer) over all layers that
-    have a backward, rounded down."""
+    """Return the number of trained parameters of a layer (`kind_elements`), as the mean over the
+    layers that have a backward, rounded down."""
     return _mean_elements(model, lambda kind: kind_elements(model, kind, tensor, dealing))
 
 
 def dense_elements(model: ModelConfig, tensor: int) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank, without experts. The
-    result is the mean over the layers that have a backward, rounded down."""
+    """Return the number of trained parameters of one layer on one tensor-parallel rank, without the
+    parameters of experts. The result is the mean over the layers that have a backward, rounded
+    down."""
 
     def counted(kind: LayerKind) -> int:
         parts = layer(model, kind).items()
@@ -164,28 +166,30 @@ def _mean_elements(model: ModelConfig, counted: Callable[[LayerKind], int]) -> i
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of parameters of the embedding table of the vocabulary on one tensor
-    rank."""
+    """Return the number of parameters of the vocabulary's embedding table on one of `tensor`
+    tensor-parallel ranks."""
     return elements([embedding(model, vocab_size)[WORD_TABLE]], tensor)
 
 
 def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of parameters before the first layer on one tensor rank."""
+    """Return the number of parameters before the first layer on one of `tensor` tensor-parallel
+    ranks."""
     return elements(embedding(model, vocab_size).values(), tensor)
 
 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of parameters after the last layer on one tensor rank. The head's table is
-    included if it is not tied."""
+    """Return the number of parameters after the last layer on one of `tensor` tensor-parallel
+    ranks, including the table of the head, even if it is tied to the embedding."""
     return elements(head(model, vocab_size).values(), tensor)
 
 
 def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
-    """Return the number of elements of each unit on a tensor rank. A unit is a set of parameters
-    that are gathered or summed in one message if state is sharded. The result has a list of units
-    for the embedding, for each layer and for the head, if the stage has them.
+    """Return the number of elements of each unit of a stage on one tensor-parallel rank. A unit is
+    a set of parameters that are gathered or summed in one message if state is sharded. The result
+    has one list of units for the embedding, for each layer and for the head, as far as the stage
+    has them.
 
     A table that embedding and head share is a separate unit in the lists of both. If `trains` is
     True, the units contain the trained parameters. If `trains` is False, the units contain the
@@ -209,11 +213,11 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return three numbers of elements for a rank that has the part `held` of a model: all
-    parameters; the trained parameters; and the trained parameters of a table that the rank uses
-    twice. A rank uses a tied table twice if it has both the embedding and the head. The first two
-    numbers count this table once. The third number is needed because the second use of the table
-    has a separate gradient.
+    """Return three numbers for a rank that has the part `held` of a model: the number of all
+    parameters, the number of trained parameters, and the number of trained parameters of a tied
+    table that the rank uses twice (0 unless the rank has both the embedding and the head). The
+    first two numbers count such a table once. The third number is needed because the second use of
+    the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
     held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]
@@ -230,8 +234,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters of the whole model; the table of a tied head is counted
-    once."""
+    """Return the number of parameters of the whole model. A table that embedding and head share is
+    counted once."""
     counts = _counts(model.runs())
     count = sum(times * elements(layer(model, kind).values()) for kind, times in counts)
     count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
@@ -239,8 +243,8 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def trained_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of trained parameters of the whole model; the table of a tied head is
-    counted once."""
+    """Return the number of trained parameters of the whole model. A table that embedding and head
+    share is counted once."""
     _, train, _ = rank_elements(model, vocab_size, ModelPart.whole(model))
     return train
 
@@ -267,14 +271,14 @@ def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     """Return (number of inputs, number of outputs) for each frozen matrix of a layer on one of
-    `tensor` ranks."""
+    `tensor` tensor-parallel ranks."""
     parts = layer(model).values()
     return [p.local(tensor) for p in parts if isinstance(p, Linear) and not p.trains]
 
 
 def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Return (elements, bytes) of a layer's quantized frozen weights on one of `tensor` ranks; (0,
-    0) if the model has none."""
+    """Return the number of elements and the bytes of a layer's quantized frozen weights on one of
+    `tensor` tensor-parallel ranks; (0, 0) if the model has none."""
     form = LowBit.of(model.quantize)
     if form is None:
         return 0, 0
@@ -284,10 +288,10 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 
 
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
-    """Return the number of elements of each unit, as `places` does, for the frozen weights that are
-    not quantized. ZeRO 3 gathers these weights.
+    """Return the number of elements of each unit (see `places`) of the frozen weights that are not
+    quantized. ZeRO 3 gathers these weights.
 
-    Layers without a backward have the same number of frozen weights as other layers.
+    Layers without a backward have as many frozen weights as the other layers.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-# not strict, so that an author of a cluster file may write 2 instead of 2.0
+# `strict=False`, so that a cluster file may have 2 instead of 2.0
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=False)]
 

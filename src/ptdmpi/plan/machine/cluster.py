@@ -1,8 +1,8 @@
 """Clusters and models by name.
 
-A cluster has two kinds of data. A cluster file (TOML) has the rates of data sheets. The file
-`presets/efficiency.toml`, which `make calibrate` writes, has the fractions of these rates that real
-software reaches.
+The data of a cluster comes from two files. A cluster file (TOML) has the rates from data sheets.
+The file `presets/efficiency.toml`, which `make calibrate` writes, has the fractions of these rates
+that real software reaches.
 """
 
 import difflib
@@ -30,12 +30,13 @@ SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V"
 
 
 class Device(FrozenTable):
-    """An accelerator: its dense peak in FLOP/s by type, its memory and its multiprocessors.
+    """An accelerator: its dense peak in FLOP/s for each data type, its memory and its
+    multiprocessors.
 
-    The peak is the sum over all multiprocessors. In each clock cycle one multiprocessor moves
-    `shared_bytes_per_clock` through its shared memory and computes `exponentials_per_clock`.
-    `kernel_s` is the shortest time between the starts of two kernels. `runtime_bytes` is the memory
-    in use on a rank before its first tensor.
+    The peak is the sum over all multiprocessors. In each clock cycle, one multiprocessor moves
+    `shared_bytes_per_clock` bytes through its shared memory and computes `exponentials_per_clock`
+    exponentials. `kernel_s` is the shortest time between the starts of two kernels. `runtime_bytes`
+    is the memory in use on a rank before its first tensor.
     """
 
     name: str
@@ -50,8 +51,9 @@ class Device(FrozenTable):
     kernel_s: Delay
 
     def peak(self, dtype: str) -> float:
-        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none. A
-        device without a peak for fp8 multiplies operands in fp8 as bf16."""
+        """Return the peak for the data type `dtype` in FLOP/s. For fp8, return the peak for bf16 if
+        the device has no peak for fp8, because such a device multiplies fp8 operands as bf16. Raise
+        InputError if the device has no peak for the type."""
         for kind in (dtype, "bf16") if dtype == "fp8" else (dtype,):
             for known, flops in self.peak_flops.items():
                 if known == kind:
@@ -60,12 +62,13 @@ class Device(FrozenTable):
 
 
 class Node(FrozenTable):
-    """A node: `devices` with links between them, and the network adapters that they share.
+    """A node: `devices` devices with links between them, and the network adapters that the devices
+    share.
 
-    The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank sends
-    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` has three such limits for
-    rings over several nodes with NCCL's protocol LL128: for an all-gather, for a reduce-scatter and
-    for an all-reduce. `power_w` is the power of the whole node under load, in watts.
+    The rates of links are for one direction. `tree_bytes_per_s` is an upper limit of the rate at
+    which each rank sends in NCCL's trees over several nodes. `ll128_bytes_per_s` has three such
+    limits for rings over several nodes with NCCL's protocol LL128: for all-gather, reduce-scatter
+    and all-reduce. `power_w` is the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -81,10 +84,11 @@ class Node(FrozenTable):
 
 
 class Host(FrozenTable):
-    """The host of a node: memory, a link to each device (one direction), and a disk.
+    """The host of a node: its memory, its link to each device, and its disk. The rate of a link is
+    for one direction.
 
-    The devices share the memory and the disk. None means that a value is unknown; layouts that need
-    this value have no predicted time.
+    The devices share the memory and the disk. None means that a value is unknown. The times of
+    layouts that need an unknown value cannot be predicted.
     """
 
     memory_bytes: Amount | None = None
@@ -94,30 +98,31 @@ class Host(FrozenTable):
 
 
 class Software(FrozenTable):
-    """The training program that runs on a cluster: the properties in which such programs differ.
+    """The training program on a cluster, described by the properties in which training programs
+    differ.
 
     `attention`: "unfused" writes the scores to memory, "flash" keeps the scores on chip. `dropout`:
     the program applies dropout even if the dropout rate of the model is 0, as all programs did in
-    2021. `gradient_bytes` is the size of a gradient in the sum over the data axis.
+    2021. `gradient_bytes` is the size of one element of a gradient in the sum over the data axis.
     `overlap_pipeline` and `overlap_tensor`: messages over the pipeline axis (or the tensor axis)
     are transferred while their ranks compute. `overlap_pipeline` also applies to the messages of a
-    ring of context ranks. `overlap_context`: context ranks gather keys and values while they
-    compute the queries. `balanced_stages`: the division of layers over stages takes the work of the
-    output head into account, so that the last stage has fewer layers. `zero_unit` says which
-    weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter` is the
-    number of groups, each with some of a node's ranks, that choose the same network adapter while
-    other adapters are idle. `keeps_outputs`: a stage keeps a sent output in memory until the
-    backward pass. `adds_in_place`: matrix products add to the gradients of weights in place, and an
-    embedding adds only the rows that were looked up. `tied_gradients_apart`: if one rank has the
-    first and the last stage, a tied table has two gradients, one for each of these stages.
-    `wide_products`: matrices of half types are converted to float32 before they are multiplied, as
-    on a CPU without instructions for half types. `kept_block`: causal attention keeps its
-    probabilities for the backward, in blocks of this number of queries; 0: the backward computes
-    them again. `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys
-    and values for each query head, because the kernels of GPUs require this. `triton`: the kinds of
-    kernels that this trainer computes in Triton, each in one pass over memory. `launch_s` is the
-    host's time for each kernel or message of a layer; a layer takes at least the sum of these
-    times.
+    ring of context-parallel ranks. `overlap_context`: context-parallel ranks gather keys and values
+    while they compute the queries. `balanced_stages`: the division of layers over stages takes the
+    work of the output head into account, so that the last stage has fewer layers. `zero_unit` says
+    which weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter`:
+    if a node has ranks of several groups that communicate, this number of groups chooses the same
+    network adapter, while other adapters are idle. `keeps_outputs`: a stage keeps a sent output in
+    memory until the backward pass. `adds_in_place`: matrix products add to the gradients of weights
+    in place, and an embedding adds only the rows that were looked up. `tied_gradients_apart`: if
+    one rank has both the first and the last stage, a tied table has a separate gradient for each of
+    the two stages. `wide_products`: matrices of half types are converted to float32 before they are
+    multiplied, as on a CPU without instructions for half types. `kept_block`: causal attention
+    keeps its probabilities for the backward, in blocks of this number of queries; 0 means that the
+    backward computes the probabilities again. `repeats_keys`: attention with grouped queries in
+    float32 or float64 copies the keys and values for each query head, because the kernels of GPUs
+    require this. `triton`: the kinds of kernels that this trainer computes in Triton, each in one
+    pass over memory. `launch_s` is the host's time for each kernel or message of a layer; a layer
+    takes at least the sum of these times.
     """
 
     attention: Literal["unfused", "flash"]
@@ -142,9 +147,9 @@ class Software(FrozenTable):
     @model_validator(mode="before")
     @classmethod
     def _of_older_files(cls, values: Any) -> Any:
-        """Return the values of a cluster file, completed by the keys that older files lack.
+        """Return the values of a cluster file, with values for the keys that older files lack.
 
-        An older file describes this trainer if its attention is "flash".
+        An older file whose attention is "flash" describes this trainer.
         """
         if not isinstance(values, Mapping):
             return values
@@ -152,8 +157,8 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# This trainer, described by the fields of `Software`. `ptdmpi probe` measures whether messages
-# overlap with computation.
+# This trainer. (In the cluster file that `ptdmpi probe` writes, the measured values of the overlaps
+# replace these values.)
 TRAINER = Software(
     attention="flash",
     dropout=False,
@@ -168,14 +173,14 @@ TRAINER = Software(
 
 
 class Efficiency(FrozenTable):
-    """The fractions of the data sheet's rates that software reaches. These fractions are
-    calibrated, or measured by `ptdmpi probe`.
+    """The fractions of the data sheet's rates that software reaches. The values are calibrated, or
+    measured by `ptdmpi probe`.
 
     `gemm_fraction` is the fraction of the peak that the inner loop of a matrix product reaches.
-    `attention_fraction` is the fraction of the rate of matrix products that the products of
-    FlashAttention reach. `memory_fraction` and `link_fraction` are the fractions of the rates of
-    memory and of a link. `link_step_s` is the time of one step of a ring. `collective_s` is the
-    time to start a collective.
+    `attention_fraction` is the rate of the matrix products inside FlashAttention, as a fraction of
+    the rate of other matrix products. `memory_fraction` and `link_fraction` are the reached
+    fractions of the rates of memory and of a link. `link_step_s` is the time of one step of a ring.
+    `collective_s` is the time to start a collective.
     """
 
     gemm_fraction: PositiveNumber
@@ -188,7 +193,7 @@ class Efficiency(FrozenTable):
 
 class Cluster(FrozenTable):
     """The data of a cluster that a prediction needs. `kernels` has the implementations of kernels
-    that were the fastest in measurements."""
+    that measurements found to be the fastest."""
 
     name: str
     device: Device
@@ -201,12 +206,13 @@ class Cluster(FrozenTable):
 
     @property
     def on_host(self) -> bool:
-        """Return True if ranks compute on the host's processor, so that the device's memory is the
-        host's memory."""
+        """Return True if ranks compute on the host's processor. In this case, the device's memory
+        is the host's memory."""
         return self.measured is not None and not self.measured.asynchronous
 
     def lacks(self, offload: str) -> list[str]:
-        """Return the missing keys of `[host]` that a prediction with `offload` needs."""
+        """Return the keys of the section [host] that a prediction with `offload` needs but the
+        cluster file lacks."""
         needed: list[str] = []
         if offload != "none" and not self.on_host:
             needed += ["memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"]
@@ -236,8 +242,8 @@ def _read(path: Traversable) -> dict[str, Any]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the preset cluster that has the given name or alias, or the cluster in the file with
-    the given path.
+    """Return the preset cluster with the name or alias `name`, or the cluster in the file with the
+    path `name`.
 
     Raises InputError if there is neither, or if the file is not valid.
     """
@@ -285,10 +291,11 @@ def load_model(text: str) -> Model:
 
 
 def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
-    """Return (name of the preset or None, values of the keys of [model] and of vocab_size), as
-    `text` gives them.
+    """Return the name of the preset in `text` (None if there is none), and the values that `text`
+    gives for vocab_size and for keys of [model].
 
-    Raises InputError for an unknown preset, and for a part that is no size.
+    Raises InputError for an unknown preset, and for a part of `text` that is not of the form
+    KEY=VALUE.
     """
     parts = [part.strip() for part in text.split(",")]
     name = None if "=" in parts[0] else parts.pop(0)
@@ -311,7 +318,7 @@ def model_section(text: str) -> dict[str, Any]:
     """Return the section [model] of a configuration for sizes such as "l=4,h=128,a=4" or
     "llama3-8b,s=512".
 
-    The result has all given keys, and the keys that a configuration needs. The size of the
+    The result has all given keys, and, without a preset, also the sequence length. The size of the
     vocabulary is left out, because the data determines it.
     """
     preset, keys = preset_and_keys(text)
@@ -323,8 +330,8 @@ def model_section(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return `text` as an integer, True or False if possible, or else unchanged. `ModelConfig`
-    validates the value later."""
+    """Return the value of `text` if it is an integer, "true" or "false"; otherwise return `text`
+    unchanged. `ModelConfig` validates the value later."""
     try:
         return int(text)
     except ValueError:
@@ -332,8 +339,8 @@ def _value(text: str) -> Any:
 
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:
-    """Return the model with the given keys of [model] and vocab_size. Keys that are not given have
-    their default values.
+    """Return the model with the given values of vocab_size and of keys of [model]. Keys that are
+    not given have their default values.
 
     Raises InputError for illegal values.
     """
@@ -359,7 +366,8 @@ def _validated(section: type[FrozenTable], tree: dict[str, Any], where: str) -> 
 
 
 def _explain(section: type[FrozenTable], mistake: Any) -> str:
-    """Return a text about one mistake: its key, the reason, and the legal values."""
+    """Return a text about one mistake in a section: the key, what is wrong, and the legal
+    values."""
     *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
     name = ".".join([*path, key])
     if mistake["type"] == "missing":

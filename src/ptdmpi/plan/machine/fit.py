@@ -1,4 +1,4 @@
-"""Fits of a few parameters to measurements, for `make calibrate` and `ptdmpi probe`."""
+"""Fits of a few numbers to measurements, for `make calibrate` and `ptdmpi probe`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,8 @@ import numpy as np
 
 
 def distance(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the root mean square of log(predicted / measured) over `pairs`."""
+    """Return the root mean square of log(predicted / measured) over the pairs (predicted,
+    measured)."""
     squares = [math.log(predicted / measured) ** 2 for predicted, measured in pairs]
     return math.sqrt(sum(squares) / len(squares))
 
@@ -17,10 +18,10 @@ def descend(
 ) -> list[float]:
     """Return the numbers that minimise `loss`, by coordinate descent from `start`.
 
-    The descent multiplies and divides one number at a time by factors that shrink. Coordinate
-    descent is deterministic, and sufficient for a few numbers. No number differs from its initial
-    value by more than the factor `most`, so numbers that the measurements do not determine stay
-    near their initial values.
+    The descent multiplies or divides one number at a time by a factor that gets closer to 1.
+    Coordinate descent is deterministic, and it is good enough for a few numbers. No number differs
+    from its initial value by more than the factor `most`, so a number that the measurements do not
+    determine stays near its initial value.
     """
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:
@@ -40,14 +41,13 @@ def descend(
 def fit_rings(
     ranks: Sequence[int], moved_bytes: Sequence[float], times_s: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Fit the times of ring all-reduces, and return (start-up time in s, time of one ring step in
-    s, rate in bytes/s).
+    """Fit a model to the times of ring all-reduces. Return (start-up time in s, time of one ring
+    step in s, rate in bytes/s).
 
-    The model of the time on n ranks is T = start + 2 (n - 1) step + moved / rate, fitted by least
-    squares of the relative errors. `ranks` has the number n of each all-reduce, and `moved_bytes`
-    has 2 (n - 1) / n times the bytes of its tensor. If all measurements have the same n, start and
-    step cannot be determined separately; the solution of smallest norm then divides between start
-    and step the time that does not depend on the bytes.
+    The modelled time on n ranks is T = start + 2 (n - 1) step + moved / rate. The fit minimises the
+    sum of the squared relative errors. For each all-reduce, `ranks` has n, and `moved_bytes` has 2
+    (n - 1) / n times the bytes of the tensor. If n is the same in all measurements, start and step
+    cannot be determined separately, and the fit returns the solution of smallest norm.
     """
     times = np.asarray(times_s, dtype=float)
     steps = 2.0 * (np.asarray(ranks, dtype=float) - 1)

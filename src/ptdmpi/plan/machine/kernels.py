@@ -1,7 +1,7 @@
-"""The time of one kernel or one message on a cluster, by roofline models with the rates of data
-sheets.
+"""The time of one kernel or one message on a cluster, predicted by roofline models from the rates
+of data sheets.
 
-A matrix product is cut into tiles that the multiprocessors compute in waves (NVIDIA, "Matrix
+A matrix product is cut into tiles, which the multiprocessors compute in waves (NVIDIA, "Matrix
 multiplication background": tile and wave quantization). The time of a kernel that moves data is its
 bytes divided by the memory's rate. A collective within a node is a ring (Thakur et al. 2005,
 section 4.4); the time of a collective over several nodes follows NCCL's cost model (`nccl`).
@@ -25,19 +25,21 @@ TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 
 # (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
 # compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
-# Bytes per element of a product's operand in 8-bit floating point: the values in bfloat16 are
-# multiplied by the scale and converted to codes (4 + 3), and the codes are transposed (2).
+# Bytes that are moved to prepare one element of an operand in 8-bit floating point: the bfloat16
+# values are multiplied by the scale and converted to codes (4 + 3 bytes), and the codes are
+# transposed (2 bytes).
 CODES_BYTES = 9
 FLASH_BLOCK = 128  # Queries per block (Dao 2023, arXiv 2307.08691, section 3.3).
-# Number of matrix products of FlashAttention (2 forward, 5 backward) -> number of tensors that it
-# reads or writes: query, key, value and output, and in the backward also their gradients
+# Number of matrix products of FlashAttention (2 in the forward, 5 in the backward) -> number of
+# tensors that it reads or writes: query, key, value and output, and in the backward also their
+# gradients
 FLASH_TENSORS = {2: 4, 5: 8}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of `ranks` ranks that communicate, of which `per_node` ranks are on each node of the
-    group."""
+    """A group of `ranks` ranks that communicate with each other. Each node of the group has
+    `per_node` of these ranks."""
 
     ranks: int
     per_node: int
@@ -49,9 +51,9 @@ class Group:
 
 
 class Machine:
-    """The times of kernels and messages on one cluster, in seconds, for one type of numbers.
+    """The times of kernels and messages on one cluster, in seconds, for one data type.
 
-    The times of matrix products are cached, since shapes recur.
+    The times of matrix products are cached, because the same shapes recur.
     """
 
     def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
@@ -60,13 +62,14 @@ class Machine:
         self.peak = device.peak(dtype)
         rate = self.peak
         if element_bytes > 1 and PRECISIONS[dtype].product.scaled and "bf16" in device.peak_flops:
-            rate = device.peak("bf16")  # of all products but those of codes
+            rate = device.peak("bf16")  # for all matrix products except those of 8-bit codes
         self.tile_rate = rate * reached.gemm_fraction / device.multiprocessors
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
 
     def host_s(self, launches: int) -> float:
-        """Return the host's seconds for `launches` kernels and messages of a layer."""
+        """Return the seconds that the host takes to launch `launches` kernels and messages of a
+        layer."""
         return launches * self.cluster.software.launch_s
 
     def stream_s(self, moved_bytes: float) -> float:
@@ -94,9 +97,9 @@ class Machine:
         return self._gemms[key]
 
     def codes_gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Return the seconds of `batch` products of 8-bit codes, with the passes that make codes of
-        the values of both operands and transpose them. A device without a peak for fp8 multiplies
-        the values instead."""
+        """Return the seconds of `batch` matrix products of 8-bit codes, including the passes that
+        convert both operands to codes and transpose them. On a device without a peak for fp8,
+        return the seconds of the products of the unconverted values."""
         if self.cluster.measured is not None or "fp8" not in self.cluster.device.peak_flops:
             return self.gemm_s(m, n, k, batch)
         made_s = self.stream_s(batch * (m * k + k * n) * CODES_BYTES)
@@ -104,7 +107,7 @@ class Machine:
 
     @cached_property
     def _of_codes(self) -> "Machine":
-        """Return a machine whose operands have one byte."""
+        """Return a machine for operands of one byte."""
         return Machine(self.cluster, "fp8", 1)
 
     def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:
@@ -124,15 +127,15 @@ class Machine:
                 # the parts of a split sum are written in float32, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # there are enough tiles for all multiprocessors, so more parts of the summed
-                # dimension would only add sums
+                # there are enough tiles for all multiprocessors, so cutting the summed dimension
+                # into more parts would only add sums
                 if tiles >= processors:
                     break
         if self.element_bytes <= 2 and any(
             side * self.element_bytes % ROW_BYTES for side in (m, n, k)
         ):
             best /= UNALIGNED
-        # a tile is written to memory after its last step
+        # after the last step, the tiles are written to memory
         best += batch * m * n * result_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 
@@ -141,9 +144,10 @@ class Machine:
         """Return, for each tile size (rows, columns), the seconds of one step along the summed
         dimension of a matrix product.
 
-        The peak rate determines this time or, for small tiles, the rate of shared memory. In each
-        step a column and a row are written to shared memory. Every warp that computes the tile
-        reads this column and this row: four warps, or eight for the largest tiles.
+        The peak rate determines this time, or, for small tiles, the rate of shared memory. In each
+        step, one column of the left operand and one row of the right operand are written to shared
+        memory, and every warp that computes the tile reads its part of them. A tile is computed by
+        four warps, and the largest tiles by eight.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -157,8 +161,8 @@ class Machine:
         return steps
 
     def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
-        """Return the seconds of an elementwise operation. `moved_bytes` has the bytes that each
-        kernel of the operation moves.
+        """Return the seconds of an elementwise operation on `elements` elements. `moved_bytes` has
+        the bytes that each kernel of the operation moves.
 
         `kind` names the operation, for example "gelu", "layernorm" or "loss", or such a name with
         the suffix "_backward". For some operations `MeasuredMachine` has measured times instead.
@@ -170,8 +174,8 @@ class Machine:
         """Return the number of scores that are computed for `rows` queries and `columns` keys with
         a causal mask.
 
-        Each block of queries uses the keys up to its own last query, so the result is half of all
-        scores, plus half a block for each query.
+        Each block of queries uses the keys up to the position of its last query. So the result is
+        half of all scores, plus half a block of scores for each query.
         """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
@@ -214,8 +218,8 @@ class Machine:
     def ring_rate(self, group: Group) -> float:
         """Return the bytes per second through each rank of a ring.
 
-        All groups that have ranks on a node communicate at the same time, each by the network
-        adapters of its own ranks.
+        All groups with ranks on a node communicate at the same time, and each group uses the
+        network adapters of its own ranks.
         """
         if group.nodes == 1:
             return self.link_rate
@@ -241,20 +245,20 @@ class Machine:
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-gather on n ranks. After n - 1 steps each rank has all
-        `gathered_bytes`."""
+        """Return the seconds of an all-gather on n ranks. After n - 1 steps, each rank has the
+        whole tensor of `gathered_bytes` bytes."""
         return self._half_s(gathered_bytes, group, nccl.all_gather_s)
 
     def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
-        """Return the seconds of a reduce-scatter on n ranks, each with `summed_bytes`. The
-        reduce-scatter has n - 1 steps."""
+        """Return the seconds of a reduce-scatter on n ranks, each with a tensor of `summed_bytes`
+        bytes. The reduce-scatter has n - 1 steps."""
         return self._half_s(summed_bytes, group, nccl.reduce_scatter_s)
 
     def _half_s(
         self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
     ) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter. Each of the two collectives is
-        half of an all-reduce."""
+        """Return the seconds of an all-gather or a reduce-scatter. Each of them is half of an
+        all-reduce. `between_nodes` gives the time for a group over several nodes."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
@@ -278,8 +282,8 @@ class Machine:
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-to-all, in which each of n ranks sends 1/n of its bytes to
-        every rank.
+        """Return the seconds of an all-to-all, in which each of n ranks sends 1/n of its
+        `brought_bytes` bytes to every rank.
 
         The all-to-all is a pairwise exchange (Thakur et al. 2005) of n - 1 steps. Messages within
         the node and messages between nodes travel at the same time.
@@ -293,7 +297,7 @@ class Machine:
         outside = group.ranks - 1 - inside
         if not outside:
             return reached.collective_s + inside_s
-        # all ranks of a node send at the same time, and divide the rate of the adapters evenly
+        # all ranks of a node send at the same time, and get equal shares of the adapters' rate
         rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
         if group.per_node < self.cluster.node.devices:
             rate /= self.cluster.software.groups_per_adapter
@@ -301,8 +305,8 @@ class Machine:
         return reached.collective_s + max(inside_s, outside_s)
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
-        """Return the seconds of one message to one rank, while each other rank of the node also
-        sends a message."""
+        """Return the seconds of a message from one rank to another, while every other rank of the
+        node also sends a message."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

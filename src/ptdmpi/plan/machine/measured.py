@@ -1,9 +1,9 @@
 """Times of kernels and messages on a machine that `ptdmpi probe` measured. The tables of measured
 times replace the rates of data sheets.
 
-Between measured sizes, times are interpolated in logarithms; beyond the largest and the smallest
-measured size the rate is constant. For a group whose size was not measured, times are scaled by the
-number of steps and the bytes of a ring.
+Between measured sizes, times are interpolated in logarithms. Outside the range of measured sizes,
+the rate is assumed to be constant. For a group whose number of ranks was not measured, times are
+scaled by the number of steps and the bytes of a ring.
 """
 
 import bisect
@@ -20,8 +20,8 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
     """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
 
-    `places` are ascending. A value x outside of the range of `places` is replaced by the nearest
-    place.
+    `places` are ascending. A value x outside the range of `places` is replaced with the nearest of
+    them.
     """
     if x <= places[0] or len(places) == 1:
         return 0, 0.0
@@ -42,7 +42,8 @@ def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> f
 class MeasuredMachine(Machine):
     """A `Machine` with measured kernels and messages.
 
-    During the measurement all ranks of a node computed and communicated at the same time.
+    During the measurement, all ranks of a node computed and communicated at the same time, as they
+    do in training.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class MeasuredMachine(Machine):
     def _kernel_s(self, work_s: float) -> float:
         """Return the seconds of a kernel, including the time to launch it.
 
-        On an asynchronous device the launch overlaps with the previous kernel. On a synchronous
-        device, a kernel runs after its launch.
+        On an asynchronous device, the launch overlaps with the previous kernel. On a synchronous
+        device, the kernel runs after the launch, so their times add up.
         """
         if self.measured.asynchronous:
             return max(self._overhead_s, work_s)
@@ -105,9 +106,9 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
-        # the time is on a straight line through both measured sizes. Below the smaller size this
-        # line could fall below 0, so the result is at least half of the time that is proportional
-        # to the head size
+        # interpolate on a straight line through both measured sizes. Below the smaller size the
+        # line could fall below 0, so the result is at least half of a time that is proportional to
+        # the head size
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 
@@ -117,8 +118,8 @@ class MeasuredMachine(Machine):
     def _message_s(self, collective: str, size: float, group: Group) -> float:
         """Return the seconds of a collective of `size` bytes over a group.
 
-        A group with several ranks on each of several nodes communicates first over the network,
-        with `size` / `per_node` bytes per rank, and then within the node.
+        A group with several ranks on each of several nodes communicates in two phases: over the
+        network, with `size` / `per_node` bytes per rank, and within the node.
         """
         if group.ranks == 1:
             return 0.0
@@ -130,8 +131,8 @@ class MeasuredMachine(Machine):
         return across_s + self._table_s(collective, False, size, group.per_node)
 
     def _table_s(self, collective: str, network: bool, size: float, ranks: int) -> float:
-        """Return the seconds of a collective on `ranks` ranks, scaled from the measured group of
-        the nearest size.
+        """Return the seconds of a collective on `ranks` ranks, scaled from the measured group whose
+        number of ranks is nearest to `ranks`.
 
         `size` is in bytes. `network` is True if each rank is on a different node. Raises InputError
         if no group was measured for the collective.
@@ -182,11 +183,10 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """Return the `Machine` (times of kernels and messages) of the cluster that a cluster file
-    describes. If the cluster file has measurements, times are computed from them, and otherwise
-    from data sheets.
+    """Return the `Machine` (times of kernels and messages) of a cluster. If the cluster file has
+    measurements, the times are computed from them; otherwise they are computed from data sheets.
 
-    `dtype` is the type of the numbers, and `element_bytes` the size of a number.
+    `dtype` is the data type of the numbers, and `element_bytes` is the size of one number.
     """
     if cluster.measured is None:
         return Machine(cluster, dtype, element_bytes)

@@ -1,5 +1,5 @@
-"""The names by which a cluster can be given: the names of the cluster files in the package, and the
-names of their devices."""
+"""The names by which users can refer to a cluster: the names of the cluster files in the package,
+and the names of their devices."""
 
 import difflib
 from functools import cache
@@ -32,8 +32,8 @@ def legal_clusters() -> str:
 
 
 def preset_file(name: str) -> Traversable | None:
-    """Return the file of the preset cluster with this name or alias, in upper or lower case; None
-    if there is no such cluster."""
+    """Return the file of the preset cluster with this name or alias, or None if there is no such
+    cluster. The case of letters does not matter."""
     name = name.lower()
     name = ALIASES.get(name, name)
     if name not in cluster_names():
@@ -42,9 +42,9 @@ def preset_file(name: str) -> Traversable | None:
 
 
 def nearest_cluster(name: str) -> str | None:
-    """Return the name of the preset cluster that `name` likely means: a cluster whose device or
-    name occurs in `name` ("H100-PCIe"), or else the name with the most similar letters. Return None
-    if no name is similar."""
+    """Return the name of the preset cluster that a user who wrote `name` probably meant: a cluster
+    whose device or name occurs in `name` (for example in "H100-PCIe"), or else the cluster with the
+    most similar name. Return None if no name is similar."""
     name = name.lower()
     inside = [cluster for alias, cluster in ALIASES.items() if alias in name]
     # aliases come first, because "gh200" also contains "h200"

@@ -1,10 +1,10 @@
-"""Times of collectives over several nodes by NCCL's own cost model.
+"""Times of collectives over several nodes, computed with NCCL's own cost model.
 
-NCCL chooses algorithm and protocol by a cost model whose constants its authors measured: the time
-of a step over a link and over a network, the fraction of the rate that a protocol reaches, and the
-largest rate of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). The time
-of a step within a node is calibrated (`link_step_s`, 2.0 us) and agrees with NCCL's constant of 1.9
-us.
+NCCL chooses the algorithm and the protocol of a collective with a cost model. The authors of NCCL
+measured its constants: the time of a step over a link and over a network, the fraction of the rate
+that a protocol reaches, and the largest rate of trees. This file has the same constants as NCCL 2.9
+(src/graph/tuning.cc). The time of a step within a node is calibrated (`link_step_s`, 2.0 us) and
+agrees with NCCL's constant of 1.9 us.
 """
 
 import math
@@ -13,8 +13,8 @@ from enum import IntEnum
 
 
 class Collective(IntEnum):
-    """The collectives that NCCL computes by rings. The value of each member is its index in lists
-    of rates such as `Fabric.ll128_rates`."""
+    """The collectives that NCCL computes by rings. The value of a member is its index in
+    `Fabric.ll128_rates`."""
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
@@ -26,20 +26,20 @@ class Protocol:
     """The properties of one of NCCL's protocols, "LL", "LL128" or "Simple", in a ring or in a
     tree."""
 
-    link_steps: float  # Time of a step over a link, in units of a step of a ring with LL128.
+    link_steps: float  # Time of a step over a link, divided by the time for a ring with LL128.
     hop_s: float  # Time of a step over the network.
     share: float  # Fraction of the rate that the protocol reaches.
-    lone_share: float  # The same fraction if each node has one rank of the group.
-    most: float = math.inf  # Largest rate in bytes per second, for any number of adapters.
+    lone_share: float  # The fraction in a group with only one rank per node.
+    most: float = math.inf  # Upper limit of the rate, in bytes per second.
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """The communication properties of a group of `ranks` ranks on `nodes` nodes.
+    """The links and the network between the `ranks` ranks of a group on `nodes` nodes.
 
-    `rate` is the bytes per second through each rank, `link_step_s` the time of a step over a link,
-    and `network_step_s` the shortest time of a step over the network. `tree_rate` and `ll128_rates`
-    are the largest rates of trees and of rings with LL128, in bytes per second.
+    `rate` is the bytes per second through each rank, `link_step_s` is the time of a step over a
+    link, and `network_step_s` is the shortest time of a step over the network. `tree_rate` and
+    `ll128_rates` are the largest rates of trees and of rings with LL128, in bytes per second.
     """
 
     ranks: int
@@ -64,20 +64,20 @@ class Fabric:
         return max(protocol.hop_s, self.network_step_s)
 
 
-# LL sends a flag with each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
-# more than two nodes with AMD hosts (Intel: 20.4 GB/s). In a group over several nodes, a step over
-# a link takes 1.8 times as long as in a group on one node.
+# LL sends a flag with every 4 bytes, so it reaches only a quarter of the rate, and at most 19 GB/s
+# on more than two nodes with AMD hosts (with Intel hosts 20.4 GB/s). With LL, a step over a link
+# takes 1.8 times as long in a group over several nodes as in a group on one node.
 LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.
-# A ring with the protocol Simple over several nodes has longer latencies if a rank's part of the
-# tensor fills the buffers. NCCL's model has this factor only for all-reduces, for which rings
-# compete with trees. This file also uses the factor for a reduce-scatter and an all-gather, because
-# each of the two is half of an all-reduce.
+# A ring with the protocol Simple over several nodes has latencies that are PLATEAU times as long if
+# a rank's part of the tensor fills the buffers. NCCL's model has this factor only for all-reduces,
+# where rings compete with trees. This file also uses the factor for reduce-scatters and
+# all-gathers, because each of these is half of an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
-# The rate that trees reach, in tenths of their largest rate, for sizes of 64 bytes, 128 bytes, ...,
-# 128 MiB.
+# The rate that trees reach, in tenths of their largest rate, for tensors of 64 bytes, 128 bytes,
+# ..., 128 MiB. One row for each protocol in TREES.
 TREE_TENTHS = (
     (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 5, 6, 6, 7, 7, 8, 9, 9, 10),
     (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 5, 5, 6, 6, 7, 8, 9),
@@ -85,14 +85,14 @@ TREE_TENTHS = (
 
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of an all-gather by a ring of n ranks: n - 1 steps, of which (number of
-    nodes) - 1 are over the network."""
+    """Return the seconds of an all-gather in a ring of n ranks. The ring has n - 1 steps, of which
+    (number of nodes) - 1 are over the network."""
     kind = Collective.ALL_GATHER
     return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of a reduce-scatter by a ring of n ranks: n - 1 steps, each with a sum."""
+    """Return the seconds of a reduce-scatter in a ring of n ranks, which has n - 1 steps."""
     kind = Collective.REDUCE_SCATTER
     return min(_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS)
 

@@ -59,7 +59,7 @@ class Stream(FrozenTable):
 
 
 class AttentionTimes(FrozenTable):
-    """The times of attention in seconds per computed score, at two sizes of a head."""
+    """The times of attention in seconds per computed score, for two head sizes."""
 
     head_sizes: Annotated[Pair, AfterValidator(_ascending)]
     forward_s_per_score: Pair
@@ -67,9 +67,10 @@ class AttentionTimes(FrozenTable):
 
 
 class Messages(FrozenTable):
-    """The times of a collective over `ranks` ranks, in seconds, by the bytes of the whole tensor.
+    """The times of a collective over `ranks` ranks: `seconds` has a time for each size of the whole
+    tensor in `sizes_bytes`.
 
-    The ranks are on `nodes` nodes: all on one node, or each on a different node. The times of
+    The ranks are on `nodes` nodes, either all on one node or each on a different node. The times of
     "send" are for one message while another message travels in the opposite direction.
     """
 
@@ -87,13 +88,13 @@ class Messages(FrozenTable):
 
 
 class Measured(FrozenTable):
-    """The measurements of `ptdmpi probe`, which replace the data sheets.
+    """The measurements of `ptdmpi probe`, which replace the rates from data sheets.
 
     `asynchronous` is True if the host runs ahead of the device, so that launches overlap with
-    kernels. `step_s` is the time of a step in addition to its kernels and messages.
-    `update_s_per_element` is the time of gradient norm, clipping and AdamW for each parameter of a
-    rank. `seconds_per_element` has the times of activation functions ("gelu", "gelu_backward"),
-    norms and the loss.
+    kernels. `step_s` is the time that a step takes in addition to its kernels and messages.
+    `update_s_per_element` is the time that the gradient norm, clipping and AdamW take for each
+    parameter of a rank. `seconds_per_element` has the times of activation functions ("gelu",
+    "gelu_backward"), norms and the loss.
     """
 
     asynchronous: bool
@@ -107,12 +108,11 @@ class Measured(FrozenTable):
 
 
 class KernelWay(FrozenTable):
-    """The implementation of one kind of kernel for one type on a processor.
+    """The implementation of one kind of kernel, for one data type on one kind of processor.
 
-    An entry of a cluster file has the same form as an entry of presets/kernels.toml, and takes
-    precedence over presets/kernels.toml. `capability` is one of torch.cpu.get_capabilities(); ""
-    means any capability. `cpu` is the beginning of the processor's name. `measured` describes the
-    measurement in words.
+    Such entries are in cluster files and in presets/kernels.toml; those in a cluster file take
+    precedence. `capability` is a key of torch.cpu.get_capabilities(); "" means any processor. `cpu`
+    is the beginning of the processor's name. `measured` describes the measurement in words.
     """
 
     capability: str
@@ -125,11 +125,12 @@ class AttentionWay(KernelWay):
     """The implementation of causal attention: matrix products, or the kernel of torch (the
     library).
 
-    "products" multiplies matrices in blocks of `block` queries. `keeps`: the forward keeps the
-    probabilities if there is enough memory. `library_forward`: torch computes the forward, and only
-    the backward is computed by matrix products. `fpmath`: scores of bfloat16 use oneDNN's fpmath
-    mode. "library" computes attention in blocks of queries for fewer than `whole_from` positions,
-    and for all queries at once otherwise.
+    "products" multiplies matrices in blocks of `block` queries. If `keeps` is True, the forward
+    keeps the probabilities for the backward if there is enough memory. If `library_forward` is
+    True, torch computes the forward, and only the backward is computed by matrix products. If
+    `fpmath` is True, scores in bfloat16 are computed in oneDNN's fpmath mode. "library" calls
+    torch's kernel for blocks of queries if there are fewer than `whole_from` positions, and
+    otherwise for all queries at once.
     """
 
     way: Literal["products", "library"]
@@ -151,17 +152,17 @@ class AttentionWay(KernelWay):
 
 
 class GeluWay(KernelWay):
-    """The implementation of GELU in its tanh form: by a sigmoid, with the derivative kept for the
-    backward, or by torch (the library)."""
+    """The implementation of GELU in its tanh form: "sigmoid" computes it from a sigmoid and keeps
+    the derivative for the backward, and "library" calls torch."""
 
     way: Literal["sigmoid", "library"]
 
 
 class LinearWay(KernelWay):
-    """The least sizes of linears that one call of oneDNN computes: of the output x W^T + b
-    (`output`), and of the gradient dy W of the input (`input_gradient`).
+    """The smallest sizes of linear layers for which oneDNN is called: `output` for the output x W^T
+    + b, and `input_gradient` for the gradient dy W of the input.
 
-    A size is the number of multiplications of two numbers; None means that oneDNN is never called.
+    A size is the number of multiplications of two numbers. None means that oneDNN is never called.
     """
 
     output: NotNegative | None = None
@@ -169,8 +170,8 @@ class LinearWay(KernelWay):
 
 
 class KernelWays(FrozenTable):
-    """The measured implementations of kernels. The first measured entry that fits a processor is
-    used."""
+    """The implementations of kernels that measurements found to be the fastest. The first entry
+    that fits a processor is used."""
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()

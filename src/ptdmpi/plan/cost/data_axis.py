@@ -1,8 +1,9 @@
-"""Time of the messages that sum gradients and gather weights over the context and the data axis.
+"""The time of the messages that sum gradients and gather weights over the context axis and the data
+axis.
 
 The context axis has c ranks, and the data axis has d ranks. S ranks form a shard group, which holds
-one copy of the sharded state, so there are c d / S shard groups. In a step of m microbatches each
-rank then takes part in these messages:
+one copy of the sharded state, so there are c d / S shard groups. In a step of m microbatches, each
+rank takes part in these messages:
 
     ZeRO 0   one sum of the gradients over all c d ranks
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
@@ -33,9 +34,9 @@ VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch iss
 
 
 class InOps(NamedTuple):
-    """Seconds of the messages in a stage's forward and backward of one microbatch. `last_s` is the
-    seconds of the messages of one unit, which cannot overlap with computation because no op is left
-    in the step."""
+    """The seconds of the messages during a stage's forward and backward of one microbatch. `last_s`
+    is the seconds of the last unit's messages, which cannot overlap with computation because no op
+    follows them in the step."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -43,18 +44,19 @@ class InOps(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Seconds of messages after the last backward: of gradients, and of updated weights."""
+    """The seconds of the messages after the last backward: messages with gradients, and messages
+    with updated weights."""
 
     gradients_s: float = 0.0
     weights_s: float = 0.0
 
 
 class StagePlaces(NamedTuple):
-    """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
+    """The properties of a stage that determine the messages during its ops under ZeRO 2 or 3.
 
     `held` is the stage's part of the model. `stays` is the number of places (embedding, layers or
-    head) whose gathered weights are still in memory when an op begins. `gathers` is how often
-    DeepSpeed gathers a tensor in a microbatch.
+    head) whose gathered weights are still in memory when an op begins. `gathers` is the number of
+    times that DeepSpeed gathers a tensor for a microbatch.
     """
 
     held: ModelPart
@@ -65,7 +67,7 @@ class StagePlaces(NamedTuple):
 
 
 class DataAxis:
-    """Seconds of a rank's messages over the data axis, for one model on one machine.
+    """The times, in seconds, of a rank's messages over the data axis, for one model on one machine.
 
     The argument `elements` of the methods is always the number of parameters of one rank.
     """
@@ -85,26 +87,28 @@ class DataAxis:
     # -- groups ---------------------------------------------------------------------------------
 
     def _group(self, ranks: int, stride: int) -> Group:
-        """Return the group of `ranks` ranks in which the rank numbers of two neighbours differ by
-        `stride`."""
+        """Return a group of `ranks` ranks. The rank numbers of two neighbours in the group differ
+        by `stride`."""
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Return the group of ranks that together hold one copy of the state. The rank numbers of
-        two neighbours in the group differ by t e, where t is the tensor-parallel size and e is the
-        number of context and data ranks over which experts are distributed."""
+        """Return a shard group: the ranks that together hold one copy of the state. The rank
+        numbers of two neighbours in the group differ by t e, where t is the tensor-parallel size
+        and e is the number of context-parallel and data-parallel ranks over which experts are
+        distributed."""
         return self._group(layout.shards, layout.tensor * layout.expert_tokens)
 
     def replicas(self, layout: Layout) -> Group:
-        """Return the group of ranks with copies of the same shard: one in each shard group."""
+        """Return the group of ranks that hold copies of the same shard, one rank of each shard
+        group."""
         stride = layout.tensor * layout.expert_tokens * layout.shards
         return self._group(layout.copies // layout.shards, stride)
 
     # -- after the pipeline ----------------------------------------------------------------------
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of messages after the last backward. These messages include the sum of
-        a tied table's gradients over the first and the last stage of the pipeline."""
+        """Return the seconds of messages after the last backward. They include the messages in
+        which the first and the last stage of the pipeline sum the gradients of a tied table."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         gradients_s += self._dense_s(layout, elements) + self._experts_s(layout, elements)
         for unit, count in self._units(layout, elements):
@@ -115,10 +119,10 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _dense_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds in which ranks with different experts sum the gradients of all
+        """Return the seconds that ranks with different experts need to sum the gradients of all
         parameters outside experts. If the state is sharded, each rank sums only its shard of the
-        gradients. The estimate assumes that embedding and head have the same fraction of expert
-        parameters as layers."""
+        gradients. The estimate assumes that the fraction of parameters outside experts is the same
+        in embedding and head as in the layers."""
         dense = self._dense_elements(layout.tensor)
         if layout.expert_tokens == 1 or not dense:
             return 0.0
@@ -127,8 +131,8 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(layout.expert_tokens, layout.tensor))
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds in which tensor ranks with the same undivided experts sum the
-        gradients of these experts, under the assumption that `_dense_s` states."""
+        """Return the seconds that tensor-parallel ranks with the same undivided experts need to sum
+        the gradients of these experts. The estimate makes the same assumption as `_dense_s`."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0
@@ -139,9 +143,9 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(dealing.same, dealing.near))
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
-        """Return the messages after the pipeline, as pairs (elements of a message, number of such
-        messages): one message with all `elements`, or one message for each complete layer and one
-        for the remaining elements."""
+        """Return the messages after the pipeline as pairs (number of elements in a message, number
+        of such messages). The elements are sent in a single message, or, under ZeRO 2 and 3, in one
+        message for each complete layer and one for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -161,8 +165,8 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _norms_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds in which ranks gather the norms of sharded gradients. Ranks gather one
-        norm for each block of `ALIGNMENT` elements, which is never divided between two shards."""
+        """Return the seconds that ranks need to gather the norms of sharded gradients. There is one
+        norm for each block of `ALIGNMENT` elements; a block is never divided between two shards."""
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
@@ -170,8 +174,8 @@ class DataAxis:
         )
 
     def _ends_s(self, layout: Layout) -> float:
-        """Return the seconds in which the first and the last stage sum the gradients of a tied
-        table. If gradients are sharded, each rank sums only its shard of the gradients."""
+        """Return the seconds that the first and the last stage need to sum the gradients of a tied
+        table. If gradients are sharded, each rank sums only its shard of them."""
         if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
             return 0.0
         shards = layout.sharing.gradient_shards
@@ -183,24 +187,24 @@ class DataAxis:
     # -- in the ops ------------------------------------------------------------------------------
 
     def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
-        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage. With ZeRO
-        stages 0 and 1, no messages are sent in the ops."""
+        """Return the seconds of ZeRO's messages during the ops of one microbatch in a stage. Under
+        ZeRO 0 and 1, no messages are sent during ops."""
         if not layout.shards_gradients:
             return InOps()
         places = StagePlaces(
             held=stage,
             gathers_weights=layout.shards_weights,
             group=self.shard_group(layout),
-            # only 1F1B alternates forwards and backwards on one chunk; each op then begins with the
-            # layer with which the previous op ended
+            # only 1F1B alternates forwards and backwards on one chunk, so that each op begins with
+            # the layer with which the previous op ended
             stays=int(layout.schedule == "1f1b"),
             gathers=_gathers(layout),
         )
         return self._in_ops(places)
 
     def _counted_in_ops(self, stage: StagePlaces) -> InOps:
-        """Return the seconds of a stage's messages in the ops of one microbatch. A stage sends one
-        message for each unit or, with DeepSpeed, for each tensor."""
+        """Return the seconds of a stage's messages during the ops of one microbatch. A stage sends
+        one message for each unit, or, with DeepSpeed, for each tensor."""
         held, group = stage.held, stage.group
         places = parameters.places(self.model, self.vocab_size, held)
         if self.cluster.software.zero_unit == "tensor":
@@ -227,14 +231,15 @@ class DataAxis:
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
-        # in the first forward of a step no gathered weights are in memory, since the update has
+        # in the first forward of a step, no gathered weights are in memory, because the update has
         # changed the weights
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 
     def least_in_ops_s(self, layout: Layout, layers: float) -> float:
-        """Return a lower bound of the seconds of messages in the ops of one microbatch, for a rank
-        with `layers` layers under any schedule. Embedding and head are not counted."""
+        """Return a lower bound of the seconds of messages during the ops of one microbatch on a
+        rank with `layers` trained layers. The bound holds for every schedule. Embedding and head
+        are not counted."""
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
@@ -262,13 +267,15 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # the weights of one layer are still in memory and need no gather
+        # in the forward and in the backward, the weights of one layer are still in memory and need
+        # no gather
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: of gathering the weights of a unit (such as a layer), and of
-        summing its gradient. To sum the gradient, a rank clears and fills a buffer of the whole
-        unit. The buffer is then reduce-scattered, and the rank adds the result to its shard."""
+        """Return two times in seconds: the time to gather the weights of a unit (such as a layer),
+        and the time to sum the unit's gradient. To sum the gradient, a rank clears and fills a
+        buffer for the whole unit. The buffer is reduce-scattered, and the rank adds the result to
+        its shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -277,8 +284,8 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def layer_tensors(self, tensor: int, kind: LayerKind | None = None) -> list[int]:
-        """Return the number of elements of each trainable weight of a layer on one tensor rank. If
-        `kind` is None, the result is for the last layer."""
+        """Return the number of elements of each trained weight of a layer of kind `kind` on one of
+        `tensor` tensor-parallel ranks. If `kind` is None, the result is for the last layer."""
         every = trained(parameters.layer(self.model, kind).values())
         return [size for part in every for size in part.weights(tensor)]
 
@@ -286,10 +293,10 @@ class DataAxis:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return (seconds of gathering weights, seconds of summing gradients). Both are sums over
-        all tensors of a stage's layers and the vocabulary's table. Each tensor is sent in a
-        separate message. The time for a small tensor is mostly latency, so the total size alone
-        does not determine the time."""
+        """Return (seconds to gather weights, seconds to sum gradients). Both are sums over all
+        tensors of a stage's layers, and the vocabulary's table if the stage has it. Each tensor is
+        sent in a separate message, and the time for a small tensor is mostly latency, so the total
+        size alone does not determine the time."""
         gathered_s = summed_s = 0.0
         for kind, count in held.runs:
             for size in self.layer_tensors(held.tensor, kind):
@@ -305,9 +312,9 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: to clear a buffer and gather a tensor into it, and to sum
-        the tensor's gradient and divide it by the data-parallel size d. Both include the copies
-        that torch's list collectives make."""
+        """Return two times in seconds: the time to clear a buffer and gather a tensor into it, and
+        the time to sum the tensor's gradient and divide it by the data-parallel size. Both include
+        the copies that torch's list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -316,14 +323,14 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """Return the seconds that torch's list collectives add: for each rank, the view of its
-        slice of the tensor and the kernel that copies the slice."""
+        """Return the seconds that torch's list collectives add: for each rank, they make a view of
+        the rank's slice of the tensor and launch a kernel that copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s
 
 
 def _gathers(layout: Layout) -> int:
-    """Return how often DeepSpeed gathers a tensor in a microbatch. DeepSpeed gathers once for the
-    forward and once for the backward, and once more if the forward is recomputed."""
+    """Return the number of times that DeepSpeed gathers a tensor for a microbatch: once for the
+    forward, once for the backward, and once more if the forward is recomputed."""
     return 2 + (layout.recompute == "full")

@@ -1,5 +1,5 @@
-"""The parts of a model (its linears, norms and tables) on each rank of a layout, and the units in
-which data ranks send them."""
+"""The parts of a model (its linear layers, norms and tables) on each rank of a layout, and the
+units in which data-parallel ranks send them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # the name of a unit that consists of experts ends with this text
+OF_EXPERTS = " experts"  # the names of units that consist of experts end with this text
 
 
 class HeldParts:
@@ -45,8 +45,8 @@ class HeldParts:
         return self.of_kind[self.model.kind_of(int(place))]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
-        """Yield (place, name of the part, part) for each trained part of a stage or, if `trains` is
-        False, for each frozen part. A place is the embedding, a layer or the head."""
+        """Yield (place, name of the part, part) for each trained part of a stage, or, if `trains`
+        is False, for each frozen part. A place is the embedding, a layer or the head."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             for name, part in self._parts_of(place).items():
@@ -62,8 +62,9 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of parameters whose norms a rank adds to the norm of the gradient. The
-        norm of a tied table is added only by the rank with the first stage."""
+        """Return the number of weights and biases for which a rank contributes a norm to the norm
+        of the whole gradient. For a tied table, only the rank with the first stage contributes a
+        norm."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
@@ -81,17 +82,17 @@ class HeldParts:
     def units(
         self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """Return (elements of each unit, units that each place uses). A unit is a set of parameters
-        that data ranks send in one message.
+        """Return (number of elements of each unit, names of the units that each place uses) for a
+        rank. A unit is a set of parameters that data-parallel ranks send in one message.
 
-        Elements are rounded up so that a unit divides into `shards` equal shards. If `apart` is
-        False, all parts form one unit. If `apart` is True (ZeRO 2 and 3, and exchanges that overlap
-        the forward), each layer, the embedding and the head is a unit. A tied table is a separate
-        unit if there are several shards. If a rank has both the embedding and the head, the
-        gradient from the head is always a separate unit without weights (`SECOND`). If experts are
-        distributed over ranks, these experts are in separate units (`of_experts`). If `trains` is
-        False, the units contain the frozen weights that ZeRO 3 gathers, and their names begin with
-        "frozen". Quantized weights are in no unit.
+        Numbers of elements are rounded up so that a unit can be divided into `shards` equal shards.
+        If `apart` is False, all parts form one unit. If `apart` is True (for ZeRO 2 and 3, and for
+        exchanges that overlap with the forward), each layer, the embedding and the head are
+        separate units. A tied table is a separate unit if there are several shards. If a rank has
+        both the embedding and the head, the gradient from the head is always a separate unit
+        without weights (`SECOND`). If experts are distributed over ranks, they are in separate
+        units (see `of_experts`). If `trains` is False, the units contain the frozen weights that
+        ZeRO 3 gathers, and their names begin with "frozen". Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -135,9 +136,9 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """Return the number of places (embedding, layers or head) at the beginning of a stage that
-        have no backward. These are the places before the first trained part, and an embedding that
-        only looks up rows of its tables."""
+        """Return the number of places (embedding, layers or head) at the beginning of a stage whose
+        backward needs no weights. These are the places before the first trained part, and an
+        embedding that only looks up rows of its tables."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -148,10 +149,11 @@ class HeldParts:
         return count
 
     def crossings(self, rank: int) -> int:
-        """Return the number of neighbours of a rank's stages that are on other ranks.
+        """Return the number of pairs (stage of this rank, neighbouring stage) in which the
+        neighbouring stage is on another rank.
 
-        For each microbatch the rank exchanges one activation and one gradient of an activation with
-        each of these neighbours: the rank sends one of the two tensors and receives the other one.
+        For each microbatch and each such pair, the rank sends one tensor and receives one. One of
+        the two tensors is an activation, and the other is the gradient of an activation.
         """
         stages = range(self.placed.stages)
         return sum(
@@ -166,8 +168,8 @@ class HeldParts:
 
     @property
     def tied(self) -> int:
-        """Return the number of elements, on a tensor rank, of the trained table that embedding and
-        head share; 0 if there is none."""
+        """Return the number of elements on one tensor-parallel rank of the trained table that
+        embedding and head share; 0 if there is no such table."""
         word = self.ends[EMBEDDING][WORD_TABLE]
         if not self.model.tie_embeddings or not word.trains:
             return 0
@@ -175,14 +177,14 @@ class HeldParts:
 
 
 def of_experts(unit: str) -> bool:
-    """Return True if `unit` (parameters that are sent in one message) has experts that are
-    distributed over ranks."""
+    """Return True if the unit named `unit` consists of experts that are distributed over ranks. (A
+    unit is a set of parameters that are sent in one message.)"""
     return unit.endswith(OF_EXPERTS)
 
 
 def _unit_name(place: str, *, tied: bool, apart: bool) -> str:
-    """Return the name of the unit (parameters that are sent in one message) that contains a part of
-    `place`."""
+    """Return the name of the unit (a set of parameters that are sent in one message) to which a
+    part of `place` belongs."""
     if tied:
         return TIED
     if apart:

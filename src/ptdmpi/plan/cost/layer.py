@@ -1,10 +1,10 @@
-"""Time of a layer, of the embedding and of the head for one microbatch on one rank: sums over their
-operators.
+"""The times of a layer, of the embedding and of the head for one microbatch on one rank. They are
+sums over operators.
 
 An operator lists its kernels and messages (`plan.layer`), and `Machine` gives the time of each
-kernel and message on a cluster. The model assumes the kernels of Megatron-LM (Shoeybi et al. 2019,
-arXiv 1909.08053, section 3; Narayanan et al. 2021, section 4.2), which fuse softmax with mask, bias
-with GeLU, and bias with dropout and addition.
+kernel and message on a cluster. The kernels are assumed to be those of Megatron-LM (Shoeybi et al.
+2019, arXiv 1909.08053, section 3; Narayanan et al. 2021, section 4.2), which fuse softmax with
+mask, bias with GeLU, and bias with dropout and addition.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,9 +33,10 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 
 @dataclass(frozen=True)
 class Seconds:
-    """Times of kernels, of messages that the kernels wait for, and of the host that launches both.
-    The messages go over the tensor axis, over the context axis, and to ranks with other experts. If
-    the host does not launch a kernel in time, the kernel starts later."""
+    """The times of kernels (`compute`), of the messages for which kernels wait, and of the host,
+    which launches both. The messages are sent over the tensor axis (`messages`), over the context
+    axis (`context`), and to ranks with other experts (`expert`). If the host is slower than the
+    device, kernels start later."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -59,7 +60,7 @@ class Seconds:
 
     @property
     def device(self) -> float:
-        """Return the time of the device: kernels, and messages that they wait for."""
+        """Return the time of the device: kernels, and the messages for which kernels wait."""
         return self.compute + self.messages + self.context + self.expert
 
     @property
@@ -69,14 +70,14 @@ class Seconds:
 
     @property
     def launched(self) -> "Seconds":
-        """Return a copy of this object in which `compute` includes the time that the device waits
-        for its host."""
+        """Return a copy of this object in which `compute` includes the time for which the device
+        waits for its host."""
         waits_s = max(0.0, self.host - self.device)
         return replace(self, compute=self.compute + waits_s, host=0.0)
 
 
 def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
-    """Return the sizes of a microbatch on a rank of `layout`."""
+    """Return the sizes of the tensors of a microbatch on a rank of `layout`."""
     cluster = machine.cluster
     return Sizes(
         model=model.config,
@@ -88,7 +89,8 @@ def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
 
 
 class TensorRank:
-    """Times of kernels and messages on one tensor rank of `layout`, for one microbatch."""
+    """The times of kernels and messages on one tensor-parallel rank of `layout`, for one
+    microbatch."""
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
         self.machine = machine
@@ -97,7 +99,7 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        # the numbers of neighbouring ranks of the group differ by `between`
+        # the rank numbers of two neighbours in the group differ by `between`
         between = tensor // layout.dealing.tensor
         dealt = Group(layout.expert, min(layout.expert, max(1, near // between)))
         self.groups = {
@@ -122,15 +124,16 @@ class TensorRank:
                 return machine.flash_s(rows, columns, head_size, products) * seen
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds that kernels wait for a message. If the training program computes some
-        kernels during the message, return only the part of the message's time that remains after
-        these kernels."""
+        """Return the seconds for which kernels wait for a message. If the training program computes
+        some kernels during the message, return only the part of the message's time by which the
+        message takes longer than these kernels."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
         if message.to_next:
             seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
             return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
-        # `size` must include the bytes that the rank sends to itself
+        # the function for an all-to-all expects a size that includes the bytes that the rank sends
+        # to itself
         if message.collective == "all_to_all":
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
@@ -148,7 +151,8 @@ class TensorRank:
         return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))
 
     def seconds(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
-        """Return the time of some kernels and messages, with the host's time to launch them."""
+        """Return the time of some kernels and messages, including the host's time to launch
+        them."""
         compute = 0.0
         launches = 0
         for kernel in kernels:
@@ -171,8 +175,8 @@ class TensorRank:
 
 
 class LayerTimes(TensorRank):
-    """Times of one layer of a model on a tensor rank: of a layer of kind `kind` or, if `kind` is
-    None, of the last layer."""
+    """The times of one layer of a model on a tensor-parallel rank. The layer has the kind `kind`,
+    or, if `kind` is None, the kind of the last layer."""
 
     def __init__(
         self, machine: Machine, model: Model, layout: Layout, kind: LayerKind | None = None
@@ -198,24 +202,24 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def weights(self) -> Seconds:
-        """Return the time of W, which computes the gradients of weights in a split backward. W
-        consists of matrix products and, under sequence parallelism, of gathers of their
+        """Return the time of W, the part of a split backward that computes the gradients of
+        weights. W consists of matrix products and, under sequence parallelism, gathers of their
         operands."""
         return self.seconds(weight_kernels(self.rows, self.sizes), self._messages("weights"))
 
     @cached_property
     def split_backward(self) -> Seconds:
         """Return the time of a split backward: the sum of I (gradient of the input) and W
-        (gradients of the weights). The messages of I do not overlap with computation, because no
-        weight gradient is computed at the same time."""
+        (gradients of the weights). Unlike in an unsplit backward, the messages of I do not overlap
+        with the computation of weight gradients, which is done later, in W."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
     def recomputed(self, layout: Layout) -> Seconds:
         """Return the time of the recomputation at the beginning of a backward pass of `layout`.
 
-        If the kept input is partitioned over tensor ranks, the time includes the gather of the
-        input.
+        If the kept input of the layer is partitioned over tensor-parallel ranks, the time includes
+        the gather of this input.
         """
         if layout.recompute == "full":
             if not layout.partition_activations:
@@ -268,9 +272,11 @@ def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 
 
 class EndTimes(TensorRank):
-    """Times of the operators before the first layer and after the last layer, on a tensor rank.
+    """The times of the operators before the first layer and after the last layer, on a
+    tensor-parallel rank.
 
-    The host's time is left out, because a model has one embedding and one head, but many layers.
+    The host's time is left out, because it is small: a model has only one embedding and one head,
+    but many layers.
     """
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
@@ -290,9 +296,9 @@ class EndTimes(TensorRank):
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """Return the time of the embedding's backward. The embedding's backward computes only the
-        gradient of the table. In a split backward, the whole time of the embedding's backward is
-        therefore in W (gradients of weights)."""
+        """Return the time of the embedding's backward, which computes only the gradient of the
+        table. In a split backward, all of this time therefore belongs to W (gradients of
+        weights)."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")
@@ -311,7 +317,8 @@ class EndTimes(TensorRank):
 
     @cached_property
     def head_weights(self) -> Seconds:
-        """Return the time of the head's W (gradients of weights) in a split backward."""
+        """Return the time that the head spends on W, the gradients of weights, in a split
+        backward."""
         sent = messages(self.head, self.sizes, "weights", self.head_input_trains)
         return self._pass(weight_kernels(self.head, self.sizes), sent)
 

@@ -1,12 +1,12 @@
 """The memory of a rank in a layout. Plans and the check before training both use this model of
 memory.
 
-Parameters are counted from the table from which the model is built (`plan.shape.parameters`), and
-activations by `plan.cost.stage_memory`. The number of microbatches in flight comes from the
-schedule's own order (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv
-1910.02054, section 5), with an additional float32 gradient where gradients are summed in a half
-type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 +
-12)/S under ZeRO 2, and 18/S under ZeRO 3.
+Parameters are counted from the same list of operators from which the model is built
+(`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
+microbatches in flight comes from the schedule's own order (`plan.schedule.flight`). Sharded state
+is counted as by Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in a
+half type, a float32 copy of the gradient is added. With S shards and 16-bit weights, a parameter
+takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -30,20 +30,20 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# The number of bytes of a block in which optimizer state is read ahead from a file and written
-# back. Two blocks are in memory at the same time.
+# Offloaded optimizer state is read from a file and written back in blocks of this number of bytes.
+# Two blocks are in memory at the same time.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of cached results
 
 
-# the properties of a stage: see `_sort`
+# the properties of a stage that determine its memory (see `_sort`)
 Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
 
 
 @dataclass(frozen=True)
 class Footprint:
     """The memory of one rank, in bytes by kind of content, at the moment at which the rank needs
-    the most memory. `host` is the number of bytes in the host's memory, if the device has its own
+    the most memory. If the device has its own memory, `host` is the number of bytes in the host's
     memory: offloaded state, buffers for tensors that are updated on the host, and copies of the
     state."""
 
@@ -59,7 +59,7 @@ class Footprint:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts of a rank's memory at its peak, in bytes, by name. The part "copies" is
-        left out if the state is not copied to host memory."""
+        left out if it is 0."""
         every = {name: count for name, count in asdict(self).items() if name != "host"}
         if not self.copies:
             del every["copies"]
@@ -77,8 +77,8 @@ class Footprint:
 
 
 class StateBytes(NamedTuple):
-    """Bytes in use during the whole step: weights, gradients and optimizer state on a rank's
-    device, and the rank's offloaded state in the host's memory."""
+    """The bytes that are in use during the whole step: weights, gradients and optimizer state on a
+    rank's device, and the rank's offloaded state in the host's memory."""
 
     weights: int
     gradients: int
@@ -93,9 +93,8 @@ class StateBytes(NamedTuple):
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
     """Return (bytes of optimizer state on the device, bytes in the host's memory). `rooms` is the
-    number of bytes of the buffers that an update on the host needs in addition to the optimizer
-    state. If ranks compute on the host (`on_host`), the host is the device, and the second number
-    is 0."""
+    bytes of the buffers that an update on the host needs in addition to the optimizer state. If
+    ranks compute on the host (`on_host`), the host is the device, and the second number is 0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -111,8 +110,8 @@ def _how(layout: Layout) -> tuple[Sharing, str]:
 
 
 def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
-    """Return four numbers of shards, in the order of `_each_bytes`: of the weights, of the
-    gradients, of the float32 copies of the gradients, and of the optimizer's state."""
+    """Return four numbers, in the order of `_each_bytes`: the numbers of shards into which weights,
+    gradients, float32 copies of gradients, and optimizer state are divided."""
     whole_update = (sharing.state_shards, sharing.state_shards)
     return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
@@ -124,8 +123,8 @@ def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
 
 
 class MemoryModel:
-    """Memory of one model in one compute type under a program. Results that layouts share are
-    cached.
+    """The memory of one model in one compute type, as the program `software` trains it. Results
+    that layouts share are cached.
 
     `stages` computes the bytes and parameters of the model's stages. `runtime_bytes` is the memory
     in use before the first tensor. `on_host` is True if ranks compute on the host, so that
@@ -179,9 +178,10 @@ class MemoryModel:
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return pipeline ranks that include the rank with the highest peak. If earlier ranks of
-        the schedule never use less memory than later ranks, the result has the first rank of each
-        kind (`_counted_distinct`); otherwise it has all ranks."""
+        """Return some pipeline ranks, among which is the rank with the highest peak. If an earlier
+        rank of the schedule never needs less memory than a later rank with equal stages, the result
+        has only the first rank of each kind (see `_counted_distinct`); otherwise it has all
+        ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -219,8 +219,8 @@ class MemoryModel:
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
         """Return the properties that determine a stage's memory: its layers without a backward, its
-        other layers by kind and by mode of recomputation, whether it is the model's first stage,
-        and whether it is the model's last stage. `own` are the layers of the stage."""
+        other layers by kind and mode of recomputation, and whether it is the model's first or last
+        stage. `own` is the range of the stage's layers."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of
@@ -231,7 +231,7 @@ class MemoryModel:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`
         microbatches.
 
-        The result is the largest memory during any op of the rank. During an op the rank needs the
+        The result is the largest memory during any op of the rank. During an op, the rank needs the
         tensors that are kept for the microbatches in flight, the working memory of the op, and an
         activation and a gradient for each neighbouring stage.
         """
@@ -250,7 +250,8 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return (kept bytes, working bytes) at the op at which a rank needs the most memory."""
+        """Return (kept bytes, working bytes) during the op for which a rank needs the most
+        memory."""
         key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -289,8 +290,8 @@ class MemoryModel:
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Return True if every pipeline rank has enough memory.
 
-        The first checks use only the state and a lower bound of the activations. The first checks
-        are fast and exclude most layouts of a large model.
+        The first checks use only the state and a lower bound of the activations. These checks are
+        fast, and they already exclude most layouts of a large model.
         """
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
@@ -321,9 +322,9 @@ class MemoryModel:
         return self._state(layout, rank).host + copies * (not self.on_host)
 
     def copies_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of the copies of the state in the host's memory, for one of the ranks at
-        coordinate `rank` of the pipeline axis. Ranks that have the same state divide the copy of
-        this state evenly."""
+        """Return the bytes that the copies of the state in the host's memory take per rank, for the
+        ranks with the coordinate `rank` on the pipeline axis. Ranks that have the same state divide
+        its copy evenly."""
         method = self.method
         if not method.copies:
             return 0
@@ -350,12 +351,12 @@ class MemoryModel:
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> "StateBytes":
         """Return the bytes of a pipeline rank's state, which is sharded and offloaded according to
-        `how`. The alignment of buffers is ignored. If compute type and master type are equal, the
-        weights are also the master weights."""
+        `how`. The padding of buffers is ignored. If the compute type is the type of the master
+        weights, the weights are also the master weights."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
         # a tied table has one weight and one optimizer state, but two gradients: the embedding and
-        # the head each add to their own gradient, and then the two gradients are summed
+        # the head each have a gradient of their own, and the two are summed later
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -378,9 +379,9 @@ class MemoryModel:
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Return four sizes in bytes for one parameter: of its weight, of its gradient, of the
-        gradient's float32 copy (0 unless gradients are summed in a half type), and of the
-        optimizer's state including the master weight."""
+        """Return four sizes in bytes for one parameter: the sizes of its weight, its gradient, the
+        gradient's float32 copy (0 unless gradients are summed in a half type), and its optimizer
+        state, including the master weight if that is separate."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
@@ -396,8 +397,8 @@ class MemoryModel:
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def _counted_values(self, tensor: int) -> int:
-        """Return the bytes for dequantizing the largest quantized weight, on one of `tensor` ranks:
-        its dequantized values and the working memory."""
+        """Return the bytes that are needed to dequantize the largest quantized weight on one of
+        `tensor` tensor-parallel ranks: the bytes of its dequantized values, and working memory."""
         layout = Layout(tensor, 1, 1)
         sizes = Sizes(
             model=self.model,
@@ -411,28 +412,29 @@ class MemoryModel:
     def least_frozen_bytes(
         self, layout: Layout, elements: float, layers: float, tensor: int
     ) -> float:
-        """Return a lower bound of the bytes that frozen weights take on one tensor rank. All
-        `tensor` ranks together have `elements` frozen weights. The
-        weights of `layers` layers among them may be quantized."""
+        """Return a lower bound of the bytes that frozen weights take on one of `tensor`
+        tensor-parallel ranks. The rank has `elements` frozen weights. If weights are quantized,
+        those of `layers` layers are."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
         return in_full / layout.sharing.weight_shards + layers * packed_bytes
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """Return the bytes that every backward of a rank needs in addition to its own working
-        memory: an activation and a gradient in transit for each neighbour, and gathered sharded
-        state."""
+        memory: an activation and a gradient in transit for each neighbouring stage, and gathered
+        parts of sharded state."""
         stages = placement_of(layout).stages_of(rank)
-        # a rank with several chunks may have neighbours in both directions, even if it has the
-        # first or the last stage
+        # a rank with several chunks may have neighbouring stages in both directions, even if it has
+        # the first or the last stage
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of unsharded gradients and weights that a rank has temporarily: under
-        ZeRO 2 and 3 the gradient of a unit before its reduce-scatter, and under ZeRO 3 also the
-        gathered weights of the unit in use and of the next unit."""
+        """Return the bytes of unsharded gradients and weights that a rank has temporarily. Under
+        ZeRO 2 and 3, this is the gradient of a place (embedding, layer or head) before its
+        reduce-scatter. Under ZeRO 3, the gathered weights of the current place and of the next
+        place are added."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
@@ -446,8 +448,8 @@ class MemoryModel:
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
-    """Return the settings that determine the memory of a rank's ops. Sharding is not one of these
-    settings, so a search that tries all shardings of a layout reuses the result."""
+    """Return the settings that determine the memory of a rank's ops. Sharding is not among them, so
+    a search that tries several shardings of a layout reuses the result."""
     axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
@@ -456,8 +458,8 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
     """Return a lower bound of the bytes of activations that a rank keeps at its peak. The bound
-    counts all forwards before the first backward, each with the bytes of the smallest stage. The
-    bound can be computed fast, because it does not visit the ops one by one."""
+    counts all forwards before the first backward, each with the bytes of the smallest stage. It is
+    fast to compute, because the ops are not visited one by one."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
@@ -468,11 +470,12 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 
 
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
-    """Return all working memory of a rank, in bytes: the larger of two amounts. The first amount is
-    needed during the backward (`working`, `beside_bytes`). The second amount is needed after the
-    backward, when no activations are kept: messages of data ranks or an update of whole matrices
-    need it. If messages overlap with the forwards, the memory of the messages is added to the first
-    amount. The rank's copies of its neighbours' weights are added to both amounts."""
+    """Return the working memory of a rank, in bytes, in addition to the `kept` bytes of
+    activations. It is the larger of two amounts. The first amount is needed during a backward
+    (`working` and `beside_bytes`). The second amount is needed after the last backward, by messages
+    of data-parallel ranks or by an update of whole matrices; the memory of the activations is free
+    then. If the messages overlap with the forwards, their memory is added to the first amount. The
+    rank's copies of its neighbours' weights are added in any case."""
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
     messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)

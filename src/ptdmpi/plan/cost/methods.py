@@ -1,8 +1,8 @@
-"""Communication-efficient data-parallel methods: the seconds and the bytes of their messages over
-the data axis.
+"""Communication-efficient data-parallel methods: the times and the bytes of their messages over the
+data axis.
 
-In the table there are n data ranks. Each has B bytes of gradients and W bytes of master weights,
-and its codes (compressed gradients or weights) have C bytes:
+In the following table, n is the number of data-parallel ranks. Each rank has B bytes of gradients
+and W bytes of master weights, and its codes (compressed gradients or weights) have C bytes:
 
     method            in a step                                             each rank sends
     all_reduce        one sum                                               2 B (n - 1) / n
@@ -14,20 +14,20 @@ and its codes (compressed gradients or weights) have C bytes:
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-A decentralized step may send codes instead of weights; W in the table is then C. If a local step
+If a decentralized step sends codes instead of weights, read C for W in its row. If a local step
 sends codes, the codes are gathered.
 
-The bytes that a rank sends are the mean over ranks. In this trainer's ring, every slice of the
-gradients starts at rank 0, so that the ring gives the same sums as all_reduce
+The bytes are means over the ranks. In this trainer's ring, every slice of the gradients starts at
+rank 0, so that the ring computes the same sums as all_reduce
 (`ptdmpi.engine.data_parallel.pairwise`). In the textbook's ring, each rank starts one slice, and
-there are 2 (n - 1) messages of B / n in a row. Therefore the number of latencies in a step is O(n)
-for a ring and for a parameter server, and O(1) for decentralized steps. The number of sent bytes is
-O(n) for a parameter server and for gathered codes. Gathering codes sends less than an all_reduce
-while C n < 2 B.
+there are 2 (n - 1) messages of B / n in a row. The number of latencies in a step is O(n) for both
+rings and for a parameter server, and O(1) for decentralized steps. The number of sent bytes is O(n)
+for a parameter server and for gathered codes. Gathering codes sends less than an all_reduce if C n
+< 2 B.
 
-The time of encoding and decoding is a lower bound: the time in which the memory reads and writes
-the encoded and decoded values. Methods that select the greatest numbers, or that hash, take longer
-than this bound; the time is unknown until it is measured.
+The time of encoding and decoding is a lower bound: the time to read and write the values in memory.
+Methods that select the greatest numbers, or that hash, take longer than this bound; how much longer
+is not known until it is measured.
 """
 
 import math
@@ -48,23 +48,24 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
 from ptdmpi.plan.shape.parameters import first_linear
 
-# Kinds of error feedback in which each rank is the server of one slice of the gradient: it averages
-# this slice and compresses the mean again.
+# Kinds of error feedback in which each rank is the server of one slice of the gradient: the rank
+# averages this slice and compresses the mean again.
 SQUEEZED = ("double_squeeze", "neolithic")
-# The least number of values that are read and written per element. Encoding reads the gradient and
-# the error-feedback memory, and writes this memory. Decoding a received code reads and writes the
-# sum. Decentralized steps also read and write the public copies that are kept from earlier
-# messages.
+# The smallest number of values that are read and written per element. Encoding reads the gradient
+# and the memory of the error feedback, and writes this memory. Decoding a received code reads and
+# writes the sum. Decentralized steps also read and write copies of the public weights, which are
+# kept from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
 @cache
 def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float], ...]:
-    """Return, for each step of a topology's period, the number of messages that a rank sends: (to
-    other nodes, within the node), as means over the ranks.
+    """Return, for each step of a topology's period, the numbers of messages that a rank sends: (to
+    other nodes, within its node), as means over the ranks.
 
     If a topology has no period, the result is for its first four steps. The ranks fill the nodes
-    one after the other. Raises InputError for a file of edges that does not fit `ranks`.
+    one after the other, `per_node` ranks on each. Raises InputError for a file of edges that does
+    not fit `ranks`.
     """
     graph = topology(name, ranks)
     messages = []
@@ -87,8 +88,9 @@ def neighbours(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """The sizes of a rank's messages: the number of `elements`, the bytes per element of its
-    gradients and of its masters, and (lines, length) of the tiles that PowerSGD factors."""
+    """The sizes of a rank's messages: the number of `elements`, the bytes of one element of its
+    gradients and of its master weights, and the shape (lines, length of a line) of the tiles that
+    PowerSGD factorizes."""
 
     elements: float
     gradient_bytes: int
@@ -106,8 +108,9 @@ class Told:
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
-        """Return the bytes of a rank's code, over all rounds of encoding in a step. The numbers
-        in a code that are not quantized, such as scales, have the type of the master weights."""
+        """Return the bytes of a rank's codes in a step, summed over all rounds of encoding. The
+        numbers in a code that are not quantized, such as scales, have the type of the master
+        weights."""
         bits = bits_per_element(section, 8 * self.master_bytes, self.tile)
         return rounds_of(section) * self.elements * bits / 8
 
@@ -124,9 +127,9 @@ def told_of(
     `master_bytes` are the sizes of one element.
 
     In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
-    the vocabulary's table, a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n
-    does not divide the vocabulary, each row of the table is sent uncompressed. The returned tile
-    has the mean number of lines over all elements.
+    the vocabulary's table, a tile has 1/n of the lines, with n = gcd(heads, ffn_hidden). If n does
+    not divide the size of the vocabulary, each row of the table is sent uncompressed. The tile in
+    the result has a number of lines that represents the mean over all elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -143,8 +146,8 @@ def told_of(
 
 
 def share_of_averages(section: DataParallelConfig) -> float:
-    """Return the fraction of steps after which all replicas are averaged; 0 if they are never
-    averaged."""
+    """Return the fraction of steps that end with an average over all replicas; 0 if replicas are
+    never averaged."""
     if section.method == "local":
         return 1 / section.local_steps
     if section.average_every:
@@ -154,7 +157,7 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
     """Return, for each kind of message, the approximate bytes of the codes that one of `n` ranks
-    exchanges in a step. The bytes are counted by the convention of `ptdmpi.base.traffic`."""
+    exchanges in a step. The bytes are counted as in `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour
@@ -166,8 +169,8 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
 
 
 def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
-    """Return the bytes that a data rank sends in a step, as the mean over steps and ranks, counted
-    by the convention of `ptdmpi.base.traffic`. Messages that average the optimizer's moments are
+    """Return the bytes that a data rank sends in a step, as the mean over steps and ranks. The
+    bytes are counted as in `ptdmpi.base.traffic`. Messages that average the optimizer's moments are
     not counted."""
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
@@ -204,8 +207,8 @@ def _sent_of(kind: str, size: float, n: int) -> float:
 
 
 class MethodAxis(DataAxis):
-    """Messages over the data axis by a communication-efficient method. Gradients are not
-    sharded."""
+    """The times of the messages over the data axis with a communication-efficient method. Gradients
+    are not sharded."""
 
     def __init__(self, machine: Machine, model: Model, method: RunMethod) -> None:
         super().__init__(machine, model)
@@ -231,15 +234,15 @@ class MethodAxis(DataAxis):
         return Behind(self._ends_s(layout) + told_s, 0.0)
 
     def method_s(self, sizes: Told, group: Group) -> float:
-        """Return the seconds of the method's messages, encoding and decoding in a step, as the mean
-        over steps."""
+        """Return the seconds that the method's messages, encoding and decoding take in a step, as
+        the mean over steps."""
         machine, section, n = self.machine, self.section, group.ranks
         match section.method:
             case "ring":
                 return self._ring_s(sizes, group)
             case "parameter_server":
-                # all ranks use the link of the server's node, first towards the server and then
-                # away from it; no other rank of this node sends
+                # all messages pass through the link of the server's node, first towards the server
+                # and then away from it; no other rank of this node sends anything
                 size = (n - 1) * sizes.gradients
                 if group.nodes > 1:
                     size *= min(1.0, machine.adapter_share)
@@ -253,7 +256,7 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                # number of codes: the rank's own code and the received codes
+                # number of codes that a rank handles: its own code and the received codes
                 every = 1 + neighbours(section.topology, n)
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
@@ -269,8 +272,8 @@ class MethodAxis(DataAxis):
         """Return the seconds of a ring.
 
         The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
-        has been summed over all ranks. The sums are then sent to all ranks, which takes the same
-        number of messages. If a slice is larger than the largest message, the gradients are sent in
+        has been summed over all ranks. The sums are then sent to all ranks, which takes another 2 n
+        - 3 messages. If a slice is larger than the largest message, the gradients are sent in
         several rounds.
         """
         n = group.ranks
@@ -287,8 +290,8 @@ class MethodAxis(DataAxis):
         )
 
     def _neighbours_s(self, size: float, group: Group) -> float:
-        """Return the seconds in which a rank sends `size` bytes to each neighbour. Messages over
-        the network and messages within nodes travel at the same time."""
+        """Return the seconds that a rank needs to send `size` bytes to each neighbour. Messages
+        over the network and messages within nodes travel at the same time."""
         every = messages(self.section.topology, group.ranks, group.per_node)
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
@@ -301,12 +304,12 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # each server receives n - 1 messages at the same time, so only one latency is counted,
-            # but the bytes of all messages
+            # each server receives n - 1 messages at the same time, so their bytes add up, but only
+            # one latency counts
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # each of n ranks averages 1/n of the elements: it decodes this part of n ranks'
-            # gradients, and then the n averaged parts
+            # each of n ranks averages 1/n of the elements: it decodes this part of the gradients of
+            # n ranks, and later all n averaged parts
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)
@@ -314,7 +317,7 @@ class MethodAxis(DataAxis):
         return told_s + machine.stream_s(passes * sizes.masters)
 
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
-        """Return the seconds in which a rank sends several messages of `size` bytes at the same
+        """Return the seconds that a rank needs to send several messages of `size` bytes at the same
         time. `far` is the mean number of messages to other nodes, and `near` is the mean number of
         messages within the rank's own node."""
         if group.nodes == 1:
@@ -332,15 +335,15 @@ class MethodAxis(DataAxis):
 
 
 class MethodTimes(StepTimes):
-    """Seconds of steps in which replicas exchange messages, and keep state, according to a given
-    data-parallel method.
+    """The times, in seconds, of steps with a given data-parallel method, which determines the
+    messages between replicas and the state that they keep.
 
-    This class prices only layouts that a user gives. A search does not choose the method, because a
-    different method would change the training.
+    This class is used only to price layouts that a user gives. A search does not choose the method,
+    because another method would change the training.
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
-        """Replace the data axis of `StepTimes` by one for the method; for the arguments see
-        `StepTimes`."""
+        """Replace the data axis of `StepTimes` with one for the method. The arguments are explained
+        in `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

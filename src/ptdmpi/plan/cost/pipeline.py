@@ -1,9 +1,9 @@
-"""The time of a pipeline's step in seconds, from the schedule that the runner executes and the
-times of the stages.
+"""The time of a pipeline's step, in seconds. It is computed from the schedule that the runner
+executes and the times of the stages.
 
-`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search,
-`makespan_s` works on integers instead of `Op` objects. Tensor ranks and data ranks do the same work
-at the same time, so one pipeline represents all pipelines.
+`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
+on integers instead of `Op` objects. All tensor-parallel and data-parallel ranks do the same work at
+the same time, so it is enough to simulate one pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ MOST_OPS = 100_000  # largest number of ops that are visited one by one
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each stage's forward and backward, and of the messages that they wait for.
+    """The seconds of each stage's forward and backward, and of the messages for which they wait.
 
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
-    Both times are 0 if `placed` puts the two stages on one rank. With `overlap`, a message is
-    transferred while its sender and its receiver compute. Without `overlap`, the receiver waits for
-    the whole message, and so does the sender, which receives a message at the same time. If
+    Both times are 0 if `placed` puts the two stages on one rank. If `overlap` is True, a message is
+    transferred while its sender and its receiver compute. If it is False, the receiver waits for
+    the whole message, and so does the sender, which receives another message at the same time. If
     backwards are split, `weight_s` is the part of `backward_s` that is spent on the gradients of
     weights; otherwise `weight_s` is empty.
     """
@@ -54,8 +54,8 @@ class StageTimes:
         return own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
-        """Return the seconds from the end of the op that `op` depends on to the earliest start of
-        `op` on another rank."""
+        """Return the seconds from the end of an op to the earliest time at which `op`, which
+        depends on it, can start on another rank."""
         if not self.overlap:
             return 0.0
         return self._way_s(op)
@@ -76,14 +76,14 @@ class StageTimes:
         return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
 
     def lower_bound_s(self, microbatches: int) -> float:
-        """Return a lower bound of the pipeline's time, in seconds, that holds for every order of
-        ops.
+        """Return a lower bound of the pipeline's time, in seconds. The bound holds for every order
+        of ops.
 
-        For each rank, add the time of three kinds of work: the work that other ranks must do before
-        this rank's first forward, all work of this rank, and the work that other ranks must do
-        after its last backward. The bound is the maximum of this sum over the ranks. In a split
-        backward, the third time is 0: after I (the gradient of the input) only weight gradients
-        remain, and all ranks compute their weight gradients at the same time.
+        For each rank, three times are added: the time of the work that other ranks must do before
+        this rank's first forward, the time of all work of this rank, and the time of the work that
+        other ranks must do after its last backward. The bound is the maximum of these sums over the
+        ranks. If backwards are split, the third time is 0: after the last I (gradient of the
+        input), only weight gradients remain, which all ranks can compute at the same time.
         """
         bound = before = after = 0.0
         way = float(not self.overlap)
@@ -107,10 +107,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A schedule in which integers represent the ops, instead of `Op` objects. `orders` has, for
-    each rank, three numbers per op: the number of the op, the number of the op that produces its
-    input (-1: none), and the index in `ops` of its stage and kind. `count` is the number of all
-    ops."""
+    """A schedule in which integers represent the ops. For each rank, `orders` has three integers
+    per op: the number of the op, the number of the op on another stage that produces its input (-1
+    if there is none), and the index in `ops` of an op with the same kind and stage. `count` is the
+    number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -128,14 +128,14 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
     ops = [Op(letter, stage, 0) for letter in kinds for stage in range(placed.stages)]
     slots = {op[:2]: slot for slot, op in enumerate(ops)}
     sources = [schedule.source(op) for op in ops]
-    # the difference between the number of an op and the number of its source is the same in every
-    # microbatch
+    # the number of an op minus the number of its source is the same for every microbatch
     first_of = [-1 if source is None else slots[source[:2]] for source in sources]
     orders = []
     for order in schedule.orders:
         numbers = []
         for letter, stage, microbatch in order:
-            # ops of one kind and stage have neighbouring numbers, by microbatch
+            # the ops of one kind and stage have consecutive numbers, in the order of the
+            # microbatches
             slot = slots[letter, stage]
             source = first_of[slot]
             number = -1 if source < 0 else source * microbatches + microbatch
@@ -147,16 +147,18 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
 def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """Return the seconds from the first forward to the last backward.
 
-    For a schedule of more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches. In
-    the steady state of the pipeline, each further microbatch adds the same time.
+    For a schedule with more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches.
+    This is possible because each further microbatch adds the same time in the steady state of the
+    pipeline.
     """
     p, stages = times.placed.pipeline, times.placed.stages
-    # a multiple of p microbatches (whole rounds); the steady state begins after the first round
+    # a multiple of p microbatches, that is, whole rounds; the steady state begins after the first
+    # round
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # both simulated numbers of microbatches get the same incomplete round `rest`, because an
-    # interleaved schedule pads an incomplete round, so its time differs
+    # both simulated numbers of microbatches include the incomplete round `rest`, whose time differs
+    # from a whole round because an interleaved schedule pads it
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
@@ -170,9 +172,8 @@ def _simulated_s(kind: str, microbatches: int, times: StageTimes) -> float:
 class _Pass:
     """A simulation that visits each op of a numbered schedule once.
 
-    An op also needs earlier ops of its own stage; for example, a backward needs its forward. The
-    order of ops on a rank already puts the earlier ops of a stage first. So a rank waits only for
-    ops on other ranks.
+    A rank waits only for ops on other ranks. An op also needs earlier ops of its own stage (for
+    example, a backward needs its forward), but these come first in the rank's order anyway.
     """
 
     def __init__(self, numbered: _Numbered, times: StageTimes) -> None:
@@ -182,14 +183,14 @@ class _Pass:
         self.ends: list[float | None] = [None] * numbered.count
         self.clocks = [0.0] * len(self.orders)
         self.positions = [0] * len(self.orders)
-        # number of the op that is waited for -> the rank that waits
+        # number of the op for which a rank waits -> the rank that waits
         self.waiting: dict[int, int] = {}
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
         """Return the time, in seconds, at which the last rank has run all its ops. Raises
-        DeadlockError if ranks wait for each other in a circle; its message names the schedule's
-        `kind`."""
+        DeadlockError if ranks wait for each other in a circle; the message of the error names the
+        schedule's `kind`."""
         while self.runnable:
             self._advance(self.runnable.pop())
         if self.waiting:
@@ -197,7 +198,7 @@ class _Pass:
         return max(self.clocks)
 
     def _advance(self, rank: int) -> None:
-        """Run the ops of one rank until an op must wait for the op that produces its input."""
+        """Run the ops of one rank until an op must wait for its input from another rank."""
         # attributes are copied to local names, because a search spends most of its time in this
         # loop
         order, ends, waiting = self.orders[rank], self.ends, self.waiting
@@ -222,5 +223,6 @@ class _Pass:
 
 
 def timeline(kind: str, microbatches: int, times: StageTimes, title: str) -> Timeline:
-    """Return the start and end of each op in the step that `makespan_s` times, for a picture."""
+    """Return the start and the end of each op, for a picture of the step whose time `makespan_s`
+    returns."""
     return replace(simulate(_scheduled(kind, times.placed, microbatches), times), title=title)

@@ -1,8 +1,8 @@
 """The price of a layout: step time and memory, and their parts.
 
 A step consists of the pipeline's schedule, the sum of gradients over the data axis, and the
-optimizer, in this order, as in Megatron-LM and in this trainer. Messages that sharded weights and
-gradients need in each microbatch are part of the schedule's ops.
+optimizer, in this order, as in Megatron-LM and in this trainer. If weights or gradients are
+sharded, the messages that each microbatch needs for them count as part of the schedule's ops.
 """
 
 import copy
@@ -24,7 +24,8 @@ from ptdmpi.plan.shape.parameters import layer_elements
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of the busiest rank's step by kind of work; their sum is the step time."""
+    """The seconds that the busiest rank spends on each kind of work in a step. Their sum is the
+    step time."""
 
     compute: float
     tensor: float  # Sums over the tensor axis.
@@ -38,7 +39,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one step of a layout: time, its parts, memory and FLOPs."""
+    """The price of a layout: the time of one step and its parts, memory and FLOPs."""
 
     layout: Layout
     step_time_s: float
@@ -84,10 +85,10 @@ class Price:
 
 
 class Pricer:
-    """The prices (step time and memory) of layouts of one model and batch on one cluster. The time
-    of kernels with the same shape is computed only once for all layouts. `times` has the seconds of
-    the parts of a step. `usable_bytes` is the amount of a device's memory that a layout may
-    fill."""
+    """The computation of the prices (step time and memory) of layouts, for one model and batch on
+    one cluster. The time of kernels with the same shape is computed only once for all layouts.
+    `times` has the times of the parts of a step. `usable_bytes` is the amount of a device's memory
+    that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -112,27 +113,28 @@ class Pricer:
         *,
         method: RunMethod | None = None,
     ) -> "Pricer":
-        """Return the pricer of a training with a global batch of `batch` sequences. For `method`,
-        see `StepTimes`. Raises InputError if the device has no peak for `precision`."""
+        """Return the pricer of a training with a global batch of `batch` sequences. `method` is
+        explained in `StepTimes`. Raises InputError if the device has no peak for `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def keeping_free(self, share: float) -> "Pricer":
         """Return a copy of this pricer for a search that keeps the fraction `share` of each
-        device's memory free, so that fewer layouts fit. The copy gives each layout the same price
-        as this pricer; the price still shows the whole memory of the device."""
+        device's memory free, so that fewer layouts fit. The prices of layouts do not change, and
+        still show the whole memory of the device."""
         other = copy.copy(self)
         other.usable_bytes = self.capacity_bytes * (1 - share)
         return other
 
     def bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of the step time that holds for every order of ops. The search uses
-        the bound to exclude layouts."""
+        """Return a lower bound of the step time, in seconds. The bound holds for every order of
+        ops. The search uses it to exclude layouts."""
         microbatches = layout.microbatches(self.batch)
         bound = self.times.stage_times(layout).lower_bound_s(microbatches)
         return bound + sum(self.times.after_s(layout))
 
     def rough_bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of `bound_s` that needs no stages.
+        """Return a lower bound of `bound_s`, which is cheaper to compute because the layers are not
+        assigned to stages.
 
         The bound is the sum of three times: the work of the mean rank, the time to fill the
         pipeline before this work and to drain it afterwards, and the time of data axis and
@@ -148,16 +150,16 @@ class Pricer:
         if config.has_unlike_layers:  # layers differ in work, so a stage may have few layers
             fewest = 1
         worked_s, passed_s = self._rough(layout)
-        # the mean rank is in the middle: half of the other ranks compute before it while the
-        # pipeline fills, and half compute after it while the pipeline drains; if the first stage
-        # has fewer layers, all other stages wait for it for a shorter time
+        # averaged over the ranks, half of the other ranks compute before a rank while the pipeline
+        # fills, and half compute after it while the pipeline drains; if the first stage has fewer
+        # layers, the other stages wait less long for it
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of the mean rank, and the time for which other
-        ranks wait while a rank computes one layer of the kind with the shortest such time. Both
-        times are the same for any number of model chunks."""
+        """Return two times in seconds: the work of a rank, as the mean over the ranks, and the
+        shortest time, over all kinds of layers, for which other ranks wait while one layer is
+        computed. Neither time depends on the number of model chunks."""
         axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
@@ -178,8 +180,8 @@ class Pricer:
                 if layout.recompute_layers is None and not kind.idle:
                     back = back + layer.recomputed(layout)
                 layers_s += count * (layer.forward.total + back.total)
-                # after split backwards no rank waits at the end of the step (see
-                # StageTimes.lower_bound_s)
+                # if backwards are split, no rank waits for the last ones (see
+                # `StageTimes.lower_bound_s`)
                 waited = layer.forward.total + back.total * (not splits(layout))
                 passed = min(passed, waited)
             work = layout.microbatches(self.batch) * layers_s
@@ -187,8 +189,8 @@ class Pricer:
         return self._roughly[key]
 
     def rough_data_s(self, layout: Layout) -> tuple[float, float]:
-        """Return (seconds after the pipeline, seconds that each microbatch adds): the part of
-        `rough_bound_s` that depends on sharding."""
+        """Return the part of `rough_bound_s` that depends on sharding, as (seconds after the
+        pipeline, seconds that each microbatch adds)."""
         layers = self._trained_layers / layout.pipeline
         each = self.times.data.layer_elements(layout.tensor, layout.dealing)
         elements = self._trained_layers * each
@@ -207,8 +209,9 @@ class Pricer:
         return config.layers - config.idle()
 
     def may_fit(self, layout: Layout) -> bool:
-        """Return False only if the mean rank has too little memory for its weights, gradients and
-        optimizer state, whatever the other settings of the layout are."""
+        """Return False if even the mean of the ranks' weights, gradients and optimizer state does
+        not fit into a device's memory. In this case the layout cannot fit, whatever its other
+        settings are."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.times.data.layer_elements(t, layout.dealing)
@@ -237,8 +240,8 @@ class Pricer:
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
-        """Return the start and end of each op in a step, for a picture. The messages of the data
-        axis follow the pipeline, and the optimizer follows the messages."""
+        """Return the start and the end of each op in a step, for a picture. The messages of the
+        data axis come after the pipeline, and the optimizer comes after these messages."""
         microbatches = layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)
@@ -254,7 +257,7 @@ class Pricer:
         return replace(drawn, spans=(*drawn.spans, *spans))
 
     def price(self, layout: Layout) -> Price:
-        """Return the price of the layout, for which a step is simulated. Raises InputError for a
+        """Simulate a step of the layout, and return the layout's price. Raises InputError for a
         layout that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
@@ -284,7 +287,7 @@ class Pricer:
             context=context_s,
             expert=expert_s,
             pipeline=ways_s,
-            # rounding could make the difference negative
+            # rounding errors could make the difference negative
             bubble=max(0.0, makespan_s - busy_s - ways_s),
             data=data_s + sent_s,
             optimizer=optimizer_s,

@@ -1,5 +1,5 @@
-"""The contents of a rank's memory in a layout, and the changes of settings with which a layout that
-is too large would fit."""
+"""The contents of a rank's memory in a layout, and, if a layout does not fit, the changes of
+settings with which it would."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
-MOST_CHANGES = 3  # The largest number of changes in a set.
-MOST_SIZES = 8  # The largest number of sizes that are tried for the microbatch or for an axis.
+MOST_CHANGES = 3  # The largest number of settings that are changed together.
+MOST_SIZES = 8  # The largest number of sizes that are tried for a microbatch or an axis.
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # Factors by which the number of ranks may grow.
 FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # Layout's names
 Keys = dict[str, int | str | bool]
@@ -25,8 +25,7 @@ Keys = dict[str, int | str | bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A run whose memory is computed: its layout, its global batch, and the memory model of its
-    training.
+    """A training run whose memory is computed: its layout, its global batch, and its memory model.
 
     `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if the
     run's state may be stored outside of the device. `host_capacity_bytes` is the host memory of one
@@ -51,9 +50,8 @@ class Step:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
-        """Return the `Step` of a resolved configuration on `nodes` nodes. For `wide_products` and
-        `kept_block`, see the fields of `Software` with these names; for `on_host`, see
-        `MemoryModel`."""
+        """Return the `Step` of a resolved configuration on `nodes` nodes. `wide_products` and
+        `kept_block` are explained in `Software`, and `on_host` in `MemoryModel`."""
         memory = MemoryModel.of(
             config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )
@@ -103,8 +101,8 @@ class Step:
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """Return a copy of this `Step` with `grown` times as many ranks, in which the configuration
-        has the values `keys`; None if its layout is not legal."""
+        """Return a copy of this `Step` with `grown` times as many ranks and with the values `keys`
+        of configuration keys. Return None if its layout is not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }
@@ -124,9 +122,9 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     """Yield, for each set of changes that makes the run fit, the new settings and the memory that
     the run then needs.
 
-    Small sets of changes come before larger sets. Sets with equally many changes are sorted by the
-    time that these changes add to a step. Sets of changes that need more ranks come last. No set of
-    changes contains another set, and no two sets change the same keys.
+    Sets that need no additional ranks come first. Among sets for the same number of ranks, those
+    with fewer changes come first, and then those whose changes add less time to a step. A set is
+    left out if it contains an earlier set, or changes the same keys as an earlier set.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:
@@ -152,8 +150,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(step: Step) -> float:
-    """Return the mean bytes of state over the ranks that divide the model. At least one rank has
-    this many bytes, whatever the division of the model."""
+    """Return the mean bytes of state per rank, over the ranks that divide the model among
+    themselves. However the model is divided, at least one rank has as many bytes as the mean."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -173,8 +171,8 @@ def _some(numbers: list[int]) -> list[int]:
 
 
 def _steps(step: Step, grown: int) -> list[Keys]:
-    """Return the single changes of settings that may reduce the memory of a rank, if the run may
-    have `grown` times its ranks. Changes that add less time to a step come first."""
+    """Return the single changes of settings that may reduce the memory of a rank if the run has
+    `grown` times as many ranks. Changes that add less time to a step come first."""
     layout = step.layout
     steps: list[Keys] = []
     if layout.recompute == "none":
@@ -187,7 +185,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         if partitions:
             divides["recompute.partition_activations"] = False
         steps.append(divides)
-    # ZeRO 1 sends no more than ZeRO 0, and also divides the optimizer's work
+    # ZeRO 1 sends no more bytes than ZeRO 0, and also divides the optimizer's work
     sharded = range(layout.zero + 1, step.most_zero + 1)
     if layout.copies * grown == 1:
         sharded = range(0)
@@ -215,9 +213,9 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the values of parallel.offload that a run may use instead of its present value. The
-    values name other memories for the state: slower memories to free the device, or the device
-    itself if the host's memory is full."""
+    """Return the values of parallel.offload to try instead of the present value. They move the
+    state to a slower memory, to free the device, or back to the device, in case the host's memory
+    is full."""
     places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
         places = ("disk",)

@@ -1,4 +1,5 @@
-"""The memory that a stage needs for one microbatch: kept bytes, and working memory of its ops."""
+"""The memory that a stage needs for one microbatch: the bytes that it keeps between ops, and the
+working memory of its ops."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ class PartBytes:
     """Bytes of activations of one microbatch, for each part of a model that a stage may contain.
 
     `layers` has the bytes of a layer, by kind. `loss_works` is the largest working memory of the
-    head's backward, in addition to the bytes that the head keeps. `sent` has the bytes of the
-    output sent to the next stage.
+    head's backward, in addition to the bytes that the head keeps. `sent` is the bytes of the output
+    for the next stage, if the stage keeps this output.
     """
 
     sizes: Sizes
@@ -47,10 +48,9 @@ class PartBytes:
 class KindBytes:
     """Bytes of activations of one microbatch in a layer of one kind.
 
-    `modes` has the bytes by mode of recomputation. `idle` is the largest number of bytes that the
-    forward of a layer of this kind needs if the layer has no backward. `operands` and `adds` are
-    the bytes of the operands that a split backward keeps, and the working memory of W (gradients of
-    the weights).
+    `modes` has the bytes by mode of recomputation. `idle` is the most bytes that the forward of
+    such a layer needs if the layer has no backward. `operands` is the bytes of the operands that a
+    split backward keeps, and `adds` is the working memory of W (gradients of the weights).
     """
 
     modes: dict[str, LayerBytes]
@@ -72,9 +72,9 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The properties of a layout that decide which part of the model each rank has: the placement
-    of stages on ranks, the given number of layers of the first stage (None if it is not given), and
-    the distribution of experts over ranks."""
+    """The properties of a layout that determine which part of the model each rank has: the
+    placement of stages on ranks, the number of layers of the first stage (None if the planner
+    chooses it), and the distribution of experts over ranks."""
 
     placed: Placement
     first: int | None
@@ -82,7 +82,8 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
-        """Return the properties of `layout` that decide which part of the model each rank has."""
+        """Return the properties of `layout` that determine which part of the model each rank
+        has."""
         first, dealing = layout.first_layers, layout.dealing
         return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, dealing=dealing)
 
@@ -108,8 +109,9 @@ class ActivationKey(NamedTuple):
 
 
 class StageMemory:
-    """Numbers of bytes and of parameters in the stages of one model, if the program `software`
-    trains it in the compute type `precision`, on hosts or (`on_host` is False) on devices.
+    """The numbers of bytes and of parameters in the stages of one model. The program `software`
+    trains the model in the compute type `precision`, on hosts if `on_host` is True and on devices
+    otherwise.
 
     Results that several layouts have in common are computed once. `runs_of` returns the runs of
     equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
@@ -133,8 +135,8 @@ class StageMemory:
         self._parts_of = cache(self._counted_parts)
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # `dealt` returns the work of each rank of a shard group, if the optimizer updates whole
-        # matrices
+        # (cut, tensor-parallel size, pipeline rank, sharding) -> work of each rank of a shard
+        # group, if the optimizer updates whole matrices
         self.dealt = cache(self._counted_dealt)
         # kind of tensors that are kept between ops, by its name in `OP_KINDS` -> function that
         # returns their bytes for one microbatch in a stage
@@ -172,8 +174,8 @@ class StageMemory:
     def elements(self, layout: Layout, rank: int) -> int:
         """Return the number of parameters of a pipeline rank.
 
-        A tied table is counted on the rank with the first stage and on the rank with the last
-        stage; if one rank has both stages, the table is counted only once.
+        A tied table is counted both on the rank with the first stage and on the rank with the last
+        stage. If one rank has both stages, the table is counted only once.
         """
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
@@ -193,7 +195,8 @@ class StageMemory:
         return self.split(layout)[stage][self.stage_parts(layout)[stage].idle :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
-        """Return the bytes of a pipeline rank's `frozen` weights in `shards` shards.
+        """Return the bytes of a pipeline rank's frozen weights. `frozen` is their number, and they
+        are divided into `shards` shards.
 
         Quantized weights take the bytes of their codes and scales, which are not sharded.
         """
@@ -203,15 +206,16 @@ class StageMemory:
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
-        """Return the matrices that each rank of a shard group updates, for a pipeline rank (see
-        `dealt`)."""
+        """Return the matrices that each rank of a shard group of pipeline rank `rank` updates, as
+        the function `dealt` returns them."""
         part = self._part(cut, tensor, rank)
         return dealt(self.model, self.vocab_size, part, sharing)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that one microbatch keeps in a stage from its forward to its backward.
 
-        The input of a stage other than the first stage is counted as the input of its first layer.
+        The input that a stage receives from the previous stage is counted as the input of the
+        stage's first layer.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         kept = 0
@@ -237,14 +241,14 @@ class StageMemory:
         return kept
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the largest number of bytes that a microbatch needs in a stage during I (the
-        gradient of the input).
+        """Return the most bytes that a microbatch needs in a stage during the op I (gradient of the
+        input).
 
         The op I frees activations and stores operands for W (gradients of the weights). The layer
-        that is computed also needs its working memory. All layers of one kind and mode of
-        recomputation change the number of bytes by the same amount. So the number of bytes is the
-        largest at one of these moments: at the loss, in the last or the first layer of a group of
-        such layers, or at the end of the op.
+        that is computed also needs its working memory. Neighbouring layers of one kind and mode of
+        recomputation form a group, and each of them changes the number of bytes by the same amount.
+        So the number is the largest at one of these moments: at the loss, in the first or the last
+        layer of a group, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -273,9 +277,9 @@ class StageMemory:
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
-        The peak is at the loss, or in the last layer of a group of layers that have one kind and
-        mode of recomputation. When the backward of an earlier layer in the group runs, more memory
-        has been freed.
+        The peak is at the loss, or in the last layer of a group of neighbouring layers with the
+        same kind and mode of recomputation. During the backward of an earlier layer of the group,
+        more memory is already free.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
@@ -289,8 +293,8 @@ class StageMemory:
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
         """Return three maxima for a pipeline rank: the most elements of one place (embedding, a
-        layer, the head), of two adjacent places, and of two adjacent places including frozen
-        elements.
+        layer or the head), the most elements of two adjacent places, and the most elements of two
+        adjacent places including frozen ones.
 
         The first two maxima are over trained elements only. Two places are in memory at the same
         time: the current place and the next place (`plan.schedule.places`).
@@ -310,7 +314,8 @@ class StageMemory:
         return most
 
     def parts(self, layout: Layout) -> PartBytes:
-        """Return the bytes of each part of a model that a stage of `layout` may contain."""
+        """Return the bytes of activations for each part of a model that a stage of `layout` may
+        contain."""
         key = ActivationKey(
             tensor=layout.tensor,
             context=layout.context,
@@ -387,7 +392,8 @@ class StageMemory:
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
     """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
-    that the stage keeps of its microbatch. The caller adds the kept bytes."""
+    that the stage keeps of its microbatch, because the caller adds the kept bytes. The result is at
+    least 0."""
     layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
     if not idle:
@@ -398,8 +404,8 @@ def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
 
 
 def trained_kind(kind: LayerKind) -> LayerKind:
-    """Return the same kind of layer, but with a backward. The memory of layers of `kind` is stored
-    under the returned kind, even if they have no backward."""
+    """Return the kind of layer that equals `kind` but has a backward. The memory of a layer without
+    a backward is stored under this kind."""
     return kind._replace(idle=False)
 
 

@@ -1,5 +1,5 @@
-"""The parts of a layout's step: the seconds of its stages, of the messages between them, and of the
-work after the pipeline."""
+"""The times of the parts of a layout's step: its stages, the messages between them, and the work
+after the pipeline."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class StepTimes:
-    """Seconds of the parts of a step of one model on one cluster. The time of kernels with the same
-    shape is computed only once for all layouts."""
+    """The times, in seconds, of the parts of a step, for one model on one cluster. The time of
+    kernels with the same shape is computed only once for all layouts."""
 
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
     ) -> None:
         """Store the cluster and the model. `method` gives the number of optimizer moments per
-        parameter, and the size of the receive buffers. Raises InputError if the device has no peak
-        for `precision`."""
+        parameter and the size of the receive buffers; its default is the sum of gradients with
+        AdamW. Raises InputError if the device has no peak for `precision`."""
         cluster.device.peak(precision)  # this raises InputError before any other work
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
@@ -51,14 +51,14 @@ class StepTimes:
         self._ends: dict[tuple[object, ...], EndTimes] = {}
 
     def layer(self, layout: Layout, kind: LayerKind) -> LayerTimes:
-        """Return the times of a layer of kind `kind` on one tensor rank."""
+        """Return the times of a layer of kind `kind` on one tensor-parallel rank."""
         key = (kind, *_layer_key(layout))
         if key not in self._layers:
             self._layers[key] = LayerTimes(self.machine, self.model, layout, kind)
         return self._layers[key]
 
     def ends(self, layout: Layout) -> EndTimes:
-        """Return the times of embedding and head on one tensor rank."""
+        """Return the times of embedding and head on one tensor-parallel rank."""
         key = _layer_key(layout)
         if key not in self._ends:
             self._ends[key] = EndTimes(self.machine, self.model, layout)
@@ -125,8 +125,8 @@ class StepTimes:
         """Return the seconds of each stage's ops and of the messages between stages."""
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
-        # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. With
-        # zeros before the first and after the last stage, one list serves both directions.
+        # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. It is
+        # 0 before the first stage and after the last stage.
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
@@ -155,11 +155,11 @@ class StepTimes:
     def in_ops_s(
         self, layout: Layout, seconds: Sequence[tuple[Seconds, Seconds]]
     ) -> list[tuple[float, float]]:
-        """Return the seconds that sharding adds to each stage's (forward, backward) of a
-        microbatch.
+        """Return, for each stage, the seconds that the messages of sharding add to the (forward,
+        backward) of a microbatch.
 
-        If messages overlap with computation (`dp_overlap`), a device waits only for the time by
-        which the messages of an op take longer than the op.
+        If messages overlap with computation (`dp_overlap`), only the time by which the messages of
+        an op take longer than the op is added.
         """
         if not layout.shards_gradients:  # a search visits many layouts without sharded gradients
             return [(0.0, 0.0)] * len(seconds)
@@ -180,9 +180,9 @@ class StepTimes:
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
 
-        Each tensor rank sends the whole tensor. If messages are scattered, each tensor rank sends
-        only its slice, and the tensor ranks of the next stage gather the slices (Narayanan et al.
-        2021, section 4.1).
+        Each tensor-parallel rank sends the whole tensor. If messages are scattered, each
+        tensor-parallel rank sends only its slice, and the tensor-parallel ranks of the next stage
+        gather the slices (Narayanan et al. 2021, section 4.1).
         """
         ends = self.ends(layout)
         size = ends.sizes.boundary_bytes
@@ -193,12 +193,12 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, ends.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """Return, in seconds, two times of the work after the pipeline's last backward: the time of
-        the messages over the data axis that does not overlap with computation, and the time of the
-        optimizer.
+        """Return two times, in seconds, of the work after the pipeline's last backward: the time of
+        the messages over the data axis, as far as it does not overlap with computation, and the
+        time of the optimizer.
 
         Both times are for the rank with the most parameters. The first time includes the norm of a
-        rank's own gradient, because the records of a run also include it in this time.
+        rank's own gradient, because the measured times of a run count it in the same way.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -207,9 +207,9 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients are sent during the last microbatch's backward, except the gradients of the
-            # layer that is computed last; weights are sent during the next step's forward, except
-            # the weights of the first layer, which are needed immediately
+            # gradients are sent during the last microbatch's backward, except those of the layer
+            # that is computed last; weights are sent during the next step's forward, except those
+            # of the first layer, which are needed immediately
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # the last message does not overlap with computation, because no op follows it
@@ -219,8 +219,8 @@ class StepTimes:
         return data_s, optimizer_s + self.matrices_s(layout, ranks)
 
     def matrices_s(self, layout: Layout, ranks: Sequence[int]) -> float:
-        """Return the seconds in which Muon updates the matrices: the maximum over the pipeline
-        ranks `ranks` and over the ranks of their shard groups."""
+        """Return the seconds that Muon needs to update the matrices of a rank. The result is the
+        maximum over the pipeline ranks in `ranks` and over the ranks of their shard groups."""
         if not self.method.matrices:
             return 0.0
         groups = self.ends(layout).group, self.data.shard_group(layout)
@@ -230,7 +230,7 @@ class StepTimes:
         return max(self.update.matrices_s(work, layout.tensor, *groups) for work in works)
 
     def least_matrices_s(self, layout: Layout, layers: float) -> float:
-        """Return a lower bound of the seconds in which Muon updates the matrices of `layers`
+        """Return a lower bound of the seconds that Muon needs to update the matrices of `layers`
         layers. The bound is the mean work of the ranks of a shard group, without messages."""
         if not self.method.matrices:
             return 0.0
@@ -245,8 +245,8 @@ class StepTimes:
 
 
 def splits(layout: Layout) -> bool:
-    """Return True if the schedule splits a backward into I (gradient of the input) and W (gradients
-    of the weights)."""
+    """Return True if the schedule of `layout` splits a backward into I (gradient of the input) and
+    W (gradients of the weights)."""
     return KINDS[layout.schedule].splits
 
 
@@ -271,10 +271,11 @@ def _layer_key(layout: Layout) -> tuple[object, ...]:
 
 
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
-    """Return, for each of `count` stages except the first, True if the message from the previous
-    stage goes to another node in any replica. A node has `devices` devices.
+    """Return a flag for each of `count` stages except the first. The flag is True if, in at least
+    one replica, the message from the previous stage goes to another node. A node has `devices`
+    devices.
 
-    If two stages are on one rank, nothing is sent and the value is arbitrary.
+    If two stages are on one rank, nothing is sent, and the flag has no meaning.
     """
     row = layout.tensor * layout.context * layout.data
     if row % devices == 0:  # all ranks with one pipeline coordinate fill whole nodes

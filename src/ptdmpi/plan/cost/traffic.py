@@ -1,14 +1,15 @@
-"""Bytes that a rank sends in a step, by closed forms that equal the trainer's counts to the byte.
+"""The bytes that a rank sends in a step, computed from closed forms whose results equal the
+trainer's counts to the byte.
 
-Let S be the bytes of one microbatch's activation between two layers. For each microbatch, a rank of
-the tensor axis sums 2 S bytes per layer in the forward, and 2 S in the backward (Shoeybi et al.
-2019, arXiv 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace
-each sum. If a linear has kept only this rank's slice of its input, the input is gathered once more
-in the backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). For each microbatch, a
-stage sends S bytes in each direction, or S/t if messages are scattered over t tensor ranks
-(Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Data ranks sum their gradients once in a
-step. `_data` has the closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the
-closed forms of communication-efficient methods.
+Let S be the bytes of one microbatch's activation between two layers. For each microbatch, a
+tensor-parallel rank sums 2 S bytes per layer in the forward, and 2 S in the backward (Shoeybi et
+al. 2019, arXiv 1909.08053, section 3). With sequence parallelism, each sum is replaced by a
+reduce-scatter and a gather. If a linear layer has kept only this rank's slice of its input, the
+input is gathered once more in the backward (Korthikanti et al. 2022, arXiv 2205.05198, section
+4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if messages are
+scattered over t tensor-parallel ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
+Data-parallel ranks sum their gradients once in a step. `_data` has the closed forms of ZeRO's
+stages, and `ptdmpi.plan.layout.run_method` has the closed forms of communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,18 +47,18 @@ from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 from ptdmpi.plan.shape.parameters import ModelPart, stage_parts
 
-LOAD_BYTES = 8  # the size of one value: the number of tokens of an expert, or a router's loss
+LOAD_BYTES = 8  # bytes of one value: the number of tokens of an expert, or a router's loss
 
 
 class StepTraffic:
-    """The traffic of one step of a model, layout, global batch and compute type.
+    """The traffic of one step, for a model, a layout, a global batch and a compute type.
 
     `predictions` is the number of masked positions of a sample; if it is None, it follows from the
     default fraction. If `reproducible` is True, gradients are summed along the tree of
-    `run.reproducible`. `method` describes the messages of data ranks, by default one sum of the
-    gradients. All counts are exact, with two exceptions: the bytes of codes (compressed gradients),
-    whose length depends on random draws and on the division of parameters, and the bytes of tokens
-    that are sent to experts.
+    `run.reproducible`. `method` describes the messages of data-parallel ranks; by default they sum
+    the gradients once. All counts are exact, with two exceptions: the bytes of codes (compressed
+    gradients), whose length depends on random draws and on the division of parameters, and the
+    bytes of tokens that are sent to experts.
     """
 
     def __init__(
@@ -94,19 +95,19 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the counts equal the counts of a run, to the byte and message. If experts
+        """Return True if the counts of bytes and messages equal those of a run exactly. If experts
         are distributed over ranks, the number of tokens that a rank sends depends on the router.
         The counts then assume that all experts get equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that one rank sends in step `step` (counted from 0), by
-        group of ranks. Groups with the same ranks are counted as one group, because such groups
-        share a communicator.
+        group of ranks. Groups that have the same ranks are counted together, because they share a
+        communicator.
 
-        `rank`, `shard` and `data` are this rank's coordinates on the pipeline axis, in its shard
-        group and on the data axis. A sum of partial gradients over the tensor axis is counted for
-        all elements, although each rank sums only its shard of them if gradients are sharded.
+        `rank`, `shard` and `data` are the coordinates of the rank on the pipeline axis, in its
+        shard group and on the data axis. If gradients are sharded, a rank sums only its shard of
+        the partial gradients over the tensor axis, but all their elements are counted.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -128,19 +129,19 @@ class StepTraffic:
         return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
-        """Add the messages that sum, over ranks, the number of tokens of each expert in each layer,
+        """Add the messages in which ranks sum the number of tokens of each expert in each layer,
         and the losses of the routers."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
-        if layout.dealing.whole:  # with whole experts, each tensor rank routes different tokens
+        if layout.dealing.whole:  # tensor-parallel ranks with whole experts route different tokens
             tallies["tensor"].add("all_reduce", size)
 
     def _same_experts(self, rank: int) -> Tally:
-        """Return the traffic that sums the gradients of undivided experts over the tensor ranks
-        that have them. If gradients are sharded, the count assumes that all ranks have equal shards
-        of the experts' gradients."""
+        """Return the traffic in which the tensor-parallel ranks that have the same undivided
+        experts sum the gradients of these experts. If gradients are sharded, the count assumes that
+        all ranks have equal shards of the experts' gradients."""
         dealing = self.layout.dealing
         tally = Tally(dealing.same)
         parts = [part for name, part in self.held.of_rank(rank) if parameters.is_of_expert(name)]
@@ -149,8 +150,8 @@ class StepTraffic:
         return tally
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
-        """Return the traffic over the tensor axis: activations, partial gradients, norms, and the
-        slices of matrices that the optimizer updates as wholes."""
+        """Return the traffic over the tensor axis: activations, partial gradients, norms, and
+        slices of the matrices that the optimizer updates as wholes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -201,8 +202,9 @@ class StepTraffic:
             yield from self._passes(describe.head(config, self.vocab_size), True)
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of operators in their forward and in their backward. If the schedule
-        splits backwards, yield the messages of a split backward."""
+        """Yield the messages of the operators `rows` in their forward and in their backward. If the
+        schedule splits backwards, the backward is a split one. `input_trains` is True if the first
+        operator's input has a gradient."""
         yield from messages(rows, self.sizes, "forward")
         phases: Sequence[Phase] = ("backward",)
         if KINDS[self.layout.schedule].splits:
@@ -212,9 +214,9 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Return True if each tensor rank sends only its slice of the activations to the next
-        stage. All tensor ranks hold the same activations, so each rank sends only a slice, and
-        together the ranks send each element once."""
+        """Return True if each tensor-parallel rank sends only its slice of the activations to the
+        next stage. This is possible because all tensor-parallel ranks hold the same activations, so
+        that together they still send each element once."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -224,10 +226,10 @@ class StepTraffic:
         )
 
     def _norms(self, norms: int) -> Tally:
-        """Return the traffic of gathering gradient norms between ranks that have different
-        parameters. All ranks send rows of the same length, which is the largest number of norms of
-        any rank. Steps that measure the consensus distance also gather the norms of that
-        distance."""
+        """Return the traffic of gathering norms among ranks that have different parameters. All
+        ranks send rows of the same length, the largest number of norms of any rank. `norms` is the
+        number of gathers in a step: one for the norm of the gradient, and more if, for example, the
+        step measures the consensus distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)
@@ -244,8 +246,8 @@ class StepTraffic:
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
         """Return the traffic of gradients and weights, by group.
 
-        Each rank has psi gradients and psi weights. The last column is the volume that a rank sends
-        if there are many ranks, one microbatch in a step, and one type for weights and gradients
+        Each rank has psi gradients and psi weights. The last column of the following table is the
+        number of elements that a rank sends in a step of one microbatch if there are many ranks
         (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
             ZeRO 0   a sum of the gradients                                          2 psi
@@ -255,12 +257,12 @@ class StepTraffic:
                      forward and each backward of a microbatch, unless they are
                      still in memory; recomputation uses the weights of its backward
 
-        If several shard groups have copies of the same shards, each shard of the gradients is
-        summed over the groups at the end of the step. If experts are distributed over ranks, the
-        gradients of all other parameters are also summed over ranks with different experts. For the
-        norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
-        updates whole matrices, the shards of a matrix are sent to the rank that updates it, and the
-        updated shards are sent back.
+        If several shard groups have copies of the same shards, each shard of the gradients is also
+        summed over these groups. If experts are distributed over ranks, the gradients of all other
+        parameters are also summed over ranks with different experts. To compute the norm of all
+        gradients, the ranks gather the norms of rows of gradients. If the optimizer updates whole
+        matrices, the slices of a matrix are sent to the rank that updates the matrix, and the
+        updated slices are sent back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.reproducible:
@@ -300,8 +302,8 @@ class StepTraffic:
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
         """Return the traffic of gradients that are not sharded. The gradients of distributed
         experts are summed along one axis after the other. All other gradients are summed over all
-        ranks that have different tokens. In the buffer, the second gradient of a tied table comes
-        after the gradients of experts."""
+        ranks that have different tokens. The second gradient of a tied table is summed in a message
+        of its own, because in the buffer it comes after the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))
@@ -319,7 +321,7 @@ class StepTraffic:
 
     def _tree(self, rank: int) -> Tally:
         """Return the traffic of a reproducible sum along a binary tree over all microbatches. Each
-        data rank broadcasts the sums at its nodes of the tree to all other data ranks, stage by
+        data rank broadcasts the sums at its own nodes of the tree to all other data ranks, stage by
         stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
@@ -331,9 +333,9 @@ class StepTraffic:
         return tally
 
     def _ends(self, rank: int, shard: int) -> Tally:
-        """Return the traffic that sums this rank's shard of the two gradients of a tied table. One
-        gradient is computed by the embedding, and one by the head. If one rank has both the
-        embedding and the head, there is no traffic."""
+        """Return the traffic in which the first and the last stage sum the two gradients of a tied
+        table, one from the embedding and one from the head. Each rank sums only its shard. If one
+        rank has both stages, there is no traffic."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)
@@ -385,8 +387,8 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
     """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
-    cover the leaves `first` to `end` - 1. A node that has no sibling is counted together with its
-    parent as one node."""
+    cover the leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count
+    as one."""
     nodes = 0
     while first < end:
         span = 1

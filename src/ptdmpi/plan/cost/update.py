@@ -1,4 +1,5 @@
-"""The time of the optimizer in a step: on the device, on the host, or with the state in a file."""
+"""The time of the optimizer in a step, if it runs on the device, on the host, or with its state in
+a file."""
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
@@ -9,8 +10,8 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 
 class UpdateTimes:
-    """Seconds of the optimizer's update. `elements` is always the number of parameters of one rank.
-    The rank updates its shard of the parameters."""
+    """The times, in seconds, of the optimizer's update. The argument `elements` of the methods is
+    always the number of parameters of one rank, of which the rank updates its shard."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine. `moments` is the number of moments that the optimizer keeps per
@@ -24,8 +25,8 @@ class UpdateTimes:
         the memory.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
-        rank's shard. (This trainer does not divide gradients, because the weights of its loss
-        include the division.) Raises InputError if the cluster file lacks a rate that an offloaded
+        rank's shard. (This trainer needs no kernel for the division, because the weights of its
+        loss include it.) Raises InputError if the cluster file lacks a rate that an offloaded
         update needs.
         """
         shard = elements / layout.shards
@@ -43,23 +44,23 @@ class UpdateTimes:
         """Return the seconds per step of the norm of a rank's own gradient, if the norm is computed
         every `every` steps (0: never).
 
-        A kernel reads the gradients once more. The messages with norms are left out, because these
-        messages are short.
+        Computing the norm reads the gradients once more. The messages that exchange norms are left
+        out, because they are short.
         """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
     def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
-        """Return the seconds in which Muon updates one matrix. They include the matrix products,
-        which every tensor rank computes for the whole matrix, and the gather of the matrix's slices
-        over the tensor axis."""
+        """Return the seconds that Muon needs to update one parameter. They include the matrix
+        products, which every tensor-parallel rank computes for whole matrices, and the gather of
+        the parameter's slices over the tensor axis."""
         products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
         gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """Return the seconds in which Muon updates all matrices that a rank orthogonalizes. The
-        seconds include the exchange of shards of the matrices with the other ranks of its shard
-        group, before and after the update."""
+        """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes.
+        They include the exchange of slices of the matrices with the other ranks of the shard group,
+        before and after the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -71,11 +72,11 @@ class UpdateTimes:
     def _update_bytes(self) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        There are up to six kernels. These kernels convert the gradient to float32 if it is in a
-        half type, divide it by the loss scale (fp16), compute the norm, scale the gradient to clip
-        it, run the optimizer, and copy the master weight to the weight. The optimizer reads
-        gradient, master weight and moments, and writes master weight and moments (AdamW 7 numbers,
-        SGD 3).
+        There are up to six kernels: they convert the gradient to float32 (if it is in a half type),
+        divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip it, run
+        the optimizer, and copy the master weight to the weight (if it is in a half type). The
+        optimizer's kernel reads gradient, master weight and moments, and writes master weight and
+        moments. These are 7 numbers for AdamW and 3 for SGD.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
@@ -88,7 +89,7 @@ class UpdateTimes:
         return kernels
 
     def _offloaded_s(self, offload: str, shard: float, kernels: list[int]) -> float:
-        """Return the seconds of an offloaded update, at the speed of the host's memory.
+        """Return the seconds of an offloaded update, whose speed is limited by the host's memory.
 
         Gradients are sent from the device to the host, and weights from the host to the device (Ren
         et al. 2021, arXiv 2101.06840, section 4); optimizer state in a file is read and written.
@@ -107,7 +108,7 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the weights are the master weights, the link also carries the weights from the
+            # if the weights themselves are the master weights, the link also carries them from the
             # device to the host
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s

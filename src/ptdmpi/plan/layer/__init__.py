@@ -1,2 +1,2 @@
-"""A layer as a list of operators. The model is built from the list of operators, and the planner
-computes costs from the same list."""
+"""A layer as a list of operators. The model is built from this list, and the planner computes costs
+from the same list."""

@@ -1,13 +1,13 @@
 """The terms in which an operator describes its costs: kernels, messages, and tensors that stay in
 memory.
 
-An operator (`operator.py`) describes its work by kernels, messages and tensors. `plan.cost.layer`
-computes the times of kernels and messages on a cluster. `folds.py` adds up the tensors in memory
-and the bytes of messages.
+An operator (`operator.py`) returns its costs as lists of kernels, messages and tensors.
+`plan.cost.layer` computes the times of the kernels and messages on a cluster. `folds.py` adds up
+the bytes of the tensors and messages.
 
-For some kernels only the launch is counted, and no time (`priced` is False). The efficiencies of
-clusters were calibrated with published times of whole layers. The times of the other kernels
-therefore include the time of the kernels that have no time of their own.
+For some small kernels, only the launch is counted, and no time (`priced` is False). Their time is
+already part of the times of the other kernels, because the efficiencies of clusters were calibrated
+with published times of whole layers.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A number of matrix products: `batch` products of matrices [m, k] and [k, n]. They are
-    computed by `launches` kernels. If `of_codes` is True, a device that can multiplies 8-bit codes
-    with one scale for each matrix."""
+    """`batch` matrix products of matrices [m, k] and [k, n], computed by `launches` kernels.
+    `of_codes` is True if the operands are in 8-bit floating point with one scale for each matrix,
+    so that a device with such a matrix product can multiply the 8-bit codes directly."""
 
     m: int
     n: int
@@ -40,8 +40,8 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """A kernel whose time depends only on the `moved_bytes` that it reads and writes, because it
-    computes little.
+    """A kernel that computes so little that its time depends only on the `moved_bytes` that it
+    reads and writes.
 
     `launches` is the number of kernels that together move these bytes.
     """
@@ -54,11 +54,11 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels that each process `elements` elements. Each entry of `element_bytes` is the number of
-    bytes that one kernel moves per element.
+    """Kernels that each process `elements` elements. `element_bytes` has, for each kernel, the
+    number of bytes that it moves per element.
 
-    `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
-    a time per element for this operation.
+    `kind` is the name of the operation, for example "gelu" or "layernorm_backward". A cluster file
+    with measurements has the time per element of this operation.
     """
 
     kind: str
@@ -77,9 +77,9 @@ class Elementwise:
 class FusedAttention:
     """Attention whose scores stay on chip, for `rows` queries with `columns` keys each.
 
-    `products` is the number of matrix products: 2 forward and 5 backward (Dao et al. 2022, arXiv
-    2205.14135, algorithm 4). `seen` is the fraction of the causal scores that lie in the sliding
-    window.
+    `products` is the number of matrix products: 2 in a forward and 5 in a backward (Dao et al.
+    2022, arXiv 2205.14135, algorithm 4). `seen` is the fraction of the causal scores that lie in
+    the sliding window.
     """
 
     rows: int
@@ -100,20 +100,21 @@ class FusedAttention:
 Kernel = MatrixProduct | MemoryPass | Elementwise | FusedAttention
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-# The phases of an operator: its forward and its backward. A split backward has two phases instead:
-# "inputs" (I) computes the gradient of the input, and "weights" (W) the gradients of the weights.
+# The phases of an operator: its forward and its backward. If backwards are split, there are two
+# phases instead of "backward": "inputs" (I) computes the gradient of the input, and "weights" (W)
+# computes the gradients of the weights.
 Phase = Literal["forward", "backward", "inputs", "weights"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of an activation or its gradient over an axis of the grid.
+    """A collective on an activation or its gradient, over an axis of the grid.
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
-    kernels that run at the same time as the message, on clusters that overlap kernels and messages.
-    `pieces` is the number of messages that published programs send instead of one; the latency is
-    counted once for each of these messages. `to_next` marks an all-to-all in which each rank sends
-    the whole tensor to the next rank.
+    kernels that run at the same time as the message on clusters that overlap kernels and messages.
+    `pieces` is the number of messages into which published programs split this message; each of
+    them has its own latency. `to_next` is True for an all-to-all in which each rank sends the whole
+    tensor to the next rank.
     """
 
     collective: Collective
@@ -128,8 +129,8 @@ class Message:
 class Item:
     """A tensor that stays in memory, with `elements` elements of `element_bytes` bytes each.
 
-    `kept_up_to` is the last mode of recomputation, in the order none, selective, full, that keeps
-    the tensor.
+    `kept_up_to` is the last mode of recomputation that keeps the tensor, in the order none,
+    selective, full.
     """
 
     name: str
@@ -144,7 +145,8 @@ class Item:
 
 
 def kept(items: Iterable[Item], mode: str) -> list[Item]:
-    """Return the tensors in `items` that recomputation `mode` keeps until the backward pass."""
+    """Return the tensors in `items` that stay in memory until the backward pass under the
+    recomputation mode `mode`."""
     rank = RECOMPUTE_MODES.index
     return [item for item in items if rank(mode) <= rank(item.kept_up_to)]
 

@@ -1,4 +1,4 @@
-"""The operators of attention between its two linears: from queries to the outputs of the heads."""
+"""The operators of attention between its two linear layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,23 +27,22 @@ from ptdmpi.plan.layer.sizes import Sizes
 # FUSED_HEADS divides the number of heads in a microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
-# Bytes per score that are moved in (forward, backward): by the fused kernel, and by separate
-# kernels if scaling, mask and softmax are not fused. The separate kernels convert to float32,
-# scale, mask, take the softmax, and convert to half precision. In the backward, the separate
-# kernels first copy the masked gradient. The numbers assume scores of two bytes.
+# Bytes that are moved per score of two bytes, in (forward, backward): for the fused kernel, and for
+# separate kernels, which convert to float32, scale, mask, take the softmax, and convert to half
+# precision. In the backward, the separate kernels first copy the masked gradient.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
 
 @dataclass(frozen=True)
 class SplitHeads(Operator):
-    """The output of attention's first linear, [positions, sequences, (query heads + 2 key heads) of
-    this rank x head size] -> queries, keys and values by head, normalised and rotated.
+    """The output of attention's first linear layer, [positions, sequences, (query heads + 2 key
+    heads) of this rank x head size] -> queries, keys and values by head, normalised and rotated.
 
-    `norms` are the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
-    2302.05442, section 2), or over all heads together if `joins_heads` is True (Muennighoff et al.
-    2024, arXiv 2409.02060, section 2); empty if the model has no such norms. `rotates` is True if
-    the model has RoPE (Su et al. 2021, arXiv 2104.09864).
+    `norms` has the norm of queries and the norm of keys, or is empty if the model has no such
+    norms. Each norm is over one head (Dehghani et al. 2023, arXiv 2302.05442, section 2), or, if
+    `joins_heads` is True, over all heads together (Muennighoff et al. 2024, arXiv 2409.02060,
+    section 2). `rotates` is True if the model has RoPE (Su et al. 2021, arXiv 2104.09864).
     """
 
     norms: tuple[tuple[str, Norm], ...] = ()
@@ -54,7 +53,7 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def refuses(self, layout: Layout) -> str | None:
-        # the norm covers all heads, but each tensor rank has only some of them
+        # the norm covers all heads, but each tensor-parallel rank has only some of them
         if self.joins_heads and layout.tensor > 1:
             return (
                 f'model.qk_norm = "all" normalises all heads together, but parallel.tensor = '
@@ -63,8 +62,8 @@ class SplitHeads(Operator):
         return None
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the norm of queries and the norm of keys. The time of these kernels
-        is computed as if a single norm covered queries and keys."""
+        """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
+        if a single norm covered both queries and keys."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads
@@ -96,7 +95,7 @@ class SplitHeads(Operator):
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of norms and rotation. If queries and keys are rotated, values are
-        copied, because a view of the values would keep the whole output of the linear in memory."""
+        copied, because a view of them would keep the whole output of the linear layer in memory."""
         yield from self._normalised(sizes, backward=False)
         yield from self._rotated(sizes)
         if self.rotates:
@@ -115,8 +114,8 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the input and the statistics of the norms of queries and keys. The input is the
-        whole output of the first linear, because queries and keys are views of this output."""
+        """Yield the input and the statistics of the norms of queries and keys. The whole output of
+        the first linear layer is kept as input, because queries and keys are views of it."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -130,8 +129,8 @@ class SplitHeads(Operator):
             yield from norm_operands(sizes, name, norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward: the gradient of the input, and the tensors that
-        the backward of the rotation and the backward of the norms need.
+        """Return the working bytes of the backward: the bytes of the gradient of the input, and of
+        the tensors that the backward of the rotation and the backward of the norms need.
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
         tensors of their size. The backward of the queries' norm comes last; the gradients of
@@ -152,19 +151,20 @@ class SplitHeads(Operator):
 
 
 def _moved_bytes(sizes: Sizes, heads: int) -> int:
-    """Return the number of bytes that a kernel moves if it reads and writes all positions of
-    `heads` heads."""
+    """Return the number of bytes that a kernel moves if it reads and writes `heads` heads at all
+    positions."""
     return 2 * sizes.tokens * heads * sizes.model.head_size * sizes.compute_bytes
 
 
 @dataclass(frozen=True)
 class Attend(Operator):
-    """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
+    """softmax(Q K^T) V for each head, with mask, cap, window and dropout. The outputs of the heads
+    are then joined.
 
     Explicit attention writes one score for each head of this rank, each query and each key to
     memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
-    `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear keeps
-    its input, which is the output of this operator. `feeds_kept` is False if the linear is frozen
+    `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear layer
+    keeps its input, which is the output of this operator. It is False if the linear layer is frozen
     and has no adapters.
     """
 
@@ -173,16 +173,16 @@ class Attend(Operator):
     recomputed_selectively: ClassVar[bool] = True
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications of Q K^T and P V per position, where P are the softmaxed
-        scores. All positions of the sequence count as keys of a query, or, with a sliding window,
-        only the positions in the window. The result is the mean over layers."""
+        """Return the number of multiplications per position in Q K^T and P V, where P is the
+        softmax of the scores. All positions of the sequence count as keys of a query, or, with a
+        sliding window, only the positions in the window. The result is the mean over layers."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels that compute the outputs of the heads from queries, keys and values. If
-        scores are capped, the kernels are not fused."""
+        """Yield the kernels that compute the outputs of the heads from queries, keys and values, or
+        their backward. If scores are capped, the kernels are not fused."""
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return
@@ -209,8 +209,8 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # because of the causal mask, the softmax kernel reads only half of the scores, but it
-        # writes all scores
+        # because of the causal mask, the softmax kernel reads only half of the scores, although it
+        # writes all of them
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
@@ -240,8 +240,9 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors that are kept for the backward. The output of attention is kept if it
-        is the input that the next linear keeps, or if the backward of the kernel reads it."""
+        """Yield the tensors that are kept for the backward. The output of attention is kept if the
+        next linear layer keeps it as its input, or if the backward of the attention kernel reads
+        it."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0
@@ -259,15 +260,15 @@ class Attend(Operator):
         # explicit attention repeats each key and value head for all query heads of its group;
         # FlashAttention does not
         repeated = heads if explicit else kv_heads
-        # capped scores are computed block by block, and only the operands of one block are in
+        # capped scores are computed block by block, so only the operands of one block are in
         # float32 at a time
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * _rows(sizes) * model.head_size
         keys = 2 * sizes.keys * model.head_size
-        # if the matrix products use a copy, only the recomputation of the core needs the original
-        # tensors
+        # if the matrix products use a copy, the original tensors are needed only to recompute the
+        # core
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
@@ -279,9 +280,9 @@ class Attend(Operator):
             yield from self._kept_by_kernels(sizes)
 
     def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
-        """Return True if the kernel's backward reads the output in the type in which the next
-        operator reads it. A kernel that widens its operands keeps a separate output in the wide
-        type."""
+        """Return True if the backward of the attention kernel reads the same output tensor as the
+        next operator. A kernel that converts its operands to float32 keeps a separate output in
+        float32 instead."""
         if _in_ring(sizes) or not sizes.fused_attention:
             return True
         same = sizes.operand_bytes == sizes.compute_bytes
@@ -300,8 +301,8 @@ class Attend(Operator):
         yield Item("attention.value", kv_heads * per_head, c)
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the scores and probabilities that explicit attention keeps. Attention is explicit
-        (its scores are stored) if attention weights have dropout."""
+        """Yield the scores and probabilities that explicit attention keeps. Attention is explicit,
+        which means that its scores are stored, if attention weights have dropout."""
         model = sizes.model
         shape = _core_shape(sizes)
         scores = shape.heads * _rows(sizes) * model.seq_length
@@ -333,8 +334,8 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of queries, keys, values and the output, of their float32
-        copies if matrix products need these, and of the scores that are in memory at once."""
+        """Return the bytes of queries, keys, values and the output, of their float32 copies if
+        matrix products need them, and of the scores that are in memory at once."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
@@ -343,18 +344,17 @@ class Attend(Operator):
         width = _core_shape(sizes).heads * sizes.model.head_size
         scores = capped_block_bytes(sizes)
         if sizes.model.attention_dropout > 0.0:
-            # while the mask is drawn, the scores' softmax is in the type of sums
+            # while the mask is drawn, the softmax of the scores is in the type of sums
             count = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
             scores = self.drawing_bytes(sizes) + count * (sizes.wide_bytes - sizes.compute_bytes)
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. If scores are stored, the working bytes are the
-        gradient of the softmax's output before and after dropout, the gradient of the softmax's
-        input, and the gradient of the values. A CPU also needs a copy of the mask in the type of
-        the gradients. For kernels that store no scores, the working bytes are the gradients of the
-        operands and of the output. If a kernel without stored scores reads the output, the output
-        is added, because it is still in memory."""
+        """Return the working bytes of the backward. If scores are stored, there are the gradients
+        of the softmax's output before and after dropout, of the softmax's input, and of the values;
+        a CPU also needs a copy of the mask in the type of the gradients. If no scores are stored,
+        there are the gradients of the operands and of the output, and also the output if the
+        kernel's backward reads it."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -362,7 +362,7 @@ class Attend(Operator):
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             scores = rows * model.seq_length * (2 + sizes.on_host) * sizes.wide_bytes
-            # the published lists of tensors leave out the gradient of the values
+            # the published lists of tensors do not include the gradient of the values
             if not sizes.fused_attention:
                 return scores
             return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
@@ -377,10 +377,9 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
-        """Return True if the kernel's backward reads the output of attention although the memory of
-        this output is counted as freed elsewhere. The backward of the next linear counts the output
-        as freed; with "ulysses", `JoinHeads` counts the output as freed until it is sent back. A
-        kernel that widens its operands keeps a separate output in the wide type."""
+        """Return True if the kernel's backward reads the output of attention, but the output's
+        memory is counted as free elsewhere: by the next linear layer's backward, or, with
+        "ulysses", by `JoinHeads` until the output is sent back."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -389,12 +388,13 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of all gradients if a host computes attention in blocks of queries: of
-        operands, the output, and a block with up to all keys and a copy of output gradients."""
+        """Return the bytes of all gradients if a host computes attention in blocks of queries:
+        those of the operands, the output and one block (with up to all keys), and a copy of output
+        gradients."""
         shape, d = _core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:
-            block = min(EARLIER_BLOCK, shape.queries // 2)  # a context rank has two runs of queries
+            block = min(EARLIER_BLOCK, shape.queries // 2)  # this rank has two runs of queries
         rows = shape.heads * (2 * _rows(sizes) + 3 * block * sizes.layout.micro_size)
         return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
 
@@ -418,8 +418,8 @@ class Attend(Operator):
 
 
 def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the part of the attention core that a rank computes. The number of heads is rounded up
-    if the tensor-parallel size does not divide it."""
+    """Return the part of the attention core that a rank computes. If the tensor-parallel size does
+    not divide the number of heads, the rank's number of heads is rounded up."""
     return CoreShape.of(sizes, sizes.local_heads)
 
 
@@ -428,7 +428,8 @@ def _in_ring(sizes: Sizes) -> bool:
 
 
 def _in_blocks(sizes: Sizes) -> bool:
-    """Return True if a host computes causal attention in blocks of queries, each by one kernel."""
+    """Return True if a host computes attention in blocks of queries, with one kernel for each
+    block."""
     model = sizes.model
     is_cut = _core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
     is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
@@ -442,15 +443,15 @@ def _rows(sizes: Sizes) -> int:
 
 def seen_share(sizes: Sizes) -> float:
     """Return the fraction of the scores of a causal layer that lie in the sliding window. The
-    fraction is the mean over layers, on the context rank with the most such scores. On one rank, if
-    the window is a fraction r of the sequence length, the result is 1 - (1 - r)^2."""
+    fraction is the mean over layers, on the context-parallel rank with the most such scores. On one
+    rank, in a layer whose window is a fraction r of the sequence length, it is 1 - (1 - r)^2."""
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:
         return 1.0
     sliding = (s - model.mean_keys) / (s - window)
     hidden = (1.0 - window / s) ** 2
-    # with "ulysses" each rank has all queries of its heads, so ranks have equally many scores
+    # with "ulysses" each rank has all queries of its heads, so all ranks have equally many scores
     ranks = s // _core_shape(sizes).queries
     hidden -= (1.0 - hidden) * (imbalance(s, window, ranks) - 1.0)
     return 1.0 - sliding * hidden
@@ -461,14 +462,14 @@ def kept_probabilities(sizes: Sizes) -> int:
     for the backward.
 
     The probabilities are kept in blocks of queries. A block has all keys up to the position of its
-    last query, even the keys that are hidden by windows or are in other documents.
+    last query, including keys that are outside the window or in other documents.
     """
     model, block = sizes.model, sizes.software.kept_block
     if model.attention != "causal" or model.attention_softcap:
         return 0
     count = 0
-    # count the queries of the first context rank; in zigzag order every context rank has the same
-    # number of probabilities
+    # count the queries of the first context-parallel rank; in zigzag order all ranks have equally
+    # many
     runs = [range(model.seq_length)]
     if _core_shape(sizes).queries < model.seq_length:
         chunk = model.seq_length // (2 * sizes.layout.context)
@@ -485,8 +486,8 @@ def capped_block_bytes(sizes: Sizes) -> int:
     keys.
 
     Four of the tensors are in the type of sums (float32 or wider): the scores, their tanh and the
-    gradients of both. The attention weights are in the type of matrix products; a host may convert
-    them to the type of sums.
+    gradients of both. The attention weights are in the type of matrix products, or, on a host, in
+    the type of sums.
     """
     model = sizes.model
     if not model.attention_softcap:

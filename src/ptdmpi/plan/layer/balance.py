@@ -1,24 +1,26 @@
-"""The balance of causal attention over the context ranks, which cut sequences in zigzag order.
+"""The balance of causal attention over context-parallel ranks, which divide sequences in zigzag
+order.
 
-A sequence is cut into 2c equal chunks for c ranks, and rank r has the chunks r and 2c - 1 - r.
-Without a window every rank has the same number of scores (Dubey et al. 2024, arXiv 2407.21783,
-section 3.3.2). With a window the numbers differ, because queries in the first chunks see fewer keys
-than other queries. The rank with the first chunk therefore has fewer scores than the other ranks.
+For c ranks, a sequence is cut into 2c equal chunks, and rank r has the chunks r and 2c - 1 - r.
+Without a sliding window, every rank has the same number of scores (Dubey et al. 2024, arXiv
+2407.21783, section 3.3.2). With a window the numbers differ. The queries in the first chunks see
+fewer keys than other queries, so the rank with the first chunk has fewer scores than the other
+ranks.
 """
 
 import itertools
 
 
 def scores_before(position: float, window: float) -> float:
-    """Return the number of scores of all queries before `position` if each query sees at most
-    `window` keys."""
+    """Return the number of scores of all queries before `position` if each query sees only keys up
+    to its own position, and at most `window` of them."""
     inside = min(position, window)
     return inside**2 / 2 + window * (position - inside)
 
 
 def imbalance(length: int, window: int, context: int) -> float:
-    """Return the number of scores of the busiest of `context` ranks, divided by the mean number
-    over these ranks.
+    """Return the number of scores of the busiest of `context` ranks, divided by the mean over these
+    ranks.
 
     The sequence has `length` positions, and a query sees at most `window` keys.
     """

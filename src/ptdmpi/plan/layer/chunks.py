@@ -1,18 +1,18 @@
-"""Sizes of the chunks in which large tensors are computed to save memory. The sizes change no
-result.
+"""Sizes of the chunks in which large tensors are computed to save memory. The sizes do not affect
+the results.
 
-The loss converts logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
-core's caches. On a device a chunk is 64 MiB, so that there are few kernels, each with much work.
-The size of a chunk on devices was chosen by reasoning, not by measurement. Attention by matrix
-products computes the scores of one block of queries at a time.
+The loss converts logits to float32 in chunks of rows. On a CPU, a chunk is 1 MiB, which fits into
+the caches of a core. On a device, a chunk is 64 MiB, so that there are few kernels, each with much
+work; this size was not chosen by measurement. If attention is computed by matrix products, the
+scores of one block of queries are computed at a time.
 """
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
-# Least number of rows whose gradients of a norm's weights a Triton kernel sums at once.
+# A Triton kernel sums the gradients of a norm's weights over at least so many rows at once.
 NORM_ROWS = 16
 NORM_PROGRAMS = 256  # Largest number of such sums.
-QUERY_BLOCK = 128  # Number of queries whose scores are computed at once.
+QUERY_BLOCK = 128  # Number of queries in a block, whose scores are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
 # The number of queries whose gradients are computed at once on a CPU, in a block of the backward
 # pass in which every query sees all keys of the block.
@@ -27,15 +27,17 @@ def loss_rows(columns: int, on_host: bool) -> int:
 
 
 def norm_programs(rows: int) -> int:
-    """Return the number of sums into which the Triton kernel of a norm's backward divides the
-    gradients of the weights: each is the sum over some of the `rows`. The number does not depend on
-    the device, so that the bits of the gradients do not depend on its number of processors."""
+    """Return the number of partial sums that the Triton kernel of a norm's backward computes for
+    the gradients of the weights. Each is a sum over some of the `rows` rows. The number does not
+    depend on the device, so that the gradients have the same bits on every device, whatever its
+    number of processors is."""
     return max(1, min(NORM_PROGRAMS, -(-rows // NORM_ROWS)))
 
 
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
-    """Return the number of scores of a block of queries that are computed at once. If all `heads`
-    have at most BLOCK_SCORES scores, these are the scores of all heads. Otherwise they are the
-    scores of as many heads as BLOCK_SCORES allows, but at least of one group of `group` heads."""
+    """Return the number of scores that are computed at once for a block of queries. If a block has
+    at most BLOCK_SCORES scores over all `heads` heads, they are the scores of all heads. Otherwise
+    they are the scores of as many heads as BLOCK_SCORES allows, but of at least one group of
+    `group` heads."""
     block = min(QUERY_BLOCK, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

@@ -1,8 +1,8 @@
-"""Attention over the context axis, whose ranks have different positions of a sequence: the part of
-the attention core that a rank computes, and the operators that communicate.
+"""Attention with context parallelism, where ranks have different positions of a sequence: the part
+of the attention core that a rank computes, and the operators that communicate.
 
-Each method of context parallelism has its own operators. The operators of methods that a layout
-does not use have no costs.
+Each method of context parallelism has its own operators. A model has the operators of all methods,
+but the operators of methods that a layout does not use have no costs.
 """
 
 import math
@@ -17,23 +17,23 @@ from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
-# How often a score is read or written outside of matrix products, in a forward and in a backward.
+# Number of times that a score is read or written outside matrix products, in (forward, backward).
 # The forward computes maximum, difference, exponential and sum. The backward computes difference,
 # exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
-HASH_BYTES = 8  # Bytes of a query's hash, from which the dropout of its attention weights is drawn.
+# Bytes of a query's hash, from which the dropout mask of the query's attention weights is drawn.
+HASH_BYTES = 8
 # The number of times that the output is read or written for each block of keys and values that
 # arrives: the output so far is scaled, and the block's contribution is added.
 MERGE_PASSES = 5
 
 
 def key_copies(kv_heads: int, ranks: int) -> int:
-    """Return the number of copies of each key head that are needed to distribute the key heads over
-    `ranks` ranks. The result is the smallest number of copies with which all ranks have equally
-    many key heads.
+    """Return the smallest number of copies of each key head with which the key heads can be
+    distributed evenly over `ranks` ranks.
 
-    If `ranks` divides the number of query heads, the number of copies divides the number of query
-    heads that share a key head.
+    If `ranks` divides the number of query heads, the result divides the number of query heads that
+    share a key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
 
@@ -41,8 +41,8 @@ def key_copies(kv_heads: int, ranks: int) -> int:
 def keeps_outputs(model: ModelConfig, selective: bool) -> bool:
     """Return True if the kernels of attention keep their outputs for the backward.
 
-    With dropout or soft caps, attention is computed by products, which do not need the outputs.
-    Under `selective` recomputation, no outputs are kept.
+    With dropout or soft caps, attention is computed by matrix products, whose backward does not
+    need the outputs. If `selective` is True (selective recomputation), no outputs are kept.
     """
     return not (selective or model.attention_dropout or model.attention_softcap)
 
@@ -58,12 +58,12 @@ class CoreShape(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
-        """Return the part of the core that a context rank computes. `heads_of_both` is (number of
-        query heads, number of key heads) of the tensor rank.
+        """Return the part of the core that a context-parallel rank computes. `heads_of_both` is
+        (number of query heads, number of key heads) of the tensor-parallel rank.
 
-        With "all_gather" and "ring" a context rank computes all heads for its own queries. With
-        "ulysses" a context rank computes 1/c of the heads for all queries, where c is the number of
-        context ranks.
+        With "all_gather" and "ring", the rank computes all these heads for its own queries. With
+        "ulysses", it computes 1/c of the heads for all queries, where c is the context-parallel
+        size.
         """
         heads, kv_heads = heads_of_both
         length, c = sizes.model.seq_length, sizes.layout.context
@@ -74,12 +74,13 @@ class CoreShape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Exchange(Operator, ABC):
-    """Messages over the context axis before or after the attention core, and the copies that they
-    need."""
+    """Messages over the context axis before or after the attention core, and the copies that these
+    messages need."""
 
     @abstractmethod
     def _bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the exchanged tensors; 0 if the layout has another method."""
+        """Return the bytes of the exchanged tensors; 0 if the layout has another context-parallel
+        method."""
 
     @abstractmethod
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -104,11 +105,11 @@ class _Exchange(Operator, ABC):
 
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
-    """The gather of keys and values from all context ranks. Each rank then has the keys and values
-    of all positions. Only the method "all_gather" needs this gather.
+    """The gather of keys and values from all context-parallel ranks, after which each rank has the
+    keys and values of all positions. Only the method "all_gather" needs this gather.
 
-    The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
-    2407.21783, section 3.3.2).
+    In the backward, the gradients of keys and values are summed over the context axis (Dubey et al.
+    2024, arXiv 2407.21783, section 3.3.2).
     """
 
     def _bytes(self, sizes: Sizes) -> int:
@@ -132,8 +133,8 @@ class GatherKeys(_Exchange):
             yield Message("reduce_scatter", size, "context", behind=behind)
 
     def _overlapping(self, sizes: Sizes, phase: Phase) -> Iterator[Kernel]:
-        """Yield the kernels that run during the message: the product of the queries, or the
-        products of its backward."""
+        """Yield the kernels that run during the message: the matrix product that computes the
+        queries, or the matrix products of its backward."""
         if not sizes.gathers_early:
             return
         rows, inputs, outputs = sizes.tokens, sizes.model.hidden, sizes.query_width
@@ -147,12 +148,12 @@ class GatherKeys(_Exchange):
 
 @dataclass(frozen=True)
 class _Dealing(_Exchange):
-    """An all-to-all before or after the attention core. Before the first all-to-all a rank has all
-    heads at its own positions; after it the rank has some heads at all positions. The all-to-all
-    after the core does the reverse. Only the method "ulysses" needs these all-to-alls.
+    """An all-to-all before or after the attention core. The all-to-all before the core exchanges
+    all heads at a rank's own positions for some of the heads at all positions. The all-to-all after
+    the core does the reverse. Only the method "ulysses" needs them.
 
-    In the core each of c context ranks has 1/c of the heads at all positions (Jacobs et al. 2023,
-    arXiv 2309.14509, section 3.1).
+    In the core, each of c context-parallel ranks has 1/c of the heads at all positions (Jacobs et
+    al. 2023, arXiv 2309.14509, section 3.1).
     """
 
     @abstractmethod
@@ -183,7 +184,7 @@ class _Dealing(_Exchange):
 class DealHeads(_Dealing):
     """Queries, keys and values of all heads at this rank's positions -> queries, keys and values of
     this rank's heads at all positions. Key heads are repeated if their number is not divisible by
-    the number of context ranks."""
+    the context-parallel size."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -193,12 +194,12 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
-    rank's positions.
+    """Outputs of this rank's heads at all positions -> outputs of all heads at this rank's
+    positions.
 
-    If the kernel of attention keeps its outputs, the memory of these outputs is freed. In the
-    backward, ranks first send the outputs back, and then their gradients. `feeds_kept` is True if
-    the next linear keeps its input.
+    If the backward of the attention kernel needs the kernel's outputs, they are not kept where they
+    were computed: in the backward, ranks first send the outputs back, and then the gradients of the
+    outputs. `feeds_kept` is True if the next linear layer keeps its input.
     """
 
     feeds_kept: bool = True
@@ -220,8 +221,8 @@ class JoinHeads(_Dealing):
             yield from super().messages(sizes, phase, input_trains)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the joined outputs if the next linear keeps them as its input, or if the backward
-        sends them back."""
+        """Yield the joined outputs if the next linear layer keeps them as its input, or if the
+        backward sends them back."""
         sends_back = keeps_outputs(sizes.model, selective=mode == "selective")
         size = self._bytes(sizes)
         if size and (self.feeds_kept or sends_back):
@@ -235,15 +236,14 @@ class JoinHeads(_Dealing):
 
 
 class RingCore:
-    """Attention of this rank's queries to the keys and values of all ranks, which arrive one block
-    after the other.
+    """Ring attention: this rank's queries attend to the keys and values of all ranks, which arrive
+    one block after the other.
 
     Scores are computed by matrix products in float32 or wider, for a block of queries and a chunk
-    of keys at a time, and are not kept. The arrival of one block of keys and values is called a
-    visit. A rank has two chunks of queries, and a block has two chunks of keys, so each visit has
-    four pairs of a query chunk and a key chunk. Under a causal mask, a rank computes the scores of
-    two of the four pairs. For its own block of keys, the rank computes three pairs, of which two
-    are on the diagonal.
+    of keys at a time, and are not kept. A block of keys and values visits each rank. A rank has two
+    chunks of queries, and a block has two chunks of keys, so a visit has four pairs of a query
+    chunk and a key chunk. Under a causal mask, the rank computes the scores of only two of the four
+    pairs, or, for its own block, of three pairs, two of which are on the diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -255,8 +255,8 @@ class RingCore:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield (number of queries, number of keys) for each pair of chunks whose scores are
-        computed. On the diagonal, each block of queries reads the keys up to its own last position,
-        and the number of keys is the mean over blocks."""
+        computed. In a pair on the diagonal, each block of queries reads only the keys up to its own
+        last position, so the number of keys is a mean over these blocks."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)
@@ -299,14 +299,13 @@ class RingCore:
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of one phase (forward, backward, or a part of a split backward). Each
-        block of keys and values visits all other context ranks. In a backward, the gradients of the
-        block are sent after the block. At the end, the gradients return to the rank that owns the
-        block.
+        block of keys and values visits all other context-parallel ranks. In a backward, the
+        gradients of the block follow the block, and in the end return to the rank that owns it.
 
-        The products of a visit overlap with the messages of the next visit. In a backward the
-        products that compute scores overlap with the messages of keys and values. All other
-        products overlap with the messages of gradients, except with the last message, in which the
-        gradients return to their own rank.
+        The matrix products of a visit overlap with the messages of the next visit. In a backward,
+        the products that compute scores overlap with the messages of keys and values, and all other
+        products overlap with the messages of gradients. Nothing overlaps with the last message, in
+        which the gradients return to their own rank.
         """
         if phase == "weights" or (phase != "forward" and not input_trains):
             return
@@ -326,7 +325,7 @@ class RingCore:
             yield Message("all_to_all", wide, "context", to_next=True)
 
     def kept(self) -> Iterator[Item]:
-        """Yield the tensors that attention in a ring keeps for the backward in addition to its
+        """Yield the tensors that ring attention keeps for the backward, in addition to its
         output."""
         sizes = self.sizes
         size = self.query_elements + self.key_elements
@@ -335,32 +334,32 @@ class RingCore:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes)
 
     def forward_bytes(self) -> int:
-        """Return the number of working bytes of the forward: for the inputs and the output, for the
-        queries and the output in the type of sums, for two blocks of keys and values (the present
-        and the next block), and for the scores."""
+        """Return the working bytes of the forward: the bytes of the inputs and the output, of the
+        queries and the output in the type of sums, of two blocks of keys and values (the present
+        and the next block), and of the scores."""
         narrow = 2 * self.query_elements + 3 * self.key_elements
         wide = 2 * self.query_elements * self.sizes.wide_bytes
         return narrow * self.sizes.compute_bytes + wide + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
-        """Return the number of working bytes of the backward, for these tensors: the gradient of
-        the output; the queries and their gradient in the type of sums; two blocks of keys and
-        values; three blocks of their gradients (this rank's part, the sum that arrives, and the new
-        sum); the scores."""
+        """Return the working bytes of the backward. They are the bytes of the gradient of the
+        output; of the queries and their gradient in the type of sums; of two blocks of keys and
+        values; of three blocks of their gradients (this rank's contribution, the sum that arrives,
+        and the new sum); and of the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
         narrow = self.query_elements + 2 * self.key_elements
         taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes
         return taken + self._tile_bytes(backward=True)
 
     def _tile_bytes(self, backward: bool) -> int:
-        """Return the number of bytes for the scores that are computed at once: the weights, their
-        gradients and the gradients of scores; with a soft cap also the values tanh(score / cap).
-        The bytes include copies of the queries that these scores belong to, and of the gradients of
-        the outputs of these queries.
+        """Return the bytes for the scores that are computed at once: the bytes of the attention
+        weights, of their gradients and of the gradients of scores, and, with a soft cap, of the
+        values tanh(score / cap). Copies of the queries to which these scores belong, and of the
+        gradients of the outputs of these queries, are included.
 
-        With dropout, there are also the weights or gradients before and after dropout, the mask,
-        and a hash of each query. While the mask is drawn, only the weights are in memory and, in a
-        forward, the weights of the previous scores.
+        With dropout, the weights or gradients are in memory both before and after dropout, and the
+        mask and a hash of each query are added. While the mask is drawn, memory holds only the
+        weights and, in a forward, the weights of the previous scores.
         """
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size

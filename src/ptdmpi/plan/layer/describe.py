@@ -1,15 +1,16 @@
-"""The parts of a model: its layer, its embedding and its head, each as operators in order.
+"""The description of a model: its layers, its embedding and its head, each as a list of operators
+in order.
 
-This list of operators is the only description of a model. The model is built from the list and
-computes one operator after the other (`model/transformer.py`). Parameters, time, memory, traffic
-and FLOPs are sums and maxima over the list (`folds.py`). A layer is a list of sublayers. Each
-sublayer adds its output to the residual stream x [positions, sequences, hidden size]:
+There is no other description of a model. The model is built from these lists, and computes one
+operator after the other (`model/transformer.py`). Parameters, time, memory, traffic and FLOPs are
+sums and maxima over the lists (`folds.py`). A layer is a list of sublayers. Each sublayer adds its
+output to the residual stream x [positions, sequences, hidden size]:
 
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
 
-In a layer with experts the MLP is x -> norm -> router, experts -> x + dropout. Some layers of a
-model may have experts, and others not.
+In a layer with experts, the MLP is x -> norm -> router, experts -> x + dropout. It is possible that
+only some layers of a model have experts.
 """
 
 import math
@@ -40,9 +41,9 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # Name of the vocabulary's table, which a tied head shares.
-# Number of a dropout mask in a layer -> name of the tensor that is dropped. Dropout before a
-# residual sum has the number `AddResidual.place` instead. `RandomStream.at` draws each mask by its
-# number.
+# Number of a dropout mask in a layer -> name of the tensor to which dropout is applied. (The masks
+# before residual sums have the numbers `AddResidual.place`.) `RandomStream.at` draws each mask by
+# its number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 
@@ -57,8 +58,8 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerBuild:
-    """The arguments from which a sublayer of a layer is made: the model, True (`adapted`) if the
-    linears of the layer have adapters, and True (`mixes`) if the layer has experts."""
+    """The arguments from which a sublayer is made: the configuration of the model, `adapted` (True
+    if the linear layers have adapters), and `mixes` (True if the layer has experts)."""
 
     model: ModelConfig
     adapted: bool
@@ -67,13 +68,13 @@ class LayerBuild:
     @property
     def residual_std(self) -> float:
         """Return the initial standard deviation of weights whose outputs are added to the residual
-        stream: that of other matrices divided by sqrt(2 x number of layers) (Radford et al. 2019,
-        GPT-2, section 2.3)."""
+        stream: the standard deviation of other matrices, divided by sqrt(2 x number of layers)
+        (Radford et al. 2019, GPT-2, section 2.3)."""
         return self.model.matrix_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
-        """Return the operator of a linear with its adapters. The operator reads the value `source`
-        and writes the value `target`."""
+        """Return the operator of a linear layer with its adapters. The operator reads the value
+        `source` and writes the value `target`."""
         adapters = adapters_of(self.model, name, linear) if self.adapted else ()
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
@@ -94,12 +95,13 @@ class LayerBuild:
         return Normalize(name, (source,), (target,), part)
 
     def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
-        """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
+        """Return a sublayer that consists of `operators`, which read "y" and write "y", a norm (or
+        two) and a residual sum.
 
-        `model.block_norm` selects the form: "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani
-        et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021, arXiv
-        2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
-        layer may have this number (`OTHER_MASKS`).
+        `model.block_norm` selects the form of the sublayer: "pre": x + f(norm(x)); "post": norm(x +
+        f(x)) (Vaswani et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021,
+        arXiv 2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of
+        the layer may have this number (`OTHER_MASKS`).
         """
         residual = AddResidual(
             name=f"{name}.residual",
@@ -173,15 +175,15 @@ def attention(build: LayerBuild) -> Sublayer:
 
 
 def mlp(build: LayerBuild) -> Sublayer:
-    """Return the MLP sublayer of a layer: two linears around an activation function or around a
-    gated unit (Shazeer 2020), or a mixture of experts."""
+    """Return the MLP sublayer of a layer: a mixture of experts, or two linear layers with an
+    activation function or a gated unit (Shazeer 2020) between them."""
     if build.mixes:
         return _mixture(build)
     return build.sublayer("mlp", 1, *_feed_forward(build, "mlp", build.model.ffn_hidden))
 
 
 def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
-    """Return the two linears of an MLP whose inner width is `width`."""
+    """Return the two linear layers of an MLP whose inner width is `width`."""
     model = build.model
     up = Linear(
         inputs=model.hidden,
@@ -222,7 +224,7 @@ def _feed_forward(
 
 def _mixture(build: LayerBuild) -> Sublayer:
     """Return the sublayer of a mixture of experts: the router and the experts. If there are shared
-    experts, the result also has their MLP, which is applied to every token (Dai et al. 2024, arXiv
+    experts, the sublayer also has their MLP, which computes every token (Dai et al. 2024, arXiv
     2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()
@@ -273,8 +275,8 @@ def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
 
 
 def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:
-    """Return the sublayers of a layer. In each norm of the residual sum immediately before it,
-    `follows_sum` is True."""
+    """Return the sublayers of a layer with `follows_sum` set to True in each norm that normalizes
+    the residual sum directly before it."""
     marked: list[Sublayer] = []
     before: Operator | None = None
     for sublayer in sublayers:
@@ -289,8 +291,8 @@ def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:
 
 
 def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
-    """Raise ValueError if two dropout masks of a layer have the same number, and therefore equal
-    values."""
+    """Raise ValueError if two dropout masks of a layer have the same number, because masks with the
+    same number have the same values."""
     users = dict(OTHER_MASKS)
     for sublayer in sublayers:
         for row in sublayer.operators:
@@ -304,8 +306,8 @@ def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
 def norm_part(
     model: ModelConfig, size: int | None = None, *, sees: Sees = "positions", trains: bool = True
 ) -> Norm:
-    """Return a norm of the kind that the model uses, over the hidden size, or over `size` elements.
-    `sees` and `trains` are the fields of `Norm`."""
+    """Return a norm of the kind that the model uses. The norm is over `size` elements, or over the
+    hidden size if `size` is None. `sees` and `trains` are fields of `Norm`."""
     shift = model.norm == "layernorm"
     return Norm(model.hidden if size is None else size, shift, trains, sees)
 
@@ -313,8 +315,8 @@ def norm_part(
 def adapters_of(
     model: ModelConfig, name: str, linear: Linear
 ) -> tuple[tuple[str, LowRankPair | Scale], ...]:
-    """Return the adapters of the linear `name`, as (name, part). A name is, for example,
-    `attention.qkv.lora_q`."""
+    """Return the adapters of the linear layer `name`, as pairs (name, part). The name of an adapter
+    is, for example, `attention.qkv.lora_q`."""
     adapt = model.adapt
     adapters: list[tuple[str, LowRankPair | Scale]] = []
     for number, (target, (row, output)) in enumerate(
@@ -414,7 +416,8 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 
 def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
-    """Return BERT's operators before its output head: linear, GELU, norm (Devlin et al. 2019)."""
+    """Return the operators that BERT has before its output head: linear layer, GELU and norm
+    (Devlin et al. 2019)."""
     h = model.hidden
     dense = Linear(h, (h,), model.head_bias, model.init_std, trains=trains)
     norm = norm_part(model, sees="all", trains=trains)
@@ -435,7 +438,7 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
     """Return the operators that predict whether two segments are in their original order: the
-    pooler, a linear with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942)."""
+    pooler, a linear layer with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942)."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)
@@ -450,8 +453,8 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """Return the operator of a linear on one position of each sequence. Every tensor rank computes
-    the whole linear."""
+    """Return the operator of a linear layer that is applied to one position of each sequence. Every
+    tensor-parallel rank computes the whole linear layer."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 
@@ -459,9 +462,9 @@ def _task(model: ModelConfig) -> list[Operator]:
     """Return the operators of the head for a task.
 
     BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
-    decoder classifies from its last token, with a single linear (Radford et al. 2018). The head is
-    trained even if the rest of the model trains only adapters, because a frozen head would not have
-    learned the task.
+    decoder classifies from its last token, with a single linear layer (Radford et al. 2018). The
+    head is trained even if the rest of the model trains only adapters, because the head is new and
+    has not learned the task before.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

@@ -14,7 +14,7 @@ MASK_BYTES = 1  # bytes of an element of a dropout mask
 
 
 def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
-    """Return the statistics that a norm keeps of each row: mean and 1 / standard deviation for
+    """Return the statistics that a norm keeps for each row: mean and 1 / standard deviation for
     LayerNorm, or 1 / root mean square for RMSNorm."""
     if sizes.model.norm == "layernorm":
         return Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)
@@ -32,12 +32,12 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
 def norm_backward(sizes: Sizes, elements: int) -> int:
     """Return the number of bytes that the backward of a norm of `elements` elements needs.
 
-    If one kernel computes the whole backward, only the gradient of the input is needed. RMSNorm has
-    such a kernel on devices, if its weights have the type of the activations. Otherwise three
-    tensors are computed in the type of sums: the normalized input, the gradient multiplied by the
-    weights, and the product of both. On a host a product of two types also needs a copy of its
-    narrower operand. The result is 0 for the published programs of 2021, because the published
-    lists of their tensors do not include these tensors.
+    If one kernel computes the whole backward, only the gradient of the input is needed. LayerNorm
+    has such a kernel, and RMSNorm has one on devices if its weights have the type of the
+    activations. Otherwise three tensors are computed in the type of sums: the normalized input, the
+    gradient multiplied by the weights, and the product of both. On a host, a product of two
+    different types also needs a copy of its narrower operand. The result is 0 for the published
+    programs of 2021, whose published lists of tensors do not include these tensors.
     """
     if not sizes.fused_attention:
         return 0
@@ -52,9 +52,9 @@ def norm_backward(sizes: Sizes, elements: int) -> int:
 class Normalize(Operator):
     """LayerNorm or RMSNorm over the last dim: [rows, hidden size] -> [rows, hidden size].
 
-    `joins` is True if the input is also the residual, so that its gradient is the sum of two
-    gradients. `follows_sum` is True if the operator before this one in the layer is the residual
-    sum that this operator normalizes. A kernel in Triton then computes both.
+    `joins` is True if the input is also the residual, so that the gradient of the input is the sum
+    of two gradients. `follows_sum` is True if this operator directly follows the residual sum that
+    it normalizes; one Triton kernel can then compute both.
     """
 
     norm: Norm
@@ -69,8 +69,9 @@ class Normalize(Operator):
         return sizes.rows(self.rows) * self.norm.size
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield one pass that reads the input and writes the output. The kernel in Triton of a sum
-        and its norm is the pass of the sum, and also writes the norm."""
+        """Yield one pass that reads the input and writes the output. If a Triton kernel computes
+        the residual sum and the norm together, its launch is counted for the sum, and only the
+        additional write is counted here."""
         if sizes.by_triton("norm"):
             passes = 1 if self.follows_sum else 2
             moved = passes * self._elements(sizes) * sizes.compute_bytes
@@ -80,8 +81,8 @@ class Normalize(Operator):
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the passes of the backward for output y and input x. One pass reads dy and x and
-        writes dx, one reads dy and x for the gradients of the weights, and one sums the gradients
-        of input and residual."""
+        writes dx. One pass reads dy and x to compute the gradients of the weights. One pass sums
+        the gradients of the input and the residual."""
         if sizes.by_triton("norm"):
             yield from self._backward_by_triton(sizes)
             return
@@ -90,9 +91,9 @@ class Normalize(Operator):
         yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
 
     def _backward_by_triton(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes of the backward in Triton. One pass reads dy and x, writes dx and some
-        sums of the weights' gradients, and also adds the gradient of the residual if the input is
-        the residual stream. Another pass adds these sums."""
+        """Yield the passes of the backward in Triton. One pass reads dy and x, and writes dx and
+        partial sums of the weights' gradients. If the input is the residual stream, this pass also
+        adds the gradient of the residual. Another pass adds up the partial sums."""
         joins_here = self.joins and self.inputs != self.outputs
         e = self._elements(sizes) * sizes.compute_bytes
         sums = self._sums_bytes(sizes)
@@ -103,7 +104,7 @@ class Normalize(Operator):
             yield MemoryPass(3 * e)
 
     def _sums_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the sums of the weights' gradients that the kernel in Triton
+        """Return the bytes of the partial sums of the weights' gradients that the Triton kernel
         writes."""
         if not self.norm.trains:
             return 0
@@ -129,8 +130,9 @@ class Normalize(Operator):
         yield from norm_operands(sizes, self.name, self.norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that the backward of the norm needs (see `norm_backward`). In Triton
-        they are those of the gradient of the input, and of the sums of the weights' gradients."""
+        """Return the bytes that the backward of the norm needs (see `norm_backward`). In Triton,
+        they are the bytes of the gradient of the input, and of the partial sums of the weights'
+        gradients."""
         if sizes.by_triton("norm"):
             return self._elements(sizes) * sizes.compute_bytes + self._sums_bytes(sizes)
         return norm_backward(sizes, self._elements(sizes))
@@ -141,8 +143,8 @@ class Activate(Operator):
     """GELU or another activation: [rows, `gates` x width] -> [rows, width]. With two gates, the
     activation of the first gate is multiplied by the second gate (Shazeer 2020, arXiv 2002.05202).
 
-    `width` is the width of the output on all tensor ranks together. `split` is True if the tensor
-    axis divides this width.
+    `width` is the width of the output on all tensor-parallel ranks together. `split` is True if the
+    tensor axis divides this width.
     """
 
     function: str
@@ -156,8 +158,9 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that determine the computing time. If the tensor-parallel
-        size does not divide the width, the width is padded, but the padding is not counted."""
+        """Return the number of elements from which the computing time is predicted. If the
+        tensor-parallel size does not divide the width, the width is padded, but the time of the
+        padding is not counted."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 
@@ -177,8 +180,8 @@ class Activate(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient of the input and, with two gates, of the product of both
-        gates, which the kernel in Triton does not need. Under sequence parallelism the gathered
-        gradient of the next linear's output is still in memory, so its bytes are added."""
+        gates, which the Triton kernel does not need. Under sequence parallelism, the gathered
+        gradient of the next linear layer's output is still in memory, so its bytes are added."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2 and not sizes.by_triton("gated"):
             size += self._elements(sizes)
@@ -191,7 +194,7 @@ class Activate(Operator):
 class AddResidual(Operator):
     """x + dropout(y), or x + y without dropout; x and y are [rows, hidden size].
 
-    `mask` is the name of the dropout mask among the kept tensors, and `place` the number of this
+    `mask` is the name of the dropout mask among the kept tensors, and `place` is the number of this
     mask in the layer.
     """
 
@@ -209,8 +212,8 @@ class AddResidual(Operator):
         yield MemoryPass(self._elements(sizes) * moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the pass of dropout's backward. Without dropout both terms get the gradient of the
-        sum unchanged, and nothing is moved."""
+        """Yield the pass of dropout's backward. Without dropout, both terms get the gradient of the
+        sum unchanged, so there is no pass."""
         if sizes.software.dropout:
             yield MemoryPass(self._elements(sizes) * (2 * sizes.compute_bytes + MASK_BYTES))
 
@@ -219,9 +222,9 @@ class AddResidual(Operator):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient before and after dropout's scaling. A host also copies
-        the mask to the type of the gradient. The result is 0 for the published program, which
-        scales the gradient in one kernel."""
+        """Return the bytes of the gradient before and after dropout is applied to it. A host also
+        makes a copy of the mask in the type of the gradient. The result is 0 for the published
+        programs, which compute dropout's backward in one kernel."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes

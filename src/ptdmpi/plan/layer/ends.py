@@ -1,4 +1,4 @@
-"""The operators before the first layer of a model and after its last layer: lookups, output head
+"""The operators before the first layer and after the last layer of a model: lookups, output head
 and loss."""
 
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ class LookUp(Operator):
         yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes that add the gradient of the table to its sum. A program with
-        `adds_in_place` adds only the rows that were looked up. Other programs clear, fill and add a
-        gradient of the whole table."""
+        """Yield the passes that add the gradient of the table to the sum of gradients. A program
+        with `adds_in_place` adds only the rows that were looked up. Other programs clear, fill and
+        add a gradient of the whole table."""
         if not self.table.trains:
             return
         e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -57,8 +57,8 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a tensor rank adds the gradients of its rows at all positions, so the gradients at the
-        # other ranks' positions are gathered
+        # a tensor-parallel rank adds the gradients of its rows at all positions, so the gradients
+        # at the other ranks' positions are gathered
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -77,8 +77,8 @@ class LookUp(Operator):
 
 @dataclass(frozen=True)
 class AddRows(Operator):
-    """The sum of the activations x and rows of a small table. The table has embeddings of
-    positions, or of token types."""
+    """The sum of the activations x and rows of a small table. The rows are embeddings of positions
+    or of token types."""
 
     table: Table
     by_position: bool = False
@@ -87,16 +87,16 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the table of positions. The gradient has the size of the whole
-        table, even if only some rows of the table were added to x."""
+        """Yield the gradient of the table of positions. It has the size of the whole table, even if
+        only some of its rows were added to x."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
 
 @dataclass(frozen=True)
 class DropEmbedding(Operator):
-    """Dropout on the embedding, [local rows, hidden size]. The same kernel also adds the embeddings
-    of positions."""
+    """Dropout on the output of the embedding, [local rows, hidden size]. The same kernel also adds
+    the embeddings of positions."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
@@ -110,11 +110,11 @@ class DropEmbedding(Operator):
 @dataclass(frozen=True)
 class SelectPositions(Operator):
     """Activations [local rows, hidden size] -> activations at some positions of each sequence,
-    [selected positions, hidden size]. Every tensor rank gets all selected positions.
+    [selected positions, hidden size]. Every tensor-parallel rank gets all selected positions.
 
-    If `predicted` is True, the masked positions, which the head predicts, are selected. If
-    `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
-    earlier operator trains. `feeds_trained` is True if a trained linear reads the selected
+    If `predicted` is True, the masked positions are selected, which the head predicts. If `samples`
+    is True, one position of each sequence is selected, too. `has_backward` is True if an earlier
+    operator is trained. `feeds_trained` is True if a trained linear layer reads the selected
     activations, so that they are kept.
     """
 
@@ -133,8 +133,8 @@ class SelectPositions(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the indices of the selected positions, and the activations at these positions. For
-        a task no indices are kept, because the batch itself contains the index of the one selected
-        position of each sequence."""
+        a task, no indices are kept, because the batch itself has the index of the selected position
+        of each sequence."""
         if not self.has_backward:
             return
         positions = self._positions(sizes)
@@ -146,12 +146,12 @@ class SelectPositions(Operator):
 
 @dataclass(frozen=True)
 class Predict(Operator):
-    """Activations [predicted positions, hidden size] -> this tensor rank's logits [predicted
-    positions, columns of the vocabulary], capped if the model caps them.
+    """Activations [predicted positions, hidden size] -> this tensor-parallel rank's logits
+    [predicted positions, columns of the vocabulary], capped if the model caps them.
 
     `selected` is True if an earlier operator has selected the predicted positions, so that every
-    tensor rank has all rows of the input. `shares_input` is True if the input is part of a tensor
-    that another operator keeps.
+    tensor-parallel rank has all rows of the input. `shares_input` is True if the input is part of a
+    tensor that another operator keeps.
     """
 
     linear: Linear
@@ -180,9 +180,8 @@ class Predict(Operator):
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
         yield from self._scaling(sizes)
-        # A decoder's head has no bias. The computing time of the head nevertheless includes a pass
-        # over the gradient of the logits, because the calibration with published step times
-        # included this pass.
+        # A decoder's head has no bias. Nevertheless a pass over the gradient of the logits is
+        # counted, because the calibration with published step times included this pass.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -228,8 +227,7 @@ class Predict(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward. The result is 0 for the published programs of
-        2021, because the published lists of their tensors include only the gradients of the
-        loss."""
+        2021, whose published lists of tensors include only the gradients of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
@@ -246,7 +244,7 @@ class Predict(Operator):
 @dataclass(frozen=True)
 class CrossEntropy(Operator):
     """This rank's logits [predicted positions, columns of the vocabulary] and the labels -> the
-    summed loss, in float32 or wider.
+    summed loss, in float32 or float64.
 
     `columns` is the size of the whole vocabulary. If `split` is False, the logits are [sequences,
     classes], `columns` is the number of classes, and every rank has all logits.
@@ -266,9 +264,9 @@ class CrossEntropy(Operator):
         return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that convert the logits to float32, take their maximum, subtract it,
-        take exponentials, sum these, and divide by the sum. The kernels of maximum and sum only
-        read. A kernel in Triton reads the logits once."""
+        """Yield the kernels of a softmax: they convert the logits to float32, take their maximum,
+        subtract it, take exponentials, sum these, and divide by the sum. The kernels of maximum and
+        sum only read. A Triton kernel instead reads the logits once."""
         if self._by_triton(sizes):
             yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
             return
@@ -279,8 +277,8 @@ class CrossEntropy(Operator):
         yield Elementwise("loss", self.logits(sizes), moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradient in float32 and round it. A kernel in Triton
-        overwrites the logits with it."""
+        """Yield the kernels that compute the gradient in float32 and round it. A Triton kernel
+        instead overwrites the logits with the gradient."""
         if self._by_triton(sizes):
             yield MemoryPass(2 * self.logits(sizes) * sizes.compute_bytes)
             return
@@ -291,17 +289,17 @@ class CrossEntropy(Operator):
         yield Elementwise("loss_backward", self.logits(sizes), moved)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield two messages: the maximum of the logits of each token, and then the sum of
-        exponentials together with the logit of the label. Published programs split the second
-        message into two."""
+        """Yield two messages over the tensor axis: the maximum of the logits of each token, and
+        then the sum of exponentials together with the logit of the label. Published programs split
+        the second message into two."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)
             yield Message("all_reduce", 2 * size, pieces=2)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the logits, and the maximum and sum of exponentials of each row. Programs of 2021,
-        and losses over classes, keep the probabilities in float32 instead."""
+        """Yield the logits, and the maximum and sum of exponentials of each row. The published
+        programs of 2021, and losses over classes, keep the probabilities in float32 instead."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)
@@ -314,7 +312,8 @@ class CrossEntropy(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the logits that are converted to float32 at once. The gradient
-        overwrites the logits; with a soft cap it is a separate tensor, whose bytes are added."""
+        overwrites the logits, but with a soft cap it is a separate tensor, whose bytes are
+        added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:
@@ -330,8 +329,8 @@ class CrossEntropy(Operator):
 
 @dataclass(frozen=True)
 class Tanh(Operator):
-    """The pooler's tanh and, for a task, dropout, on [sequences, hidden size] (Devlin et al.
-    2019)."""
+    """The pooler's tanh and, for a task, dropout. Both work on a tensor [sequences, hidden size]
+    (Devlin et al. 2019)."""
 
     drops: bool = False
 

@@ -1,11 +1,12 @@
-"""Mixture of experts: several MLPs, of which a router chooses some for each token.
+"""Mixtures of experts: layers with several MLPs (experts), of which a router chooses some for each
+token.
 
-Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
-tokens. If the tensor axis divides the width of each expert, all tensor ranks choose the same
-experts. Each tensor rank computes a summand of the outputs and of all gradients, including the
-gradient of the router. The usual sums over the tensor axis add the summands of all tensor ranks. If
-experts are not divided, each tensor rank chooses experts for 1/t of the positions, and these
-experts compute complete outputs.
+The method is from Shazeer et al. 2017 (arXiv 1701.06538), but experts have no capacity limit: an
+expert computes all tokens for which it is chosen. If the tensor axis divides the width of each
+expert, all tensor-parallel ranks choose the same experts. Each of them computes a summand of the
+outputs and of all gradients, including the gradient of the router, and the usual sums over the
+tensor axis add these summands. If experts are not divided, each of t tensor-parallel ranks chooses
+experts for 1/t of the positions, and these experts compute complete outputs.
 """
 
 from collections.abc import Iterator
@@ -29,11 +30,11 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # Bytes of the index of an expert or of a token.
 LOAD_BYTES = 8  # Bytes of the number of tokens of an expert.
-# If experts are distributed over ranks, a rank has memory for this multiple of the mean number of
-# rows (tokens of its experts).
+# If experts are distributed over ranks, memory is reserved for this multiple of a rank's mean
+# number of rows (tokens of its experts).
 FULLEST = 2
-# Number of passes over the scores of all experts: for their softmax, the choice of experts, and the
-# sorting of the tokens by expert.
+# Number of passes over the router's scores of all experts: for the softmax, the choice of experts,
+# and the sorting of the tokens by expert.
 SCORE_PASSES = 4
 
 
@@ -42,18 +43,18 @@ class MixExperts(Operator):
     """The weighted sum of the outputs of the experts that the router chooses for a token: [rows,
     hidden size] -> [rows, hidden size].
 
-    If experts are distributed over e ranks, the time assumes that all experts have equally many
-    tokens, so a rank computes as many rows as without expert parallelism. The memory is predicted
-    for `FULLEST` times this number of rows, or for the largest possible number of rows if it is
-    smaller.
+    If experts are distributed over several ranks, the predicted time assumes that all experts have
+    equally many tokens, so that a rank computes as many rows as without expert parallelism. The
+    predicted memory is enough for `FULLEST` times this number of rows, or for the largest possible
+    number of rows if that is smaller.
 
-    `up` and `down` are the two linears of each of `count` experts, with the activation `function`
-    between them. `chosen` is the number of experts of a token. If there are shared experts, their
-    output is the second input, which is added to the sum. If the router has a bias, load balancing
-    updates it in each step, and no gradient trains it. Under sequence parallelism the operator
-    reads and writes "local" rows. `adapters` are the adapters of each expert: (name of the linear,
-    name of the adapter), separated by a dot, and the adapter. `shares_input` is True if the first
-    linear of the shared experts keeps the input, too.
+    `up` and `down` are the two linear layers of each of `count` experts, with the activation
+    `function` between them. `chosen` is the number of experts that are chosen for a token. If there
+    are shared experts, their output is the second input of the operator, and is added to the sum.
+    If the router has a bias, load balancing updates the bias in each step, and no gradient trains
+    it. Under sequence parallelism, the operator reads and writes "local" rows. `adapters` has the
+    adapters of each expert as pairs ("name of the linear layer.name of the adapter", adapter).
+    `shares_input` is True if the first linear layer of the shared experts already keeps the input.
     """
 
     router: Linear
@@ -88,7 +89,7 @@ class MixExperts(Operator):
         return parts
 
     def of_expert(self) -> dict[str, Part]:
-        """Return the parts of each expert by name: its two linears, each followed by its
+        """Return the parts of each expert by name: its two linear layers, each followed by its
         adapters."""
         parts: dict[str, Part] = {}
         for name, linear in (("up", self.up), ("down", self.down)):
@@ -97,17 +98,18 @@ class MixExperts(Operator):
         return parts
 
     def pairs_of(self, linear: str) -> list[LowRankPair]:
-        """Return the adapters of an expert's linear, "up" or "down"."""
+        """Return the adapters of an expert's linear layer `linear`, which is "up" or "down"."""
         return [pair for name, pair in self.adapters if name.startswith(f"{linear}.")]
 
     @property
     def keeps_rows(self) -> bool:
-        """Return True if the gradient of a parameter needs the rows of the experts."""
+        """Return True if a gradient of a parameter is computed from the experts' input rows, so
+        that they must be available in the backward."""
         return self.up.trains or bool(self.pairs_of("up"))
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications per token of the router, and of the chosen experts with their
-        adapters."""
+        """Return the number of multiplications per token in the router, and in the chosen experts
+        with their adapters."""
         adapters = sum(pair.rank * (pair.inputs + pair.outputs) for _, pair in self.adapters)
         return self._of_base() + self.chosen * adapters
 
@@ -115,7 +117,7 @@ class MixExperts(Operator):
         return 0.0 if self.up.trains else self._of_base()
 
     def _of_base(self) -> int:
-        """Return the multiplications per token, without the multiplications of adapters."""
+        """Return the number of multiplications per token, without those of adapters."""
         each = self.up.inputs * sum(self.up.outputs) + self.down.inputs * sum(self.down.outputs)
         return self.router.inputs * self.count + self.chosen * each
 
@@ -126,17 +128,18 @@ class MixExperts(Operator):
         return sizes.tokens // sizes.layout.dealing.tensor
 
     def _divided_by(self, sizes: Sizes) -> int:
-        """Return the number of tensor ranks that divide the width of an expert."""
+        """Return the number of tensor-parallel ranks among which the width of an expert is
+        divided."""
         return sizes.layout.tensor // sizes.layout.dealing.tensor
 
     def _pairs(self, sizes: Sizes) -> int:
-        """Return the number of rows of all experts together: one row for each token and each of its
-        experts. If experts are distributed over ranks, the number is the average over all ranks.
-        The rows of a rank come from all ranks of its expert group."""
+        """Return the number of rows of all experts on a rank: one row for each pair of a token and
+        an expert that is chosen for it. If experts are distributed over ranks, a rank gets rows
+        from all ranks of its expert group, and the result is the mean over these ranks."""
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
-        """Return the largest number of rows for which a plan reserves memory on a rank."""
+        """Return the number of rows for which memory is reserved on a rank."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
@@ -144,26 +147,27 @@ class MixExperts(Operator):
         return min(FULLEST * pairs, every)
 
     def _width(self, sizes: Sizes) -> int:
-        """Return the width of an expert on one tensor rank."""
+        """Return the width of an expert on one tensor-parallel rank."""
         return self.down.local(self._divided_by(sizes))[0]
 
     def _up_width(self, sizes: Sizes) -> int:
-        """Return the number of outputs of an expert's first linear on one tensor rank."""
+        """Return the number of outputs of an expert's first linear layer on one tensor-parallel
+        rank."""
         return self.up.local(self._divided_by(sizes))[1]
 
     def _scores(self, sizes: Sizes) -> int:
         return self._tokens(sizes) * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of experts that have tokens, number of rows of each of these experts). The
-        estimate assumes that these experts have equally many tokens."""
+        """Return (number of experts that have tokens, number of rows of each of them), under the
+        assumption that these experts have equally many tokens."""
         pairs = self._pairs(sizes)
         used = min(self.count, pairs)
         return used, -(-pairs // used)
 
     def _adapting(self, sizes: Sizes, linear: str, *, back: bool = False) -> Iterator[Kernel]:
-        """Yield the matrix products of the adapters of an expert's linear in the forward, or in the
-        backward with respect to its input (`back`)."""
+        """Yield the matrix products of the adapters of an expert's linear layer in the forward, or,
+        if `back` is True, those that compute the gradient of the input in the backward."""
         for pair in self.pairs_of(linear):
             inputs, outputs = pair.local(self._divided_by(sizes))
             n, k = (pair.rank, outputs) if back else (outputs, pair.rank)
@@ -172,7 +176,8 @@ class MixExperts(Operator):
             yield self._products(sizes, n, k)
 
     def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """Yield (inputs, outputs) of each trained matrix of an expert on one tensor rank."""
+        """Yield (inputs, outputs) of each trained matrix of an expert on one tensor-parallel
+        rank."""
         tensor = self._divided_by(sizes)
         for name, linear in (("up", self.up), ("down", self.down)):
             if linear.trains:
@@ -183,12 +188,13 @@ class MixExperts(Operator):
                 yield pair.rank, outputs
 
     def _ranks(self, linear: str) -> int:
-        """Return the sum of the LoRA ranks (inner sizes) of all adapters of an expert's linear."""
+        """Return the sum of the LoRA ranks (inner sizes) of all adapters of an expert's linear
+        layer."""
         return sum(pair.rank for pair in self.pairs_of(linear))
 
     def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
-        """Return the matrix products of each expert's rows [rows, k] with its matrix [k, n], one
-        expert after the other."""
+        """Return the matrix products of each expert's rows [rows, k] with the expert's matrix [k,
+        n]. The experts are computed one after the other."""
         used, rows = self._groups(sizes)
         return MatrixProduct(m=rows, n=n, k=k, batch=used, launches=used)
 
@@ -196,7 +202,7 @@ class MixExperts(Operator):
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
         """Return the kernels of an activation, one for each expert. Each kernel moves `numbers`
-        values for each row and each element of the expert's width."""
+        values for each element of the [rows, width of the expert] output."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
         return Elementwise(kind, rows * self._width(sizes), moved)
@@ -215,7 +221,7 @@ class MixExperts(Operator):
         yield self._products(sizes, self._up_width(sizes), h)
         yield from self._adapting(sizes, "up")
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
-        # rows (one for each token of an expert) are multiplied by their weights
+        # the rows of each expert are multiplied by the router's weights
         yield MemoryPass(2 * pairs * width * c, used)
         yield self._products(sizes, h, width)
         yield from self._adapting(sizes, "down")
@@ -291,17 +297,17 @@ class MixExperts(Operator):
         return sizes.layout.micro_size * self.count
 
     def _keeps_input(self, sizes: Sizes) -> bool:
-        """Return True if the gradient of a parameter needs this rank's input. If experts are
-        distributed over ranks, the rank keeps the rows that it has received instead of its
-        input."""
+        """Return True if a gradient of a parameter is computed from this rank's input. If experts
+        are distributed over ranks, the gradients of experts are computed from the rows that the
+        rank has received instead."""
         return self.router.trains or (self.keeps_rows and sizes.layout.expert == 1)
 
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
-        the counts of rows, the rows, their weights and the results. The backward sends the
-        gradients of results, rows and weights; if nothing before the operator trains, it sends only
-        the gradients of results. The sizes of these messages are means, because the number of rows
-        that a rank sends depends on the experts that its tokens choose."""
+        the numbers of rows, the rows, their weights and the results. The backward sends the
+        gradients of results, rows and weights; if nothing before the operator is trained, it sends
+        only the gradients of results. The sizes of the messages are means, because the number of
+        rows that a rank sends depends on the experts that the router chooses."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return
@@ -318,8 +324,9 @@ class MixExperts(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the operator's input, the scores of the router, the outputs of the experts' first
-        linears, the inner activations of adapters, and the chosen experts. No mode of recomputation
-        chooses experts again."""
+        linear layers, the inner activations of adapters, and the indices of the chosen experts. The
+        indices are kept under every mode of recomputation, because experts are never chosen
+        again."""
         pairs, rows = self._pairs(sizes), self._most_rows(sizes)
         if self._keeps_input(sizes) and not self.shares_input:
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
@@ -340,8 +347,8 @@ class MixExperts(Operator):
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the operands of the weight gradients: for both linears of the experts their input
-        rows and the gradients of their output rows, then the operands of adapters, and the operands
+        """Yield the operands of the weight gradients: the input rows and the gradients of the
+        output rows of both linear layers of the experts, the operands of adapters, and the operands
         of the router."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * (self._ranks("up") + self._ranks("down"))
@@ -362,7 +369,8 @@ class MixExperts(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient of the input, of gathered tensors, of the router's
-        tensors, and of the tensors of one expert, which may have all tokens of the microbatch."""
+        tensors, and of the tensors of one expert, which in the worst case has all tokens of the
+        microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         tokens = self._tokens(sizes)
         whole = tokens * h * (2 * c + (wide if wide > c else 0))
@@ -388,13 +396,14 @@ class MixExperts(Operator):
 
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that the largest weight gradient of one expert needs until it
-        is added to the sum, if the gradient and the sum have different types. The expert may have
-        all tokens of the microbatch. If experts are distributed over ranks, each gradient is stored
-        completely before it is added."""
+        is added to the sum of gradients. In the worst case, the expert has all tokens of the
+        microbatch. If the gradient has the type of the sum, it needs no bytes, unless experts are
+        distributed over ranks: in this case each gradient is stored completely before it is
+        added."""
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:
-        """Return the bytes that `adding_bytes` computes, for one matrix of the shape (inputs,
+        """Return the result of `adding_bytes` for a single matrix with `shape` = (inputs,
         outputs)."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         inputs, outputs = shape

@@ -1,8 +1,8 @@
 """Parameters, FLOPs, messages and memory of a model. Each of these quantities is a sum or a maximum
 over the model's operators.
 
-Time is also a sum over operators. `plan.cost.layer` computes the time, because the times of kernels
-depend on the machine.
+Time is also a sum over operators, but it is computed in `plan.cost.layer`, because the times of
+kernels depend on the machine.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,9 +28,9 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
 
 
 def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[str, Part]:
-    """Return the parts (linears, norms, tables and adapters) of the operators `rows`, trained or
-    frozen, by name. If `dealing` distributes experts over ranks, the result has only the experts of
-    the first rank."""
+    """Return the parts (linear layers, norms, tables and adapters) of the operators `rows`, trained
+    or frozen, by name. If `dealing` distributes experts over ranks, the result has only the experts
+    of the first rank."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.held(dealing)
@@ -47,8 +47,8 @@ def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
 
 
 def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return the number of multiplications per position in the forward products whose weights are
-    frozen."""
+    """Return the number of multiplications per position in the forward matrix products whose
+    weights are frozen."""
     return sum(row.frozen_multiplications(model) for row in rows)
 
 
@@ -61,9 +61,9 @@ def messages(
     """Yield the messages of the operators `rows` in one phase (forward, backward, or a part of a
     split backward).
 
-    `input_trains` is True if a part before these operators trains, so that the first operator also
-    computes the gradient of its input. If `input_trains` is False, only the operators after the
-    first trained operator compute the gradient of their input.
+    `input_trains` is True if something before these operators is trained, so that the first
+    operator also computes the gradient of its input. If it is False, only the operators after the
+    first trained operator compute the gradients of their inputs.
     """
     for row, trains in with_inputs(rows, input_trains):
         yield from row.messages(sizes, phase, trains)
@@ -72,10 +72,10 @@ def messages(
 def with_inputs(
     rows: Iterable[Operator], input_trains: bool = True
 ) -> Iterator[tuple[Operator, bool]]:
-    """Yield (operator, True if its first input has a gradient) for each operator.
+    """Yield a pair for each operator: the operator, and True if its first input has a gradient.
 
     `input_trains` is True if the input of the first operator has a gradient. A value has a gradient
-    if its operator trains, or if an input of its operator has a gradient.
+    if the operator that writes it is trained, or if an input of this operator has a gradient.
     """
     has_gradient: dict[str, bool] = {}
     for row in rows:
@@ -85,9 +85,9 @@ def with_inputs(
 
 
 def recomputed(rows: Rows, sizes: Sizes) -> Rows:
-    """Return the operators that full recomputation computes again: all operators up to the last one
-    that keeps a tensor. The checkpoint function of torch stops the recomputation after the last
-    kept tensor."""
+    """Return the operators that full recomputation computes again. These are all operators up to
+    the last one that keeps a tensor, because torch's checkpoint function stops the recomputation
+    after the last kept tensor."""
     needed = [number for number, row in enumerate(rows, 1) if row.keeps_at_its_end(sizes)]
     return rows[: max(needed, default=0)]
 
@@ -96,9 +96,9 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs. `account.kept` selects the tensors that
-    stay in memory under a mode of recomputation. Full recomputation keeps only the layer's
-    input."""
+    """Return every tensor that a layer's backward needs. Not all of them stay in memory from the
+    forward to the backward: `account.kept` selects those that do under a mode of recomputation.
+    Full recomputation keeps little more than the layer's input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:
@@ -107,8 +107,8 @@ def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that the operators before and after the layers keep. The operators before
-    and after the layers are never recomputed."""
+    """Return the bytes that the operators `rows` keep. The operators are those before or after the
+    layers, which are never recomputed."""
     return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
 
 
@@ -119,12 +119,12 @@ def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def head_works(rows: Rows, sizes: Sizes) -> int:
-    """Return the largest number of bytes that the backward of the operators after the layers needs,
-    in addition to the bytes that they keep.
+    """Return the most bytes that the backward of the operators after the layers needs, in addition
+    to the bytes that these operators keep.
 
     In the backward of a norm, the kept tensors of later operators, such as the logits, are counted
-    as freed, except the tensors of the operator directly after the norm. In the backward of all
-    other operators, all kept tensors are counted as still in memory."""
+    as free, except those of the operator directly after the norm. In the backward of all other
+    operators, all kept tensors are counted as still in memory."""
     works = 0
     freed = 0
     after = 0
@@ -137,8 +137,9 @@ def head_works(rows: Rows, sizes: Sizes) -> int:
 
 
 def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the largest number of bytes that W (gradients of the weights) needs in addition to its
-    operands. Gradients are added to their sums one after the other."""
+    """Return the most bytes that W (gradients of the weights) needs in addition to its operands.
+    The result is a maximum over operators, because gradients are added to their sums one after the
+    other."""
     return max((row.adding_bytes(sizes) for row in rows), default=0)
 
 
@@ -152,8 +153,8 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. The result is the
-    larger of two amounts: the bytes of the tensors that the layer would keep for a backward, and
-    the bytes of the residual stream together with the tensors of one operator."""
+    larger of two amounts. One is the bytes of the tensors that the layer would keep for a backward.
+    The other is the bytes of the residual stream and of the tensors of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -162,10 +163,10 @@ def idle_bytes(rows: Rows, sizes: Sizes) -> int:
 class LayerBytes:
     """Bytes of one layer under a mode of recomputation, for one microbatch.
 
-    `kept` is the number of bytes that stay in memory from the forward to the backward. `works` is
-    the largest number of bytes that the backward needs in addition to the bytes kept by this layer
-    and earlier layers. `input_works` is the same number for I (gradient of the input) in a split
-    backward. During I the operands of later operators are also in memory.
+    `kept` is the bytes that stay in memory from the forward to the backward. `works` is the most
+    bytes that the backward needs in addition to the bytes that this layer and earlier layers keep.
+    `input_works` is the same as `works` for I (gradient of the input) in a split backward, during
+    which the operands of later operators are also in memory.
     """
 
     kept: int
@@ -177,11 +178,11 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     """Return the memory of a layer under recomputation `mode`. The largest memory during the
     layer's backward is found by visiting the operators from the last to the first.
 
-    During the backward of an operator the layer needs the working memory of this operator, the
-    gradient of the residual stream, and the recomputed tensors. The tensors of later sublayers have
-    already been freed. In the same sublayer, the inputs of later operators have also been freed,
-    except the input of the next operator. The memory of this input is counted as still in use,
-    because the gradient of this input has the same size.
+    During the backward of an operator, the layer needs the working memory of this operator, the
+    gradient of the residual stream, and the recomputed tensors. The tensors of later sublayers are
+    already free. In the same sublayer, the inputs of later operators are also free, except the
+    input of the next operator: its memory is counted as still in use, because it is replaced by a
+    gradient of the same size.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)
@@ -217,9 +218,10 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
-    """Yield (operator, bytes) for each operator from the last to the first. The bytes are the sum
-    over all inputs of later operators that are already freed in the backward of this operator. If a
-    gradient is larger than the input that it replaces, the difference is subtracted."""
+    """Yield (operator, freed bytes) for each operator from the last to the first. The freed bytes
+    are those of all inputs of later operators that are already free in the backward of this
+    operator. If a gradient is larger than the input that it replaces, the difference is
+    subtracted."""
     freed = 0
     after = 0
     excess = 0
@@ -231,8 +233,8 @@ def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int
 
 
 def _last_input(sublayer: Sublayer, sizes: Sizes) -> int:
-    """Return the bytes of the input of a sublayer's last linear. A split backward keeps this input
-    as an operand until W (gradients of the weights)."""
+    """Return the bytes of the input of a sublayer's last linear layer. A split backward keeps this
+    input as an operand until W (gradients of the weights)."""
     products = [row for row in sublayer.operators if isinstance(row, Multiply)]
     if not products:
         return 0

@@ -1,8 +1,9 @@
-"""Whether a layout is legal, by the rules of the configuration and by the rules of the model's
+"""A check whether a layout is legal, by the rules of the configuration and the rules of the model's
 operators.
 
 The configuration's rules (`ptdmpi.config.legality`) depend only on sizes. An operator that a user
-has added may refuse more layouts (`Operator.refuses`), for example every context axis.
+has added may refuse more layouts (`Operator.refuses`), for example all layouts with context
+parallelism.
 """
 
 import functools
@@ -25,7 +26,7 @@ def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None
 
 def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
     """Return True if `layout_mistakes` would yield no reason, so that the layout is legal. This
-    function is faster than `layout_mistakes`, because it makes no error messages of the
+    function is faster than `layout_mistakes`, because it does not make error messages for the
     configuration's rules."""
     if not legality.is_legal(layout, model, batch):
         return False
@@ -42,7 +43,7 @@ def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _with_rules(model: ModelConfig) -> tuple[Operator, ...]:
-    """Return those operators of the layers that override `Operator.refuses`."""
+    """Return the operators of the model's layers that override `Operator.refuses`."""
     kinds = {run.kind for run in model.runs()}
     rows = {row.name: row for kind in kinds for row in operators(layer_of(model, kind))}
     return tuple(row for row in rows.values() if type(row).refuses is not Operator.refuses)

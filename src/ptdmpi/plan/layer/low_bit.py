@@ -1,6 +1,6 @@
-"""The format of quantized matrices: a code for each element, a float32 scale for each block of a
-row, the values of the codes, and the sizes in bytes. Also the work and the memory of rounding the
-operands of a linear's products to 8-bit floating point. This module does not need torch."""
+"""The format of quantized matrices (a code for each element, and a float32 scale for each block of
+a row), and its sizes in bytes. Also the kernels and the memory with which the operands of matrix
+products are rounded to 8-bit floating point. This module does not need torch."""
 
 import itertools
 import math
@@ -18,20 +18,22 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 CODES = get_args(CodesName)
 # A host dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of
-# working memory per element. Other devices dequantize chunks that are DEVICE_CHUNKS times as large,
-# because launching more kernels would cost more time than a better use of caches would save.
+# working memory per element. Other devices dequantize chunks that are DEVICE_CHUNKS times as large.
+# Smaller chunks would use caches better, but the launches of more kernels would cost more time than
+# that saves.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Kinds of the two tensors of a quantized matrix in files. Both kinds replace the kind "weights".
+# Kinds of the two tensors that a file has for a quantized matrix, instead of one tensor of the kind
+# "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
-# The 16 levels of nf4: quantiles of a normal distribution, half of them for each sign, with zero as
-# one of them. Normally distributed weights therefore use each level about equally often (Dettmers
-# et al. 2023, arXiv 2305.14314, section 3, appendix E).
+# The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed
+# weights therefore use each level about equally often (Dettmers et al. 2023, arXiv 2305.14314,
+# section 3, appendix E).
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -54,12 +56,12 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Codes:
-    """A kind of codes: the number of `bits` of a code, and the `levels` of the codes, ascending and
-    exact in float32.
+    """A kind of codes: the number of bits of a code, and the value (level) of each code, ascending
+    and exact in float32.
 
-    `reach` is the level to which the largest magnitude of a block is mapped; if blocks store a
-    minimum, it is the level to which the largest value of a block is mapped. `numbers` is the
-    number of float32 values of a block: 1 for its scale, or 2 for its scale and its minimum.
+    `reach` is the level to which the element with the largest magnitude in a block is mapped, or,
+    if blocks store a minimum, the level to which the largest element is mapped. `numbers` is the
+    number of float32 values that a block stores: 1 (its scale), or 2 (its scale and its minimum).
     """
 
     bits: int
@@ -85,11 +87,11 @@ class LowBit:
     """The format of a quantized matrix [o, i]: a code for each element, and a scale for each block
     of `block` elements of a row (o outputs, i inputs).
 
-    The value of an element is the level of its code times the scale of its block. The levels of
-    int8 and int4 are integers. The element with the largest magnitude in a block gets the level 127
-    or -127 in int8. In int4 it gets the level -8, and the sign of the scale is chosen accordingly.
-    The levels of nf4 are between -1 and 1. The values of uint4 are relative to a minimum, which
-    each block stores in addition to its scale.
+    The value of an element is the level of its code times the scale of its block. In int8 and int4,
+    the levels are integers. In int8, the element with the largest magnitude in a block gets the
+    level 127 or -127; in int4, it gets the level -8, and the sign of the scale is chosen
+    accordingly. The levels of nf4 are between -1 and 1. In uint4, the values are relative to a
+    minimum, which each block stores in addition to its scale.
     """
 
     codes: CodesName
@@ -114,19 +116,20 @@ class LowBit:
 
     @property
     def numbers(self) -> int:
-        """Return the number of float32 values of a block: its scale and, for uint4, its minimum."""
+        """Return the number of float32 values that a block stores: its scale and, for uint4, its
+        minimum."""
         return FORMS[self.codes].numbers
 
     @property
     def reach(self) -> float:
-        """Return the level to which the largest magnitude of a block is mapped; for uint4, the
-        level to which the largest value is mapped."""
+        """Return the level to which the element with the largest magnitude in a block is mapped,
+        or, for uint4, the level to which the largest element is mapped."""
         return FORMS[self.codes].reach
 
     @property
     def middles(self) -> tuple[float, ...]:
-        """Return the thresholds halfway between neighbouring levels, ascending. The number of
-        thresholds is the number of levels minus 1."""
+        """Return the thresholds between the levels, ascending: the midpoints of neighbouring
+        levels."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -134,9 +137,9 @@ class LowBit:
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix, (rows, n). n is the number of blocks of a row
-        times the number of float32 values of a block. These values are the block's scale and, in
-        some formats, its minimum."""
+        """Return the shape of the scales of a matrix, (rows, n), where n is the number of blocks of
+        a row times the number of float32 values of a block (its scale and, in some formats, its
+        minimum)."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -163,11 +166,11 @@ def unpacking(
     """Return (bytes moved, number of kernels) for dequantizing a matrix with `shape` = (inputs,
     outputs) once, as `ptdmpi.model.low_bit` does.
 
-    The dequantization has four passes over the matrix, and a fifth one for codes with a minimum.
-    The first pass reads codes and writes them as integers of four bytes. The second pass reads the
-    integers and writes levels. The third pass reads levels and writes the products of levels and
-    scales. If there is a minimum, another pass reads and writes the products. The last pass reads
-    the products and writes them in the compute type.
+    The dequantization has four passes over the matrix, or five if blocks have a minimum. The first
+    pass reads codes and writes them as integers of four bytes. The second pass reads the integers
+    and writes levels. The third pass reads levels and writes their products with the scales. If
+    blocks have a minimum, another pass adds it to the products. The last pass reads the products
+    and writes them in the compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1
@@ -181,44 +184,46 @@ def unpacking(
 
 
 def encoding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
-    """Return the kernels that make the codes of a matrix: one reads the matrix for the greatest
-    magnitudes of its tiles, one multiplies it by the scales, and one converts the products. With
-    delayed scales, one more limits the products in place."""
+    """Return the kernels that compute the codes of a matrix: one finds the largest magnitude of
+    each tile of the matrix, one multiplies the matrix by the scales, and one converts the products
+    to codes. With delayed scales, another kernel clamps the products in place."""
     if scaling == "delayed":
         return MemoryPass(elements * (6 * element_bytes + FLOAT8_BYTES), 4)
     return MemoryPass(elements * (4 * element_bytes + FLOAT8_BYTES), 3)
 
 
 def decoding(elements: int, element_bytes: int) -> MemoryPass:
-    """Return the kernels that make the values of codes: one converts the codes, and one multiplies
-    the result by the scales in place."""
+    """Return the kernels that compute the values of codes: one converts the codes, and one
+    multiplies the result by the scales in place."""
     return MemoryPass(elements * (FLOAT8_BYTES + 3 * element_bytes), 2)
 
 
 def rounding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
-    """Return the kernels that make codes and then their values."""
+    """Return the kernels that round a matrix: they compute its codes, and then the values of the
+    codes."""
     made, read = encoding(elements, element_bytes, scaling), decoding(elements, element_bytes)
     return MemoryPass(made.moved_bytes + read.moved_bytes, made.launches + read.launches)
 
 
 def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Iterator[Item]:
-    """Yield the codes of a matrix and, with tiles along its rows, their scales."""
+    """Yield the codes of a matrix and, if the tiles that share a scale lie along its rows, the
+    scales."""
     yield Item(name, rows * columns, FLOAT8_BYTES)
     if scaling == "block":
         yield Item(name, rows * -(-columns // SCALED_BLOCK), SCALE_BYTES)
 
 
 def peak_bytes(elements: int, element_bytes: int) -> int:
-    """Return the bytes of the codes of a matrix together with the scaled matrix from which they are
-    made, or with their values."""
+    """Return the bytes of the codes of a matrix together with a second tensor of the matrix's size:
+    the scaled matrix from which the codes are computed, or the values of the codes."""
     return elements * (FLOAT8_BYTES + element_bytes)
 
 
 def scaled_forward_bytes(sizes: Sizes, shape: tuple[int, int], rows: int, copies: int) -> int:
-    """Return the working bytes of the forward of a linear with `shape` = (inputs, outputs) whose
-    products are in 8-bit floating point: its input and the values of the input's codes, and the
-    weight while it is rounded, or the values of the weight with the output and with `copies` bytes
-    of copies for the product."""
+    """Return the working bytes of the forward of a linear layer with `shape` = (inputs, outputs)
+    whose matrix products are in 8-bit floating point. Memory holds the input and the rounded input.
+    In addition, it holds either the weight while it is rounded, or the rounded weight, the output
+    and `copies` bytes of copies for the matrix product."""
     inputs, outputs = shape
     c, weights = sizes.compute_bytes, inputs * outputs
     product = weights * c + rows * outputs * c + copies
@@ -233,9 +238,9 @@ def scaled_backward_bytes(
     keeps_codes: bool,
     input_first: bool = False,
 ) -> int:
-    """Return the working bytes of the backward of a linear with `shape` = (inputs, outputs) whose
-    products are in 8-bit floating point. With `input_first`, the gradient of the input is computed
-    before the gradient of the weight, and stays in memory."""
+    """Return the working bytes of the backward of a linear layer with `shape` = (inputs, outputs)
+    whose matrix products are in 8-bit floating point. If `input_first` is True, the gradient of the
+    input is computed before the gradient of the weight, and stays in memory."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     gradient, weights = rows * inputs * c, inputs * outputs
@@ -251,9 +256,10 @@ def scaled_backward_bytes(
 def scaled_adding_bytes(
     sizes: Sizes, shape: tuple[int, int], rows: int, *, keeps_codes: bool
 ) -> int:
-    """Return the working bytes of the gradient of a weight with `shape` = (inputs, outputs). These
-    are the bytes of the decoded input, of both operands after they are rounded again, and of their
-    product. With delayed scales, the values of the kept codes are not rounded again."""
+    """Return the working bytes that the gradient of a weight with `shape` = (inputs, outputs)
+    needs: the bytes of the input (the values of its codes), of both operands after they are rounded
+    again, and of their product. With delayed scales, the values of kept codes are not rounded
+    again."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c
@@ -268,8 +274,9 @@ def scaled_adding_bytes(
 
 
 def cuts_blocks(linear: Linear, tensor: int) -> str | None:
-    """Return why `tensor` ranks cannot divide a linear whose weights share a scale in blocks; None
-    if they cut no block. The scales would otherwise depend on the layout."""
+    """Return the reason why `tensor` tensor-parallel ranks cannot divide a linear layer in which
+    blocks of weights share a scale. Return None if no block would be cut. (The scales of cut blocks
+    would depend on the layout.)"""
     legal = [size for size in divisors(tensor) if _whole_blocks(linear, size)]
     if tensor in legal:
         return None
@@ -280,7 +287,8 @@ def cuts_blocks(linear: Linear, tensor: int) -> str | None:
 
 
 def _whole_blocks(linear: Linear, tensor: int) -> bool:
-    """Return True if the slices of a linear on `tensor` ranks consist of whole blocks."""
+    """Return True if the slices of a linear layer on `tensor` tensor-parallel ranks consist of
+    whole blocks."""
     if tensor == 1 or linear.split is None:
         return True
     parts = (linear.inputs,) if linear.split == "rows" else linear.outputs

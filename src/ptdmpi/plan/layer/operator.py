@@ -1,9 +1,10 @@
-"""An operator: one entry ("row") in the description of a model, with methods that return its costs.
+"""An operator: one entry ("row") in the list that describes a model, with methods that return the
+entry's costs.
 
-The inputs and the outputs of an operator are tensors with names. A sublayer in `describe.py` is an
+The inputs and the outputs of an operator are named tensors. A sublayer in `describe.py` is an
 ordered list of operators. For each kind of operator, `ptdmpi.model.operators` has a module or a
 function that computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over
-operators (`folds.py`), which use only the methods of this class.
+operators (`folds.py`). These sums use only the methods of this class.
 """
 
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that a CPU draws at on
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the model's description: its name, the names of the values that it reads and
-    writes, and its costs.
+    """An operator of a model: its name, the names of the values that it reads and writes, and its
+    costs.
 
-    A value (input or output) is a tensor [rows, width] on each rank; `sizes.Rows` defines the
-    numbers of rows. A value is freed after the last operator of its sublayer that reads it. The
-    methods return the costs. Each kind of operator overrides the methods whose results are not
-    empty. Sizes are for one rank and one microbatch.
+    A value (an input or an output) is a tensor [rows, width] on each rank. `sizes.Rows` lists the
+    possible numbers of rows. A value is freed after the last operator of its sublayer that reads
+    it. The methods return the costs on one rank for one microbatch. Each kind of operator overrides
+    the methods whose results are not empty.
     """
 
     name: str
@@ -44,8 +45,9 @@ class Operator:
         return {}
 
     def held(self, dealing: Dealing) -> dict[str, Part]:
-        """Return the operator's `parts` that one rank has if experts are distributed by `dealing`.
-        The names are the names on the first rank; all other ranks have parts of the same shapes.
+        """Return those `parts` of the operator that one rank has if `dealing` distributes experts
+        over ranks. The names are those on the first rank; the other ranks have parts of the same
+        shapes.
         """
         return self.parts()
 
@@ -56,14 +58,15 @@ class Operator:
 
     def refuses(self, layout: Layout) -> str | None:
         """Return the reason why the operator cannot be computed in a layout, and what would be
-        legal; return None if it can be computed. If a reason is returned, the dry run, the planner
-        and the training refuse the layout."""
+        legal; return None if it can be computed. If the method returns a reason, the dry run, the
+        planner and the training refuse the layout."""
         return None
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per row in the operator's forward matrix products,
-        on all tensor ranks together, by the convention of model FLOPs: a multiplication is two
-        FLOPs, and all scores of a causal layer are counted."""
+        on all tensor-parallel ranks together. The convention is that of model FLOPs: a
+        multiplication is two FLOPs, and all scores of a causal layer count, even those that are
+        masked."""
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
@@ -82,8 +85,8 @@ class Operator:
         yield from ()
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradients of matrices. A split backward runs these
-        kernels later, in W (gradients of the weights)."""
+        """Yield the kernels that compute the gradients of weight matrices. A split backward runs
+        these kernels later, in W (gradients of the weights)."""
         yield from ()
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -104,8 +107,8 @@ class Operator:
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. If an operator keeps such a tensor, its recomputation includes all kernels and
-        messages of the operator."""
+        forward. In this case, the recomputation of the operator includes all its kernels and
+        messages."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
@@ -114,14 +117,14 @@ class Operator:
         yield from ()
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the largest number of bytes that the operator's forward needs if there is no
-        backward: its inputs and outputs, and copies of these. Operators without copies need not
+        """Return the most bytes that the operator's forward needs if there is no backward: the
+        bytes of its inputs, its outputs, and copies of them. Operators that make no copies need not
         override this method."""
         return 0
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the largest number of bytes that the operator's backward needs, without kept
-        tensors and the gradient of the residual stream."""
+        """Return the most bytes that the operator's backward needs, in addition to kept tensors and
+        the gradient of the residual stream."""
         return 0
 
     def drawing_bytes(self, sizes: Sizes) -> int:
@@ -129,8 +132,8 @@ class Operator:
         return 0
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that W (gradients of the weights) needs, without its operands,
-        to add the gradient of one matrix to its sum."""
+        """Return the number of bytes that W (gradients of the weights) needs, in addition to its
+        operands, to add the gradient of one matrix to the sum of gradients."""
         return 0
 
     def replaced_bytes(self, sizes: Sizes) -> int:
@@ -140,12 +143,13 @@ class Operator:
 
     def excess_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes by which the gradient of the operator's input is larger than
-        `replaced_bytes`."""
+        the kept input itself (`replaced_bytes`)."""
         return 0
 
 
 def hash_bytes(elements: int) -> int:
-    """Return the bytes for drawing a dropout mask: three int64 values per element at a time."""
+    """Return the bytes that are needed to draw a dropout mask: three int64 values for each of the
+    elements that are drawn at once."""
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
 
 
@@ -158,12 +162,12 @@ def weight_gradient(
     weights: int = 1,
     of_codes: bool = False,
 ) -> Iterator[Kernel]:
-    """Yield the product that computes the gradient of a weight, and the kernel that adds it to the
-    sum of gradients. `weights` is the number of equally large weights whose gradients are computed
-    one after the other.
+    """Yield the matrix product that computes the gradient of a weight, and the kernel that adds the
+    gradient to the sum of gradients. `weights` is the number of equally large weights whose
+    gradients are computed one after the other.
 
-    The adding kernel reads the product, and reads and writes the sum. No adding kernel is needed if
-    the kernel of the product itself adds to the sum, in the type of the sum.
+    The adding kernel reads the product, and reads and writes the sum. It is not needed if the
+    kernel of the matrix product itself can add to the sum, because both have the same type.
     """
     yield MatrixProduct(inputs, outputs, rows, weights, launches=weights, of_codes=of_codes)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes

@@ -1,7 +1,8 @@
-"""Descriptions of the parts of a model that hold parameters: linears, norms, tables and adapters.
+"""Descriptions of the parts of a model that hold parameters: linear layers, norms, tables and
+adapters.
 
 An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each part. This
-file does not import torch, so parameters can also be counted where torch is not installed.
+file does not import torch, so that parameters can be counted even if torch is not installed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,24 +12,25 @@ from typing import Literal
 Sees = Literal["positions", "heads", "all"]
 
 # In a flat buffer, every parameter and every shard starts at a multiple of `ALIGNMENT` elements.
-# Vectorised kernels then compute every element with the same instructions, at any position, and
-# need no scalar code for the last elements. The bits of an element therefore depend neither on the
-# neighbouring elements nor on the rank that holds the element. For the same reason, norms of
-# gradients are computed for rows of `ALIGNMENT` elements: a row is never divided between two ranks.
+# Because of this, vectorised kernels compute every element with the same instructions, wherever it
+# is, and need no scalar code for the last elements. The bits of an element therefore depend neither
+# on the neighbouring elements nor on the rank that holds the element. For the same reason, norms of
+# gradients are computed for rows of `ALIGNMENT` elements, which are never divided between two
+# ranks.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b, with W of shape [sum(outputs), inputs].
+    """A linear layer, y = x W^T + b, with W of shape [sum(outputs), inputs].
 
-    `split` is the dim that the tensor axis divides. "columns" divides each of the outputs (such as
-    queries, keys and values); "rows" divides the inputs; with None every rank holds the whole
-    matrix. `most` is, for each output, the largest number of slices into which it can be divided,
-    because a head is never cut; if `most` is None, this number is the tensor-parallel size.
-    `init_std` is the standard deviation of the initial weights. `trains` is False for a frozen
-    part, which has weights but no gradients, master weights or moments. With `partial_gradient`,
-    each tensor rank computes only a summand of the gradient of W, and the bias has no gradient.
+    `split` is the dim that the tensor axis divides: "columns" divides each of the outputs (such as
+    queries, keys and values), "rows" divides the inputs, and None means that every rank holds the
+    whole matrix. `most` has, for each output, the largest number of slices into which it can be
+    divided, because a head is never cut. If `most` is None, there is no such limit. `init_std` is
+    the standard deviation of the initial weights. `trains` is False for a frozen part, which has
+    weights but no gradients, master weights or moments. If `partial_gradient` is True, each
+    tensor-parallel rank computes only a summand of the gradient of W, and the bias has no gradient.
     """
 
     inputs: int
@@ -41,8 +43,8 @@ class Linear:
     partial_gradient: bool = False
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank. If `tensor` does not divide the number that
-        is divided over the ranks, the quotient is rounded up."""
+        """Return (inputs, outputs) of one of `tensor` tensor-parallel ranks. If `tensor` does not
+        divide the split dim, the quotient is rounded up."""
         if self.split == "rows":
             return -(-self.inputs // tensor), sum(self.outputs)
         parts = tensor if self.split == "columns" else 1
@@ -51,9 +53,10 @@ class Linear:
         return self.inputs, sum(-(-part // min(parts, limit)) for part, limit in shares)
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the numbers of elements of W and of b on one tensor rank.
+        """Yield the numbers of elements of W and of b on one of `tensor` tensor-parallel ranks.
 
-        If the inputs are split, the bias is added after the sum, so every rank has the whole bias.
+        If the inputs are split, the bias is added after the sum over the ranks, so every rank has
+        the whole bias.
         """
         inputs, outputs = self.local(tensor)
         yield inputs * outputs
@@ -68,9 +71,9 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the unsharded number of elements of each weight that neighbouring tensor ranks hold
-        as copies. The copied weights are those of key or value heads that several tensor ranks
-        share.
+        """Yield the number of elements, over all ranks, of each weight whose slices several
+        neighbouring tensor-parallel ranks hold as copies. These are the weights of key or value
+        heads that several tensor-parallel ranks share.
         """
         if self.most is None:
             return
@@ -85,9 +88,9 @@ class Linear:
 class Norm:
     """The weights of a norm: a scale of [size], and for LayerNorm also a shift.
 
-    `sees` says which part of the input a tensor rank normalises: its own "positions" (under
-    sequence parallelism), its own "heads", or "all" of the input. In the first two cases each rank
-    computes only a summand of the gradient.
+    `sees` says which part of the input a tensor-parallel rank normalises: its own "positions"
+    (under sequence parallelism), its own "heads", or "all" of the input. In the first two cases,
+    each rank computes only a summand of the gradient.
     """
 
     size: int
@@ -96,8 +99,8 @@ class Norm:
     sees: Sees = "positions"
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the numbers of elements of the scale and of the shift, which every tensor rank has
-        in full."""
+        """Yield the numbers of elements of the scale and of the shift, which every tensor-parallel
+        rank has in full."""
         yield self.size
         if self.shift:
             yield self.size
@@ -109,8 +112,8 @@ class Norm:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: every tensor rank has all weights of a norm, so no weight is copied on
-        only some ranks."""
+        """Yield nothing, because all tensor-parallel ranks, and not only some of them, have the
+        same weights of a norm."""
         yield from ()
 
 
@@ -126,8 +129,8 @@ class Table:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements on one tensor rank, including padding if `tensor` does not
-        divide the rows."""
+        """Yield the number of elements on one of `tensor` tensor-parallel ranks, including padding
+        if `tensor` does not divide the number of rows."""
         yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
 
     def partial(self, sequence_parallel: bool) -> int:
@@ -135,23 +138,23 @@ class Table:
         return sum(self.weights(1)) if sequence_parallel and not self.split else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: each row of a table is either on one tensor rank or on all tensor ranks,
-        so no row is copied on only some ranks."""
+        """Yield nothing, because each row of a table is either on one tensor-parallel rank or on
+        all of them."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear. If the
-    linear has several outputs (such as queries and keys), the product is added only to the rows of
-    the weight that compute one output. A is [rank, inputs], and B is [outputs, rank] (Hu et al.
-    2021, arXiv 2106.09685, equation 3).
+    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear layer. If
+    the linear layer has several outputs (such as queries and keys), the product is added only to
+    the rows of the weight that compute one of them. A is [rank, inputs], and B is [outputs, rank]
+    (Hu et al. 2021, arXiv 2106.09685, equation 3).
 
-    `split` is the split of the linear. "columns" divides the rows of B into at most `most` slices,
-    and each tensor rank computes a summand of the gradient of A. "rows" divides the columns of A,
-    and each rank computes a summand of the gradient of B. `dropout` is the rate at which inputs are
-    dropped. `number` distinguishes the adapters of a layer. `output` is the index of the linear's
-    output to which the adapter's output is added.
+    `split` is the split of the linear layer. "columns" divides the rows of B into at most `most`
+    slices, and each tensor-parallel rank computes a summand of the gradient of A. "rows" divides
+    the columns of A, and each rank computes a summand of the gradient of B. `dropout` is the
+    dropout rate of the adapter's input. `number` distinguishes the adapters of a layer. `output` is
+    the index of the output of the linear layer to which the adapter's output is added.
     """
 
     inputs: int
@@ -166,14 +169,14 @@ class LowRankPair:
     trains: bool = True
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank. If `tensor` does not divide the number that
-        is divided over the ranks, the quotient is rounded up."""
+        """Return (inputs, outputs) of one of `tensor` tensor-parallel ranks. If `tensor` does not
+        divide the split dim, the quotient is rounded up."""
         if self.split == "rows":
             return -(-self.inputs // tensor), self.outputs
         return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the numbers of elements of A and of B on one tensor rank."""
+        """Yield the numbers of elements of A and of B on one of `tensor` tensor-parallel ranks."""
         inputs, outputs = self.local(tensor)
         yield self.rank * inputs
         yield outputs * self.rank
@@ -184,19 +187,19 @@ class LowRankPair:
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements of the whole B if neighbouring tensor ranks hold copies of
-        the same slice of B."""
+        """Yield the number of elements of the whole B if neighbouring tensor-parallel ranks hold
+        copies of the same slice of B."""
         if self.most is not None and tensor > self.most:
             yield self.outputs * self.rank
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor for each channel after a linear, or before a linear whose inputs are split (Liu et
-    al. 2022, arXiv 2205.05638, section 3.3). The tensor axis divides the channels into at most
-    `most` slices.
+    """A factor for each channel after a linear layer, or before a linear layer whose inputs are
+    split (Liu et al. 2022, arXiv 2205.05638, section 3.3). The tensor axis divides the channels
+    into at most `most` slices.
 
-    `output` is the index of the linear's output that is scaled.
+    `output` is the index of the output of the linear layer that is scaled.
     """
 
     size: int
@@ -205,7 +208,7 @@ class Scale:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the number of factors on one tensor rank."""
+        """Yield the number of factors on one of `tensor` tensor-parallel ranks."""
         yield -(-self.size // min(tensor, self.most or tensor))
 
     def partial(self, sequence_parallel: bool) -> int:
@@ -214,8 +217,8 @@ class Scale:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of all factors if neighbouring tensor ranks hold copies of the same
-        slice."""
+        """Yield the number of all factors if neighbouring tensor-parallel ranks hold copies of the
+        same slice."""
         if self.most is not None and tensor > self.most:
             yield self.size
 
@@ -225,7 +228,7 @@ Parts = Mapping[str, Part]
 
 
 def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
-    """Return `part` if it is a linear with the split `split`; raise TypeError otherwise."""
+    """Return `part` if it is a linear layer with the split `split`; otherwise raise TypeError."""
     if not isinstance(part, Linear) or part.split != split:
         raise TypeError(f"{part} is no linear split by {split}")
     return part
@@ -245,10 +248,10 @@ def aligned(size: int) -> int:
 
 
 def elements(parts: Iterable[Part], tensor: int = 1) -> int:
-    """Return the number of elements of all these parts on one of `tensor` tensor ranks."""
+    """Return the number of elements of all `parts` on one of `tensor` tensor-parallel ranks."""
     return sum(sum(part.weights(tensor)) for part in parts)
 
 
 def trained(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts that train."""
+    """Return the parts that are trained."""
     return [part for part in parts if part.trains]

@@ -1,10 +1,10 @@
-"""Matrix products with weights: a linear, its adapters, and the collectives of the tensor axis
-before and after the linear.
+"""Matrix products with weights: a linear layer, its adapters, and the collectives of the tensor
+axis before and after the linear layer.
 
-Column-parallel and row-parallel linears follow Shoeybi et al. 2019 (arXiv 1909.08053, section 3).
-Under sequence parallelism, linears follow Korthikanti et al. 2022 (arXiv 2205.05198, section
-4.2.2): inputs are gathered before a column-parallel linear, and outputs are scattered after a
-row-parallel linear.
+Column-parallel and row-parallel linear layers are computed as in Shoeybi et al. 2019 (arXiv
+1909.08053, section 3). Under sequence parallelism, they are computed as in Korthikanti et al. 2022
+(arXiv 2205.05198, section 4.2.2): inputs are gathered before a column-parallel linear layer, and
+outputs are scattered after a row-parallel one.
 """
 
 import math
@@ -32,14 +32,14 @@ from ptdmpi.plan.layer.sizes import Rows, Sizes
 
 @dataclass(frozen=True)
 class Multiply(Operator):
-    """A linear with its adapters: [rows, inputs] -> [rows, outputs].
+    """A linear layer with its adapters: [rows, inputs] -> [rows, outputs].
 
-    Under sequence parallelism a column-parallel linear reads "local" rows, and a row-parallel
-    linear writes "local" rows. `rows` is the kind of rows that the matrix product itself reads and
-    writes. `quantized` is the format of a quantized weight, which each product dequantizes; None if
-    the weight is not quantized. `scaling` says what shares a scale if the products are in 8-bit
-    floating point; "none" if they have the type of the activations. `shares_input` is True if the
-    input is part of a tensor that another operator keeps.
+    Under sequence parallelism, a column-parallel linear layer reads "local" rows, and a
+    row-parallel one writes "local" rows. `rows` is the kind of rows that the matrix product itself
+    reads and writes. `quantized` is the format of a quantized weight, or None; a quantized weight
+    is dequantized for each matrix product. `scaling` is the kind of scales if the matrix products
+    are in 8-bit floating point, and "none" if they have the type of the activations. `shares_input`
+    is True if the input is part of a tensor that another operator keeps.
     """
 
     linear: Linear
@@ -54,29 +54,31 @@ class Multiply(Operator):
 
     @cached_property
     def pairs(self) -> tuple[LowRankPair, ...]:
-        """Return the low-rank adapters of the linear."""
+        """Return the low-rank adapters of the linear layer."""
         return tuple(part for _, part in self.adapters if isinstance(part, LowRankPair))
 
     @property
     def keeps_input(self) -> bool:
-        """Return True if the gradient of a weight needs the input of the linear."""
+        """Return True if the gradient of a weight is computed from the input of the linear
+        layer."""
         return self.linear.trains or bool(self.pairs)
 
     @property
     def keeps_codes(self) -> bool:
-        """Return True if the backward keeps the 8-bit codes of the input instead of the input. If
-        another operator keeps the input, or if it is the input of the layer, codes would only need
-        additional memory."""
+        """Return True if the 8-bit codes of the input are kept for the backward instead of the
+        input. They are not kept if another operator keeps the input, or if it is the input of the
+        layer, because in these cases codes would only take additional memory."""
         return self.scaling != "none" and not self.shares_input and self.inputs != ("x",)
 
     @property
     def of_codes(self) -> bool:
-        """Return True if a device can multiply the codes themselves, which have one scale."""
+        """Return True if a device may multiply the codes themselves, because each matrix has only
+        one scale."""
         return self.scaling == "delayed"
 
     @property
     def is_column(self) -> bool:
-        """Return True if the tensor axis divides the outputs of the linear."""
+        """Return True if the tensor axis divides the outputs of the linear layer."""
         return self.linear.split == "columns"
 
     def refuses(self, layout: Layout) -> str | None:
@@ -102,8 +104,8 @@ class Multiply(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int, bool]]:
-        """Yield (inputs, outputs, True if the matrix trains) for each matrix on this rank: the
-        weight of the linear, and A and B of each low-rank adapter."""
+        """Yield (inputs, outputs, True if the matrix is trained) for each matrix on this rank: the
+        weight of the linear layer, and A and B of each low-rank adapter."""
         tensor = sizes.layout.tensor
         inputs, outputs = self.linear.local(tensor)
         if self.is_attention and sizes.gathers_early:
@@ -118,8 +120,8 @@ class Multiply(Operator):
             yield pair.rank, outputs, True
 
     def _unpacked(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that dequantize a frozen quantized weight. Each forward and each
-        backward dequantizes the weight again."""
+        """Yield the kernels that dequantize a frozen quantized weight. The weight is dequantized
+        anew in each forward and each backward."""
         if self.quantized is None or self.linear.trains:
             return
         moved, launches = unpacking(
@@ -154,7 +156,7 @@ class Multiply(Operator):
 
     @property
     def is_attention(self) -> bool:
-        """Return True if the outputs of the linear are the heads of attention."""
+        """Return True if the outputs of the linear layer are the heads of attention."""
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -177,7 +179,7 @@ class Multiply(Operator):
                 yield low_bit.decoding(self._input_elements(sizes), sizes.compute_bytes)
             else:
                 yield from self._rounded(sizes, self._input_elements(sizes))
-            # with delayed scales the codes of the input are those of the forward
+            # with delayed scales, the codes of the input from the forward are used again
             for width in self.linear.local(sizes.layout.tensor)[self.scaling == "delayed" :]:
                 yield from self._rounded(sizes, rows * width)
         for inputs, outputs, trains in self._matrices(sizes):
@@ -185,7 +187,7 @@ class Multiply(Operator):
                 yield from weight_gradient(sizes, inputs, outputs, rows, of_codes=self.of_codes)
 
     def _rounded(self, sizes: Sizes, elements: int) -> Iterator[Kernel]:
-        """Yield the kernels that round an operand of a product to 8-bit floating point."""
+        """Yield the kernels that round an operand of a matrix product to 8-bit floating point."""
         if self.scaling != "none":
             yield low_bit.rounding(elements, sizes.compute_bytes, self.scaling)
 
@@ -221,8 +223,8 @@ class Multiply(Operator):
             yield summed(sizes, size)
         if not sizes.divides_sequence:
             return
-        # a frozen linear without adapters needs the gradient of its output only if a part before it
-        # trains
+        # a frozen linear layer without adapters needs the gradient of its output only if something
+        # before it is trained
         if phase in ("backward", "inputs") and (input_trains or self.trains):
             yield Message("all_gather", size)
         if phase == "weights" and self.keeps_input:
@@ -244,12 +246,13 @@ class Multiply(Operator):
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. If a row-parallel linear keeps only the input that an adapter has scaled, the
-        result is False, because this input is complete before the product and the sum."""
+        forward. If a row-parallel linear layer keeps only the input that an adapter has scaled, the
+        result is False, because this input is complete before the matrix product and the sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_items(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield what the backward keeps of the input."""
+        """Yield the tensors that are kept of the input for the backward: the input itself, or its
+        codes and their scales."""
         name = f"{self.name}.input"
         if self.keeps_codes:
             rows, width = self._rows_of_ends(sizes)[0], self.linear.local(sizes.layout.tensor)[0]
@@ -261,10 +264,10 @@ class Multiply(Operator):
         return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the linear's input, the gradient of its output, and the gradient of its bias. Under
-        sequence parallelism only this rank's positions of a gathered tensor are kept. I (gradient
-        of the input) computes the gradient of the bias, and W (gradients of the weights) adds
-        it."""
+        """Yield the input of the linear layer, the gradient of its output, and the gradient of its
+        bias. Under sequence parallelism, only this rank's positions of a gathered tensor are kept.
+        The gradient of the bias is computed in I (gradient of the input) and added to its sum in W
+        (gradients of the weights)."""
         c = sizes.compute_bytes
         outputs = self.linear.local(sizes.layout.tensor)[1]
         gradient = self._rows_of_ends(sizes)[1] * outputs
@@ -277,9 +280,9 @@ class Multiply(Operator):
             yield from self._operands_of_adapters(sizes, gradient)
 
     def _operands_of_adapters(self, sizes: Sizes, gradient: int) -> Iterator[Item]:
-        """Yield the operands that all adapters of the linear share, and the tensors of each
-        adapter: a LoRA adapter's inner activation and its gradient, or the values that an (IA)^3
-        adapter scales."""
+        """Yield the operands that all adapters of the linear layer share, and the tensors of each
+        adapter: the inner activation of a LoRA adapter and its gradient, or the values that an
+        (IA)^3 adapter scales."""
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         if self.pairs:
             yield Item(f"{self.name}.input", self._input_elements(sizes), c)
@@ -291,15 +294,14 @@ class Multiply(Operator):
                 width = sum(part.weights(sizes.layout.tensor))
                 yield Item(f"{self.name}.scale{number}", rows * width, c)
         if not self.pairs:
-            # the adapters only scale, so the gradient that they keep is a view of an existing
-            # tensor: of the gradient of the output, or, if inputs are split, of the gradient of the
-            # input
+            # the adapters only scale, so they keep a gradient that exists anyway: the gradient of
+            # the output, or, if inputs are split, the gradient of the input
             width = self.linear.local(sizes.layout.tensor)[self.is_column]
             yield Item(f"{self.name}.gradient", rows * width, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        # the input of a frozen linear is freed after the forward if no gradient needs it; scales
-        # need it only if they come before the linear
+        # the input of a frozen linear layer is freed after the forward if no gradient needs it;
+        # (IA)^3 scales need it only if they come before the linear layer
         scales_input = bool(self.adapters) and not self.is_column
         if not (self.keeps_input or scales_input or self.shares_input):
             return 0
@@ -325,9 +327,9 @@ class Multiply(Operator):
         """Return the bytes of the gradient of the input, and of the gradient of the weight until it
         is added to the sum of gradients.
 
-        A column-parallel linear computes the gradient of the input first. A row-parallel linear
-        computes the gradient of the weight first. The result includes the bytes that the gradients
-        of the adapters need.
+        A column-parallel linear layer computes the gradient of the input first, and a row-parallel
+        one computes the gradient of the weight first. The result includes the bytes that the
+        gradients of the adapters need.
         """
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
@@ -349,10 +351,10 @@ class Multiply(Operator):
         return result + self.gathered_bytes(sizes)
 
     def _backward_of_pairs(self, sizes: Sizes, linear: int) -> int:
-        """Return the working bytes of the backward of a linear with low-rank adapters, if the
-        linear itself needs `linear` bytes. The gradients of A and B are computed after the gradient
-        of the input. At this time the gradients with respect to A x, the inner activation of an
-        adapter, are in memory for all adapters."""
+        """Return the working bytes of the backward of a linear layer with low-rank adapters, if the
+        linear layer itself needs `linear` bytes. The gradients of A and B are computed after the
+        gradient of the input. At this time, the gradients of the inner activations A x of all
+        adapters are in memory."""
         c, rows, tensor = sizes.compute_bytes, sizes.rows(self.rows), sizes.layout.tensor
         dx = rows * self.linear.local(tensor)[0] * c
         widened = sizes.wide_bytes * (c < sizes.wide_bytes)
@@ -362,41 +364,40 @@ class Multiply(Operator):
         return max(linear, dx + gradient) + inner
 
     def _backward_of_scales(self, sizes: Sizes, linear: int) -> int:
-        """Return the working bytes of the backward of a linear with (IA)^3 adapters, if the linear
-        itself needs `linear` bytes.
+        """Return the working bytes of the backward of a linear layer with (IA)^3 adapters, if the
+        linear layer itself needs `linear` bytes.
 
         The backward of scales copies the gradient before it multiplies the copy by the scales.
         """
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         inputs, outputs = self.linear.local(sizes.layout.tensor)
         products = self._scaled_bytes(sizes)
-        # the scales come after the linear, so the backward of the scales comes before the linear's
-        # backward
+        # the scales come after the linear layer, so their backward comes first
         if self.is_column:
             return max(products, rows * outputs * c + linear)
         return max(linear, rows * inputs * c + max(products, rows * inputs * c))
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the elementwise products that are summed over the rows to the
-        gradient of the widest (IA)^3 scale. These products are computed in the type of sums
-        (float32 or wider). For half types one operand is converted to this type, and a host also
-        makes a copy of the other operand."""
+        """Return the bytes of the elementwise products whose sum over the rows is the gradient of
+        the widest (IA)^3 scale. The products are computed in the type of sums (float32 or float64).
+        For half types, one operand is converted to this type, and a host also converts the other
+        operand."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host
         return sizes.rows(self.rows) * max(widths) * wide * tensors
 
     def gathered_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the tensor that the backward of the linear gathers under sequence
-        parallelism."""
+        """Return the bytes of the tensor that the backward of the linear layer gathers under
+        sequence parallelism."""
         if not sizes.divides_sequence or self.linear.split is None or self.rows != "whole":
             return 0
         width = self.linear.inputs if self.is_column else sum(self.linear.outputs)
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes needed to add one gradient to its sum: the maximum over the gradients of
-        the weight and of its adapters."""
+        """Return the bytes that are needed to add a gradient to its sum. The result is the maximum
+        over the gradients of the weight and of the adapters."""
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
             result = low_bit.scaled_adding_bytes(sizes, shape, rows, keeps_codes=self.keeps_codes)
@@ -420,15 +421,16 @@ class Multiply(Operator):
 
 def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> Message:
     """Return the message that sums an activation over the tensor axis. Each rank receives the whole
-    sum, or only the sum at its own positions."""
+    sum, or, under sequence parallelism, only the sum at its own positions."""
     if sizes.divides_sequence:
         return Message("reduce_scatter", size, behind=behind)
     return Message("all_reduce", size, behind=behind)
 
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
-    """Return the bytes of the float32 copies of a product's operands and result, if products of
-    half types are computed in float32; else 0. `shape` is (inputs, outputs) of the weight."""
+    """Return the bytes of the float32 copies of the operands and the result of a matrix product, if
+    products of half types are computed in float32; otherwise return 0. `shape` is (inputs, outputs)
+    of the weight."""
     if sizes.operand_bytes == sizes.compute_bytes:
         return 0
     inputs, outputs = shape
@@ -440,8 +442,9 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     without the operands.
 
     These bytes include the gathered operand. If gradients have a wider type than weights, the
-    product is counted in both types. If the product is computed in float32, the float32 copies of
-    the operands are counted instead, because the kernel of this product adds directly to the sum.
+    product is counted in both types. If products of half types are computed in float32, the float32
+    copies of the operands are counted instead, because the kernel adds the product directly to the
+    sum.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -463,14 +466,14 @@ def linear_backward(
     adds_to_input: bool = False,
     weight_first: bool = False,
 ) -> int:
-    """Return the number of bytes that the backward of a linear with `shape` = (inputs, outputs)
-    needs for `rows` rows.
+    """Return the number of bytes that the backward of a linear layer with `shape` = (inputs,
+    outputs) needs for `rows` rows.
 
-    In half types the bytes include the gradient of the weight and its float32 copy, which is added
-    to the sum. If the product is computed in float32, the bytes include the float32 copies of the
-    operands and of the result instead. With `adds_to_input`, the adapters of a frozen linear add
-    their gradients to the gradient of the input. With `weight_first`, the gradient of the weight is
-    freed before the gradient of the input is computed.
+    In half types, the bytes include the gradient of the weight and its float32 copy, which is added
+    to the sum. If products of half types are computed in float32, the bytes include the float32
+    copies of the operands and of the result instead. If `adds_to_input` is True, the adapters of a
+    frozen linear layer add their gradients to the gradient of the input. If `weight_first` is True,
+    the gradient of the weight is freed before the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes

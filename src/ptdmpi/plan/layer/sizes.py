@@ -9,10 +9,10 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 
-# The kinds of rows that a value [rows, width] may have on a rank:
-#   whole      s b / c   every position of the microbatch that a context rank has
-#   local      s b / ct  under sequence parallelism this rank's positions outside of attention and
-#                        MLP, otherwise the same as whole
+# The kinds of rows that a tensor [rows, width] may have on a rank, and their numbers:
+#   whole      s b / c   every position of the microbatch that a context-parallel rank has
+#   local      s b / ct  under sequence parallelism this rank's positions outside attention and MLP,
+#                        otherwise the same as whole
 #   predicted  k b       the k positions of each sequence that the head predicts
 #   samples    b         one position of each sequence
 Rows = Literal["whole", "local", "predicted", "samples"]
@@ -22,10 +22,10 @@ Rows = Literal["whole", "local", "predicted", "samples"]
 class Sizes:
     """The sizes of a model on one rank of a layout, for one microbatch.
 
-    `precision` is the compute type ("bf16", "fp16", "fp32" or "fp64"). `software` is the program
-    that runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is
-    the number of positions of a sample that the head predicts; if it is None, the default fraction
-    is used.
+    `precision` is the compute type ("bf16", "fp16", "fp32", "fp64" and so on). `software` is the
+    program that runs the model, and `on_host` is True if it runs on the host's processor.
+    `predictions` is the number of positions of a sample that the head predicts; if it is None, the
+    number follows from the default fraction.
     """
 
     model: ModelConfig
@@ -37,14 +37,13 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Return the number of positions of a microbatch on this context rank: sequence length x
-        sequences / context-parallel size."""
+        """Return the number of positions of a microbatch on this context-parallel rank: s b / c."""
         return self.model.seq_length // self.layout.context * self.layout.micro_size
 
     @property
     def local_tokens(self) -> int:
-        """Return the number of this rank's positions outside of attention and MLP: `tokens`,
-        divided by the tensor-parallel size under sequence parallelism."""
+        """Return the number of this rank's positions outside attention and MLP: `tokens`, or, under
+        sequence parallelism, `tokens` divided by the tensor-parallel size."""
         if self.layout.sequence_parallel:
             return self.tokens // self.layout.tensor
         return self.tokens
@@ -52,8 +51,8 @@ class Sizes:
     @property
     def predicted(self) -> int:
         """Return the number of positions of a microbatch whose tokens this rank predicts. In a
-        masked model every context rank predicts all masked positions; otherwise the number is
-        `tokens`."""
+        masked language model, every context-parallel rank predicts all masked positions. In other
+        language models, the number is `tokens`."""
         each = self.model.predictions() if self.predictions is None else self.predictions
         if not self.model.masked:
             each //= self.layout.context
@@ -61,19 +60,20 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the number of keys of a head in a microbatch: one key for each position, over all
-        context ranks together."""
+        """Return the number of keys of a head in a microbatch over all context-parallel ranks
+        together: s b, one key for each position."""
         return self.model.seq_length * self.layout.micro_size
 
     @property
     def local_heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and of key heads of a tensor rank, rounded up, because
-        a head is never divided."""
+        """Return the numbers of query heads and of key heads of a tensor-parallel rank, rounded up,
+        because a head is never divided."""
         return self.share(self.model.heads), self.share(self.model.kv_heads)
 
     @property
     def query_width(self) -> int:
-        """Return the number of elements that the queries of one position have on a tensor rank."""
+        """Return the number of elements in the queries of one position on a tensor-parallel
+        rank."""
         return self.local_heads[0] * self.model.head_size
 
     @property
@@ -85,14 +85,14 @@ class Sizes:
 
     @property
     def priced_heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and of key heads that determine the computing time of a
-        tensor rank. If there are more tensor ranks than key heads, several ranks share one key
-        head."""
+        """Return the numbers of query heads and of key heads from which the computing time of a
+        tensor-parallel rank is predicted. If there are more tensor-parallel ranks than key heads,
+        each rank counts one key head."""
         tensor = self.layout.tensor
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 
     def rows(self, rows: Rows) -> int:
-        """Return the number of rows that a tensor with the kind of rows `rows` has on this rank."""
+        """Return the number of rows on this rank of a tensor whose kind of rows is `rows`."""
         match rows:
             case "whole":
                 return self.tokens
@@ -110,8 +110,8 @@ class Sizes:
 
     @property
     def wide_bytes(self) -> int:
-        """Return the bytes of one element of a softmax, a loss or a master weight: float32 or
-        wider."""
+        """Return the bytes of one element of a softmax, a loss or a master weight. Their type is
+        float32 or float64."""
         return PRECISIONS[self.precision].master.bytes
 
     @property
@@ -127,7 +127,8 @@ class Sizes:
 
     @property
     def divides_sequence(self) -> bool:
-        """Return True if tensor ranks hold different positions outside of attention and MLP."""
+        """Return True if tensor-parallel ranks hold different positions outside attention and
+        MLP."""
         return self.layout.sequence_parallel and self.layout.tensor > 1
 
     @property

@@ -77,8 +77,8 @@ def probe(
     extent = effort.extent
     rank_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
     memory = min(bench.everyone.all_gather_object(rank_bytes))
-    # The memory of the program itself is not available for tensors, but the planner counts it as
-    # memory of a run, so it is added to the memory of the device below.
+    # The program's own memory is not available for tensors, but the planner counts it as a part of
+    # a run's memory, so it is added to the device's memory below.
     own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(own_bytes))
     own = _quickest_kernels(bench, compute, effort.ways)

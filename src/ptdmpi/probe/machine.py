@@ -61,10 +61,9 @@ GPU_EFFORT = Effort(kernels.GPU, collectives.SIZES_BYTES, GPU_CASES, None)
 def probe(
     world: World, precision: str, device: torch.device, effort: Effort | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the measured cluster as a table, and the findings as pairs of texts (name, value). All
-    ranks call this function together and get the same result. Raises ProbeError if a kernel or a
-    message gives a wrong result on any rank, and InputError if the nodes have unequal numbers of
-    ranks.
+    """Return the measured cluster as a table, and the findings as texts (name, value). All ranks
+    call this function and get the same result. Raises ProbeError if a kernel or a message gives a
+    wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")

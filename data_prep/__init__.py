@@ -1,11 +1,11 @@
-"""Offline preprocessing of training data (`ptdmpi-data`): text files are converted to token
+"""The program `ptdmpi-data`, which prepares training data: it converts text files to token
 shards."""
 
 from ptdmpi.base import early
 
 
 def main() -> None:
-    """Run the program `ptdmpi-data`; first prepare the process for signals during its imports."""
+    """Run the program `ptdmpi-data`. Signals that arrive during its imports are handled, too."""
     early.begin("ptdmpi-data")
     try:
         from data_prep.cli import main as command_line

@@ -38,7 +38,7 @@ _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _SKIP = click.option(
     "--skip-bad-lines",
     is_flag=True,
-    help="Leave out lines of .jsonl that cannot be read, and count them.",
+    help="Leave out lines of .jsonl files that cannot be read, and count them.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -58,11 +58,9 @@ _SHARDS = _joined(
         type=click.IntRange(1, 1 << 48),
         default=1 << 28,
         show_default=True,
-        help="A shard ends at the first end of a document after this many tokens.",
+        help="A shard ends with the first document after this many tokens.",
     ),
-    click.option(
-        "--force", is_flag=True, help="Remove earlier shards in the output, and start again."
-    ),
+    click.option("--force", is_flag=True, help="Remove existing shards in the output first."),
     _JSON,
 )
 
@@ -79,7 +77,7 @@ _TEXTS = _joined(
         "--suffix",
         "suffixes",
         multiple=True,
-        help="Also read files with this ending (.py) as .txt.",
+        help="Also read files with this suffix, such as .py, like .txt files.",
     ),
     click.option(
         "--errors",
@@ -105,7 +103,7 @@ _TEXTS = _joined(
 )
 
 
-# the options for making rows of conversations
+# the options for packing conversations into rows
 _ROWS = _joined(
     click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."),
     click.option(
@@ -123,7 +121,8 @@ _ROWS = _joined(
 
 
 def _output_options(given: dict[str, Any]) -> OutputOptions:
-    """Remove the fields of OutputOptions from `given`, and return them as OutputOptions."""
+    """Remove the fields of OutputOptions from `given`, and return an OutputOptions object with
+    their values."""
     from data_prep.corpus import OutputOptions
 
     names = [field.name for field in dataclasses.fields(OutputOptions)]
@@ -133,7 +132,8 @@ def _output_options(given: dict[str, Any]) -> OutputOptions:
 def _make_shards(
     open_corpus: Callable[[OutputOptions], Corpus], as_json: bool, **given: Any
 ) -> None:
-    """Make the shards of a corpus and print the table. `given` are the fields of OutputOptions."""
+    """Make the shards of a corpus, and print the table of results. `given` are the fields of
+    OutputOptions."""
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.launch import launcher_ranks
 
@@ -153,14 +153,14 @@ class _Program(CommandGroup):
 
 @click.group(cls=_Program)
 def commands() -> None:
-    """Prepare training data: files of text become HDF5 token shards.
+    """Prepare training data: convert text files to HDF5 token shards.
 
-    INPUTs are .txt files (one document each), .jsonl files (one document per line), .parquet files
-    (one document per row), or directories with such files. .txt and .jsonl files may be compressed:
-    .gz, .bz2, .xz or .zst.
+    INPUTs are .txt files (each is one document), .jsonl files (one document per line), .parquet
+    files (one document per row), or directories with such files. Files of text and of JSON lines
+    may be compressed (.gz, .bz2, .xz or .zst).
 
-    The Tab key completes commands and options in bash after this line (in zsh and fish, with
-    zsh_source and fish_source):
+    The following line makes the Tab key complete commands and options in bash (for zsh or fish,
+    write zsh_source or fish_source instead of bash_source):
 
     eval "$(_PTDMPI_DATA_COMPLETE=bash_source ptdmpi-data)"
     """
@@ -182,7 +182,7 @@ def commands() -> None:
 @click.option(
     "--deduplicate",
     type=click.Choice(["exact", "near"]),
-    help="Keep only the first of equal, or nearly equal (MinHash), documents.",
+    help="Keep only the first of several equal (or nearly equal: MinHash) documents.",
 )
 @_TEXTS
 @_SHARDS
@@ -196,10 +196,10 @@ def tokenize(
     text_field: str,
     **given: Any,
 ) -> None:
-    """Make token shards from text files. If the command was stopped, running it again continues.
+    """Make token shards from text files. If the command was stopped, run it again to continue.
 
-    With --stream, INPUT is a data set of the Hugging Face hub (org/name, or org/name@REVISION), or
-    a folder with its files:
+    With --stream, INPUT is a data set of the Hugging Face hub (org/name or org/name@REVISION), or a
+    folder with its files, for example
 
     ptdmpi-data tokenize org/name --stream --documents 100000 --tokenizer tok.json --output data
     """
@@ -232,10 +232,13 @@ def tokenize(
     "--messages-field",
     default="messages",
     show_default=True,
-    help="Field with a list of messages; used first.",
+    help="Field with a list of messages; a record is searched for it first.",
 )
 @click.option(
-    "--prompt-field", default="prompt", show_default=True, help="Field with a prompt; used next."
+    "--prompt-field",
+    default="prompt",
+    show_default=True,
+    help="Field with a prompt, if there are no messages.",
 )
 @click.option(
     "--answer-field", default="answer", show_default=True, help="Field with the prompt's answer."
@@ -258,13 +261,13 @@ def chat(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Make shards of conversations, in which only the assistant's turns are labels of the loss.
+    """Make shards of conversations. Only the assistant's turns are labels of the loss.
 
-    INPUTs are .jsonl files, one conversation per line, or .json arrays. The formats of OpenAI
-    ({"messages": [...]}), ShareGPT ({"conversations": [...]}) and alpaca ({"instruction", "input",
-    "output"}), and prompts with their answers, are recognised line by line. Several conversations
-    share a row. Train with data.document_boundaries = true, so that they do not attend to each
-    other.
+    INPUTs are .jsonl files, one conversation per line, or .json arrays. The format is detected for
+    each line: OpenAI ({"messages": [...]}), ShareGPT ({"conversations": [...]}), alpaca
+    ({"instruction", "input", "output"}), or a prompt with its answer. Several conversations are
+    packed into a row. Train with data.document_boundaries = true, so that they do not attend to
+    each other.
     """
     from data_prep.chat.forms import ChatFields
     from data_prep.chat.pack import ChatOptions, make_chat_shards
@@ -282,10 +285,11 @@ def chat(
 def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     """Make shards of preference pairs, for training with [preference].
 
-    INPUTs are .jsonl files, one pair per line, or .json arrays. Each record has "chosen" and
-    "rejected": two whole conversations, or two answers to the "prompt" (or "question",
-    "instruction", "conversations") of the record. Both conversations of a pair are in the same row.
-    `ptdmpi-data score` then stores the log-probabilities of the reference model.
+    INPUTs are .jsonl files, one pair per line, or .json arrays. Each record has the fields "chosen"
+    and "rejected": two complete conversations, or two answers to the record's "prompt" (or
+    "question", "instruction", "conversations"). Both conversations of a pair are packed into the
+    same row. After this command, run `ptdmpi-data score`, which stores the log-probabilities of the
+    reference model.
     """
     from data_prep.chat.pack import ChatOptions, make_chat_shards
 
@@ -301,14 +305,14 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
-    help="Type of the computation [default: the run's].",
+    help="Precision of the computation [default: the run's].",
 )
 @EMA
 @click.option(
     "--top",
     type=click.IntRange(1, 1 << 16),
     metavar="K",
-    help="Store the K most probable tokens in place of each label, for a run that distills MODEL.",
+    help="Store the K most probable tokens for each label, to distill MODEL.",
 )
 @click.option(
     "--seq-length",
@@ -325,14 +329,16 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 def score(
     model: Path, datasets: tuple[Path, ...], as_json: bool, top: int | None, **options: Any
 ) -> None:
-    """Store the log-probabilities that the reference MODEL gives to the pairs in DATASETS.
+    """Store the log-probabilities that the reference model MODEL gives to the pairs in DATASETS.
 
-    MODEL is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`. The
-    log-probabilities are in the folder `reference` of each dataset, for example
+    MODEL is a run directory, a checkpoint, or a directory that `ptdmpi convert from-hf` has
+    written. The log-probabilities are written to the folder `reference` of each dataset. An
+    example:
 
     mpirun -n 2 ptdmpi-data score base pairs/train pairs/valid --layout t=2
 
-    With --top, MODEL is a teacher, DATASETS are any shards but pairs, and the folder is `teacher`.
+    With --top, MODEL is the teacher of a distillation, DATASETS are shards without pairs, and the
+    folder is `teacher`.
     """
     from data_prep.launch import store_scores
 
@@ -346,7 +352,7 @@ def score(
 
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=NamedPath())
-@click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")
+@click.option("--tokenizer", help="Tokenizer of the tokens: 'bytes', or the tokenizer's file.")
 @click.option("--vocab-size", type=int, help="Vocabulary size, if there is no tokenizer file.")
 @click.option("--eod-id", type=int, help="Token id that ends a document.")
 @_SHARDS
@@ -373,17 +379,17 @@ def import_megatron(
 
 @commands.command("export-megatron")
 @click.argument("directory", type=PATH)
-@click.option("--output", required=True, type=PATH, help="The PREFIX of the two files.")
+@click.option("--output", required=True, type=PATH, help="PREFIX of the two files.")
 @_JSON
 def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
-    """Write a directory of shards as Megatron's PREFIX.bin and PREFIX.idx."""
+    """Write the shards in a directory as Megatron's PREFIX.bin and PREFIX.idx."""
     from data_prep.megatron import export
 
     _print_table(export(directory, output), as_json)
 
 
 def _print_table(table: dict[str, Any], as_json: bool) -> None:
-    """Print a table as JSON, or one row per line."""
+    """Print a table as JSON, or as lines with a name and a value."""
     if as_json:
         click.echo(json.dumps(table))
         return
@@ -406,12 +412,12 @@ def _cell(value: Any) -> str:
     "--vocab-size",
     required=True,
     type=int,
-    help="Number of tokens, including 256 bytes and the end of document.",
+    help="Number of tokens, including the 256 bytes and the end-of-document token.",
 )
 @click.option(
     "--sample-bytes",
     type=click.IntRange(1),
-    help="Learn from about this many bytes of the text, chosen by hash [default: all].",
+    help="Train on about this many bytes of the text, chosen by hash [default: all].",
 )
 @_TEXTS
 @_JSON
@@ -466,7 +472,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read and check a whole dataset, or one shard. The exit code is 2 if anything is wrong."""
+    """Read and check a complete dataset, or one shard. The exit code is 2 if anything is wrong."""
     from data_prep.examine import problems, shard_paths
 
     mistakes = problems(path)
@@ -480,8 +486,8 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Run the command that the command line names. Exit codes: 0 done, 2 bad input, 130
-    interrupted, 1 other errors."""
+    """Execute the command line. The exit code is 0 if the command is done, 2 for bad input, 130
+    after Ctrl-C, and 1 for other errors."""
     run(
         commands,
         "ptdmpi-data",

@@ -1,9 +1,9 @@
-"""Making token shards from a corpus, on several ranks, with restarts.
+"""Conversion of a corpus to token shards, on one or several ranks.
 
-A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
-blocks of a group in their order. Therefore the bytes of every shard depend only on the input files
-and the options, not on the number of ranks. When the command is started again, it continues where
-the previous run stopped.
+A corpus consists of groups of documents, and the groups are divided among the ranks. One writer
+writes all encoded blocks of a group, in order. Therefore the bytes of each shard depend only on the
+input files and the options, not on the number of ranks. If the command is stopped and started
+again, it continues where it was stopped.
 """
 
 import os
@@ -39,8 +39,8 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """Return the directories for training shards and, if there is one, for held-out shards. The
-        first returned directory is for training shards."""
+        """Return the directory for training shards, followed by the directory for held-out shards,
+        if there is one."""
         if self.valid_output is None:
             return (self.output,)
         return (self.output, self.valid_output)
@@ -50,7 +50,7 @@ class OutputOptions:
         return {"valid_fraction": self.valid_fraction, "shard_tokens": self.shard_tokens}
 
     def check(self) -> None:
-        """Raise InputError for options that are illegal or contradict each other."""
+        """Raise InputError if an option is illegal or if options contradict each other."""
         if (self.valid_output is None) != (self.valid_fraction == 0):
             raise InputError("--valid-fraction above 0 and --valid-output belong together")
         if not 0 <= self.valid_fraction < 1:
@@ -61,41 +61,40 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank: the groups of files that it reads. `first_block` is a function that takes
-    the index of a group. It returns the index of the group's first block that is not yet in
-    finished shards."""
+    """The work of a rank. `groups` are the indices of the groups that the rank encodes.
+    `first_block` is a function that takes the index of a group, and returns the index of the
+    group's first block that is not yet in finished shards."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
-    cores: int  # Number of processor cores that this rank may use.
-    advance: Callable[[int], object]  # Is called with the number of bytes read, to show progress.
+    cores: int  # number of processor cores that this rank may use
+    advance: Callable[[int], object]  # is called with the number of bytes read, to show progress
     rank: int = 0
 
 
 class Corpus(Protocol):
-    """A corpus, which consists of groups of documents. The corpus yields the documents of a group
-    as a sequence of encoded blocks."""
+    """The interface of a corpus. A corpus consists of groups of documents, and yields the documents
+    of a group as a sequence of encoded blocks."""
 
     vocabulary: Vocabulary
-    # this file is copied into the directories of the shards, so that users can decode the shards
+    # this file is copied to the directories of the shards, so that users can decode the tokens
     tokenizer_file: Path | None
-    counted: tuple[str, ...]  # Names of the CorpusCounters that the final table shows.
-    group_bytes: Sequence[int]  # Size in bytes of each group on the disk.
+    counted: tuple[str, ...]  # names of those CorpusCounters that the final table shows
+    group_bytes: Sequence[int]  # size of each group on the disk, in bytes
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties of files and the options that influence the tokens."""
+        """Return those properties of the files and those options that determine the tokens."""
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the steps that must be done for the complete corpus before any block can be
-        encoded.
+        """Return the functions that must be called before any block of the corpus can be encoded.
 
-        All ranks do the steps together, one after the other. The steps store their results in
+        All ranks call them together, one after the other. The functions store their results in
         `folder`.
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the blocks in the groups of `work`, in order. Blocks before `work.first_block` may
-        also be yielded."""
+        """Yield the encoded blocks of the groups in `work`, in order. Blocks before
+        `work.first_block` may be yielded or skipped."""
 
 
 class _Stopped(InputError):
@@ -103,7 +102,7 @@ class _Stopped(InputError):
 
 
 class _Run:
-    """The work of one rank that makes shards, divided into steps."""
+    """One rank's part of the conversion of a corpus, divided into steps."""
 
     def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Team):
         self._corpus = corpus
@@ -112,9 +111,9 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the output directories on rank 0. If the outputs are already complete, return the
-        sums over all documents on rank 0. In all other cases, and on all other ranks, return
-        None."""
+        """On rank 0, prepare the output directories. If the outputs are already complete, return
+        the sums over all documents; otherwise return None. On all other ranks, do nothing and
+        return None."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)
@@ -145,7 +144,8 @@ class _Run:
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """Yield the `Work` for `groups`, and show a progress bar until the end of the context."""
+        """Return a context with the `Work` for `groups`. A progress bar is shown until the end of
+        the context."""
         cores = 1
         if self._ranks.size == 1:
             cores = len(os.sched_getaffinity(0))
@@ -163,15 +163,14 @@ class _Run:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
-        """Do the preparations that the corpus needs before it is encoded, together with all other
-        ranks."""
+        """Do the preparations of the corpus, together with all other ranks."""
         with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
 
     def work(self) -> None:
-        """Write the shards of this rank's groups of documents, except for groups whose shards are
-        complete."""
+        """Write the shards of this rank's groups. Groups whose shards are already complete are
+        skipped."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
             with self._progress("tokenizing", groups) as work:
@@ -189,8 +188,8 @@ class _Run:
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Do an action on all ranks and return this rank's result. If the action fails on any rank, all
-    ranks raise the failure of the lowest rank."""
+    """Call `action`, on all ranks, and return its result on this rank. If the call fails on any
+    rank, raise the error of the lowest such rank on all ranks."""
     try:
         result = action()
     except Exception as error:
@@ -207,12 +206,12 @@ def _together(ranks: Team, action: Callable[[], Result]) -> Result:
 def make_shards(
     open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Team
 ) -> dict[str, int | float]:
-    """Make token shards from a corpus and return the final table: sums over documents, seconds,
-    tokens_per_s.
+    """Make token shards from a corpus. Return the final table: sums over all documents, seconds,
+    and tokens_per_s.
 
-    All ranks call this function. Raise InputError for bad options or input, for an output directory
-    with other contents, and for a full disk. After such an error, no incomplete shard remains, and
-    no directory without a finished shard.
+    All ranks must call this function. Raise InputError for bad options or input, for an output
+    directory with other contents, and for a full disk. After such an error, neither incomplete
+    shards nor directories without a finished shard remain.
     """
     started = time.perf_counter()
 

@@ -1,11 +1,11 @@
-"""The deduplication of a corpus. If several documents are equal, or nearly equal, only the first
-one is kept.
+"""Deduplication of a corpus. If several documents are equal, or nearly equal, only the first one is
+kept.
 
-With deduplication, a corpus is read twice. In the first reading every document gets keys, which are
-64-bit numbers: one hash of its bytes (exact), or a hash of each band of its MinHash signature
-(near). Two documents are duplicates if they have a common key, or if a chain of documents, in which
-neighbours have a common key, connects them. The second reading leaves out all but the first
-document of each set of duplicates, so the result depends only on files and options.
+With deduplication, a corpus is read twice. In the first reading, every document gets keys, which
+are 64-bit numbers: one hash of its bytes (exact), or one hash of each band of its MinHash signature
+(near). Two documents are duplicates if they have a common key, or if they are connected by a chain
+of documents in which neighbours have a common key. In the second reading, all documents of a set of
+duplicates except the first are left out. So the result depends only on the files and the options.
 
 Sources: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
 Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are from
@@ -30,11 +30,11 @@ from ptdmpi.config import InputError
 EXACT = "exact"
 NEAR = "near"
 _BANDS = 14
-_ROWS = 8  # number of hashes of the signature in a band
+_ROWS = 8  # number of hashes in a band of the signature
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-# The element type and the number of dimensions of the array in each kind of file.
+# kind of file -> element type and number of dimensions of its array
 _FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}
 _RESTART = "use --force to start again"
 
@@ -47,8 +47,8 @@ class TaskKeys:
 
     group: int
     hashes: np.ndarray
-    first: list[bool]  # For each piece: True if a document begins with the piece.
-    last: list[bool]  # For each piece: True if a document ends with the piece.
+    first: list[bool]  # for each piece: True if a document begins with it
+    last: list[bool]  # for each piece: True if a document ends with it
 
 
 def _exact_hash(text: str) -> np.ndarray:
@@ -57,7 +57,8 @@ def _exact_hash(text: str) -> np.ndarray:
 
 
 def _signature(text: str) -> np.ndarray:
-    """Return the MinHash signature of a text's shingles (runs of words), uint32 [112]."""
+    """Return the MinHash signature of a text, uint32 [112]. It is computed from the shingles of the
+    text, which are runs of 5 words."""
     from rensa import RMinHash
 
     words = text.lower().split()
@@ -68,8 +69,8 @@ def _signature(text: str) -> np.ndarray:
 
 
 class ExactKeys:
-    """A class that computes the keys by which equal documents are recognized. `columns` is the
-    number of keys per document."""
+    """The keys for exact deduplication: equal documents have equal keys. `columns` is the number of
+    keys per document."""
 
     columns = 1
 
@@ -82,13 +83,14 @@ class ExactKeys:
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the keys of a document, uint64 [columns], given the hashes of its pieces."""
+        """Return the keys of a document, uint64 [columns]. `pieces` are the hashes of its
+        pieces."""
         if len(pieces) == 1:
             return pieces[0]
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
-        """Return the hashes of a task's text pieces. Empty documents are left out."""
+        """Return the hashes of the text pieces in a task. Empty documents are left out."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -100,8 +102,8 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """A class that computes the keys by which nearly equal documents are recognized: one key per
-    band of the signature."""
+    """The keys for near deduplication: nearly equal documents have at least one common key. There
+    is one key for each band of the signature."""
 
     columns = _BANDS
 
@@ -111,7 +113,8 @@ class NearKeys(ExactKeys):
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return a hash of each band of a document's signature, uint64 [14]."""
+        """Return the keys of a document, uint64 [14]: a hash of each band of its signature.
+        `pieces` are the signatures of its pieces."""
         bands = np.minimum.reduce(pieces).astype(np.uint64).reshape(_BANDS, _ROWS)
         keys = np.zeros(_BANDS, np.uint64)
         for row in range(_ROWS):
@@ -124,7 +127,7 @@ KINDS: dict[str, type[ExactKeys]] = {EXACT: ExactKeys, NEAR: NearKeys}
 
 
 def check(kind: str) -> None:
-    """Raise InputError if this kind of deduplication needs a library that is missing."""
+    """Raise InputError if the library that this kind of deduplication needs is not installed."""
     if kind == NEAR:
         try:
             import rensa
@@ -137,9 +140,9 @@ class Duplicates:
     """The results of the first reading of the corpus, stored in a folder with three files per
     group.
 
-    The file "keys" has the keys of the group's documents. The file "begun" has, for each task, the
-    number of the group's documents that begin before the task. The file "dropped" has a bool for
-    each document: True if the document is left out.
+    The file "keys" contains the keys of the group's documents. The file "begun" contains, for each
+    task, the number of the group's documents that begin before the task. The file "dropped"
+    contains a bool for each document, which is True if the document is left out.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -156,12 +159,12 @@ class Duplicates:
 
     def _read(self, what: str, group: int) -> np.ndarray:
         """Return the array in the file `what` of a group, mapped into memory. Raise InputError if
-        the file is missing or was not made by `_write`."""
+        the file is missing or damaged."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:
             values = np.load(path, mmap_mode="r")
-        # numpy may raise errors of any class, because it parses the header as Python code
+        # numpy may raise any exception, because it parses the header as a Python expression
         except Exception as error:
             raise InputError(f"{path}: cannot be read: {error}; {_RESTART}") from error
         if values.dtype != dtype or values.ndim != dims:
@@ -175,8 +178,8 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Read the groups whose keys are not stored yet, with `workers` processes, and store their
-        keys.
+        """Read those of the `groups` whose keys are not stored yet, with `workers` processes, and
+        store their keys.
 
         `tasks` is a function that returns the tasks of the given groups.
         """
@@ -191,11 +194,11 @@ class Duplicates:
                 self._write_group(group, ())
 
     def _write_group(self, group: int, parts: Iterable[TaskKeys]) -> None:
-        """Write the keys of a group's documents. `parts` yields the hashes of each task of the
-        group, in order."""
+        """Write the keys of the documents of a group. `parts` yields the hashes of the group's
+        tasks, in order."""
         keys: list[np.ndarray] = []
-        begun = [0]  # Number of documents that begin before each task.
-        waiting: list[np.ndarray] = []  # Hashes of the pieces of a document that is not complete.
+        begun = [0]  # number of documents that begin before each task
+        waiting: list[np.ndarray] = []  # hashes of the pieces of an incomplete document
         for part in parts:
             for hashes, last in zip(part.hashes, part.last, strict=True):
                 waiting.append(hashes)
@@ -208,8 +211,8 @@ class Duplicates:
         self._write("begun", group, np.array(begun))
 
     def find(self, groups: int) -> None:
-        """Find the duplicates in all groups together, and write which documents of each group are
-        left out. The search needs 24 bytes of memory per document."""
+        """Find the duplicates among the documents of all groups, and write, for each group, which
+        documents are left out. The search needs 24 bytes of memory per document."""
         tables = [self._read("keys", group) for group in range(groups)]
         ends = np.cumsum([0, *(len(table) for table in tables)])
         dropped = repeated(
@@ -221,12 +224,12 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function that says which documents of a task are left out. The function takes
-        the index of a task in the group, and returns a bool array [1 + documents that begin in the
-        task]. An element of this array is True if the corresponding document is left out.
+        """Return a function that takes the index of a task in the group, and returns which of its
+        documents are left out: a bool array [1 + documents that begin in the task] that is True for
+        these documents.
 
-        The first element is for the document that continues from the previous task. Raise
-        InputError if the stored files of the group are damaged.
+        The first element of the array is for the document that continues from the previous task.
+        Raise InputError if the stored files of the group are damaged.
         """
         begun = self._read("begun", group)
         dropped = self._read("dropped", group)
@@ -240,15 +243,15 @@ class Duplicates:
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
     """Return a bool array [size] that is True for each duplicate of an earlier document. A document
-    is a duplicate if it has a common key with an earlier document, or if a chain of documents, in
-    which neighbours have a common key, connects the two.
+    is a duplicate if it has a common key with an earlier document, or if the two are connected by a
+    chain of documents in which neighbours have a common key.
 
     `column` is a function that takes the index of a column and returns the keys of all documents in
     this column, uint64 [size]. Only keys in the same column are compared; `columns` is the number
-    of columns. At first the number of each document is its index. Then, for one column after the
-    other, each document takes the lowest number of all documents with the same key. These passes
-    over the columns are repeated until no number changes. At the end, each document has the number
-    of the first document to which it is connected.
+    of columns. At first, the label of each document is its index. Then, for each column in turn,
+    each document takes the lowest label of all documents with the same key. These passes over the
+    columns are repeated until no label changes. At the end, the label of a document is the index of
+    the first document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

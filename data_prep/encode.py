@@ -1,5 +1,5 @@
-"""The encoding of tasks as tokens, in one process or in several. The results are returned in the
-order of the tasks."""
+"""Encoding of tasks as tokens, in one process or several. The results are returned in the order of
+the tasks."""
 
 import json
 import multiprocessing
@@ -37,20 +37,21 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
-_BATCH_BYTES = 1 << 20  # Bytes of text that are encoded in one call.
-_LONG_LINE_BYTES = 4 * PIECE_BYTES  # Lines with more bytes than this are decoded in parts.
+_BATCH_BYTES = 1 << 20  # bytes of text that are encoded in one call
+_LONG_LINE_BYTES = 4 * PIECE_BYTES  # lines with more bytes are decoded in parts
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# The pattern of a part of a JSON string that can be decoded separately: it ends neither inside an
-# escape nor between the two escapes of one character (a surrogate pair).
+# Pattern for a part of a JSON string that can be decoded separately: the part ends neither inside
+# an escape nor between the two escapes of a surrogate pair.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-# a random placeholder for a string, so that no line contains the same text by chance
+# a placeholder for a string; it is random, so that no line contains the same text by chance
 _PLACE = "place of a string " + secrets.token_hex(8)
-# number of tasks that a worker has at the same time: one is encoded, one waits, and one is written
+# number of tasks per worker at a time: one is being encoded, one waits to be encoded, and one waits
+# to be written
 _TASKS_PER_WORKER = 3
 
 
@@ -60,26 +61,26 @@ class EncodeOptions:
 
     tokenizer: str
     text_field: str
-    errors: str  # "strict" or "replace", for bytes that are not UTF-8.
-    valid_fraction: float  # Fraction of documents that are held out, chosen by their hash.
-    skip_bad_lines: bool = False  # Leave out bad lines of .jsonl files, and count them.
+    errors: str  # what to do with bytes that are not UTF-8: "strict" or "replace"
+    valid_fraction: float  # fraction of documents that are held out, chosen by their hashes
+    skip_bad_lines: bool = False  # leave out bad lines of .jsonl files, and count them
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, divided into segments. A segment is a complete document, or the part of
-    a longer document that is in this task."""
+    """The tokens of a task, divided into segments. A segment is a complete document, or, if a
+    document extends over several tasks, the part that is in this task."""
 
     group: int
     index: int
-    tokens: np.ndarray  # The tokens of all segments, one after the other: int [sum of `lengths`].
-    lengths: np.ndarray  # The number of tokens of each segment: int64 [segments].
+    tokens: np.ndarray  # the tokens of all segments, one after the other: int [sum of `lengths`]
+    lengths: np.ndarray  # the number of tokens of each segment: int64 [segments]
     # True if the segment ends its document, with the end-of-document token: bool [segments].
     ended: np.ndarray
     # True if the document is held out; only a document's first segment counts: bool [segments].
     held_out: np.ndarray
-    begins: np.ndarray  # True if the segment begins its document: bool [segments].
-    counters: CorpusCounters  # Each document is counted in the task where it ends.
+    begins: np.ndarray  # True if the segment begins its document: bool [segments]
+    counters: CorpusCounters  # a document is counted in the task in which it ends
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class TextPiece:
     """A piece of one document's text, of at most PIECE_BYTES bytes."""
 
     text: str
-    size_bytes: int  # Number of bytes of the text in UTF-8.
-    held_out: bool  # Set in the first piece of a document; False in the other pieces.
+    size_bytes: int  # number of bytes of the text in UTF-8
+    held_out: bool  # valid only in the first piece of a document; False in the others
     first: bool
     last: bool
 
@@ -99,7 +100,7 @@ class TextPiece:
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
-    """Decode bytes that begin at offset `start` of the file `path`, and return their text. Raise
+    """Decode `data`, which begins at offset `start` of the file `path`, and return the text. Raise
     InputError if the bytes are not UTF-8 and `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
@@ -111,18 +112,17 @@ def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str
 
 
 class _BadLine(ValueError):
-    """The error for a line of a .jsonl file that cannot be used. The text of the error describes
-    the mistake."""
+    """The error for a line of a .jsonl file that cannot be used. Its text describes the mistake."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
-    """Return the text in the text field of a JSON line, as UTF-8. The line begins at byte `start`
-    of its file. Raise _BadLine if the line has no such text. Raise also the errors that `_decode`
-    raises."""
+    """Return the text in the text field of a JSON line, as UTF-8. The line `data` begins at byte
+    `start` of the file `path`. Raise _BadLine if the line has no such text. The errors of `_decode`
+    are also raised."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
-        del line  # free the memory of the line, which may take most of the memory
+        del line  # free the line now, because it may occupy most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
@@ -135,8 +135,8 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
 
 
 def _decoded(string: memoryview) -> Iterator[bytes]:
-    """Yield the text of a JSON string in parts, as UTF-8. `string` is the content of the JSON
-    string between the quotes. Raise ValueError if the string is malformed."""
+    """Yield the text of a JSON string in parts, as UTF-8. `string` is the JSON string without its
+    quotes. Raise ValueError if the string is malformed."""
     start = 0
     while start < len(string):
         stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
@@ -150,15 +150,14 @@ def _decoded(string: memoryview) -> Iterator[bytes]:
 
 
 def _long_string(line: memoryview, field: str) -> memoryview | None:
-    """Return the content between the quotes of the text `field` in a JSON line, if the text is
-    long.
+    """If the text in the field `field` of a JSON line is long, return it as a JSON string without
+    its quotes.
 
-    Return None if the complete line must be parsed, because the text is short, or because there is
-    a mistake in the line.
+    Return None if the complete line must be parsed, because the text is short or because the line
+    has a mistake.
 
-    To save memory, long strings are taken out of the line before the rest of the line is parsed.
-    Parsing the complete line would make two copies of it, in which each character may take four
-    bytes (in a `str`).
+    This saves memory: long strings are removed from the line before the rest is parsed. Parsing the
+    complete line would make two copies of it as `str`, in which a character may take four bytes.
     """
     strings: list[memoryview] = []
     rest = bytearray()
@@ -191,8 +190,7 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines of the file that precede the chunk's slice, for an error
-    message."""
+    """Return the number of lines before the chunk's slice in the file, for an error message."""
     count = 0
     left = chunk.source_start
     with open(chunk.path, "rb") as stream:
@@ -204,7 +202,7 @@ def _lines_before(chunk: Chunk) -> int:
 
 def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset of each line in `data`, and the line itself. The line is not copied, because
-    a line may take most of the memory."""
+    it may occupy most of the memory."""
     view = memoryview(data)
     start = 0
     while start <= len(data):
@@ -218,8 +216,8 @@ def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield, for each line, its text in pieces. The numbers of the lines that are left out are
-    added to `bad`."""
+    """Yield, for each line of a chunk, an iterator over the pieces of its text. If bad lines are
+    skipped, their numbers are added to `bad`."""
     for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
@@ -245,7 +243,8 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield, for each row of a Parquet file, its text in pieces. No row of the file is left out."""
+    """Yield, for each row of a chunk of a Parquet file, an iterator over the pieces of its text. No
+    row is left out, so `bad` is not changed."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -255,7 +254,8 @@ def _rows(
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
-    # without held-out documents, skip the hash, which takes as long as the fastest tokenizer
+    # compute the hash only if documents are held out, because it takes as long as the fastest
+    # tokenizer
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
@@ -264,9 +264,9 @@ def read_pieces(
 ) -> Iterator[TextPiece]:
     """Yield the pieces of text of all documents in a task.
 
-    Raise an InputError with file and byte, or file and line, for text that is not UTF-8, and for a
-    line that is not a JSON object with the text field. If `options.skip_bad_lines` is True, such
-    lines are left out, and their line numbers are added to `bad`.
+    Raise InputError for text that is not UTF-8, and for a line that is not a JSON object with the
+    text field. The message names the file and the byte or line. If `options.skip_bad_lines` is
+    True, bad lines of .jsonl files are left out instead, and their numbers are added to `bad`.
     """
     if bad is None:
         bad = []
@@ -298,8 +298,8 @@ def read_pieces(
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield lists of pieces, with about _BATCH_BYTES bytes of text in each list. The last yielded
-    list may be empty."""
+    """Yield lists of pieces, with about _BATCH_BYTES bytes of text in each list. The last list may
+    be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -313,8 +313,7 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Segment(NamedTuple):
-    """A complete document, or the part of a document that is in a task. In `Encoded`, each array of
-    segments has one element for this segment."""
+    """The properties of one segment (see `Encoded`)."""
 
     length: int
     begins: bool
@@ -323,7 +322,7 @@ class _Segment(NamedTuple):
 
 
 class Encoder:
-    """An encoder that converts tasks to tokens. It uses one tokenizer for all tasks."""
+    """An encoder that converts tasks to tokens, with the same tokenizer for all tasks."""
 
     def __init__(self, options: EncodeOptions):
         self._options = options
@@ -334,14 +333,15 @@ class Encoder:
     def __call__(self, task: Task) -> Encoded:
         """Encode a task. Raise the errors that `read_pieces` raises.
 
-        Only one batch of a long document's pieces is in memory both as text and as tokens.
+        The pieces are encoded in batches, so that only one batch is in memory as decoded text and
+        as tokens at the same time.
         """
         bad: list[int] = []
         tokens = bytearray()
         counters = CorpusCounters()
         segments: list[_Segment] = []
-        # number of the document in the task; document number 0 is the one that continues from the
-        # previous task
+        # number of the present document in the task; number 0 is the document that continues from
+        # the previous task
         document = 0
         for batch in _batches(read_pieces(task, self._options, bad)):
             kept: list[TextPiece] = []
@@ -382,11 +382,11 @@ class Encoder:
 
 
 Result = TypeVar("Result")
-# a class (with EncodeOptions as its argument) whose objects are called with tasks
+# a class whose constructor takes EncodeOptions, and whose objects are called with a task
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]
 
 
-@lru_cache(1)  # each worker process creates its encoder once, and stores it here
+@lru_cache(1)  # each worker process creates its encoder only once, and keeps it in this cache
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 
@@ -403,18 +403,18 @@ def _exit_with_parent() -> None:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Delay the effect of Ctrl-C to the end of the block, and mask SIGINT for processes that are
-    started in the block. Without the mask, Ctrl-C would make a starting process print its own
-    traceback.
+    """Return a context that delays the effect of Ctrl-C until its end, and blocks SIGINT in
+    processes that are started inside it. Otherwise Ctrl-C would make a starting process print its
+    own traceback.
 
-    Child processes inherit the mask of signals. The mask is not enough, so a signal handler is also
-    installed. The kernel delivers a signal that this thread has masked to a thread of a library
-    (BLAS), and Python then calls the handler in the main thread.
+    Child processes inherit the signal mask of this thread. A signal handler is also needed, because
+    the kernel delivers a signal that this thread has masked to another thread, for example of a
+    BLAS library. Python then calls the handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # starting the resource tracker unmasks the signal, so start it before masking the signal
+    # start the resource tracker first, because its start unmasks the signal
     resource_tracker.ensure_running()
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -429,7 +429,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
-    """Initialize a worker process, which ignores Ctrl-C and ends when its parent ends, even if the
+    """Initialize a worker process. It ignores Ctrl-C, and ends when its parent ends, even if the
     parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -439,11 +439,12 @@ def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
 def map_in_order(
     tasks: Iterable[Task], make: Worker[Result], options: EncodeOptions, workers: int
 ) -> Iterator[Result]:
-    """Yield the result of `make(options)` for each task, in order, computed by `workers` processes
-    (1: by this process).
+    """Call `make(options)`, which is a worker object, with each task, and yield the results in the
+    order of the tasks. The work is done by `workers` processes, or by this process if `workers` is
+    1.
 
-    Only a limited number of tasks is read in advance. An error in a task is raised in place of the
-    result of this task, so the behaviour does not depend on the number of workers. Raise
+    Only a limited number of tasks is read in advance. If a task fails, its error is raised when its
+    result would be yielded, so the behaviour does not depend on the number of workers. Raise
     ChildProcessError if a worker dies.
     """
     if workers == 1:

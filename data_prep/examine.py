@@ -22,8 +22,8 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
-    """Return the tokenizer that made a shard; None if the file of the tokenizer is not in the
-    directory of the shard."""
+    """Return the tokenizer of a shard, or None if the tokenizer's file is not in the directory of
+    the shard."""
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
@@ -36,11 +36,10 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of a dataset: sums over all shards, a description of each shard, and the
-    first tokens with their text.
+    """Return a description of the dataset or shard `path`: sums over all shards, a description of
+    each shard, and the first tokens with their text.
 
-    The text of the tokens is None if the file of the tokenizer is not found. Raise InputError for a
-    damaged shard.
+    The text is None if the tokenizer's file is not found. Raise InputError for a damaged shard.
     """
     headers = [read_header(shard) for shard in shard_paths(path)]
     first = headers[0]
@@ -110,8 +109,7 @@ def format_description(description: dict[str, Any]) -> str:
 
 
 def problems(path: Path) -> list[str]:
-    """Return all mistakes that are found in the shards of a directory, or in one shard; each
-    mistake is one line.
+    """Return the mistakes in the shards of a directory, or in one shard, one line for each mistake.
 
     Raise InputError if there is no shard at all.
     """
@@ -121,6 +119,6 @@ def problems(path: Path) -> list[str]:
         try:
             for header in Dataset(path).headers:
                 confirmed(header)
-        except InputError as error:  # each shard is valid, but the shards do not belong together
+        except InputError as error:  # each shard is valid, but the shards are not of one dataset
             mistakes.append(str(error))
     return mistakes

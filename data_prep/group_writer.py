@@ -1,4 +1,4 @@
-"""The writing of a group's encoded tasks to shards, and of the group's progress to a file."""
+"""Writing of a group's encoded tasks to shards, and of the group's progress to a file."""
 
 from typing import Self
 
@@ -11,13 +11,13 @@ from ptdmpi.data.shard_writer import ShardWriter
 
 
 class GroupWriter:
-    """A writer that writes the encoded tasks of one group to shards, in order, and can continue
-    after a restart.
+    """A writer of shards for one group. It writes the encoded tasks of the group in order, and can
+    continue after a restart.
 
-    Up to two shards are written at a time, one for training documents and one for held-out
-    documents. When the two shards together have at least `shard_tokens` tokens, both are finished
-    at the next end of a document. A longer document is cut, so that the two shards together have at
-    most twice as many tokens.
+    At most two shards are open at a time, one for training documents and one for held-out
+    documents. When they have at least `shard_tokens` tokens in total, both are finished at the next
+    end of a document. A document that is too long is cut, so that the total is at most 2
+    `shard_tokens`.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -34,8 +34,8 @@ class GroupWriter:
 
     def add(self, encoded: Encoded) -> None:
         """Write the tokens of a task, except the tokens that are already in finished shards."""
-        # The first segment of a document, which may be in an earlier task, decides whether all
-        # segments of the document are held out.
+        # whether a segment is held out is decided by the first segment of its document, which may
+        # be in an earlier task
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
         # bool [tokens]: True for tokens that are held out; None if all tokens go to the same shard
@@ -54,7 +54,7 @@ class GroupWriter:
             stop = min(cut, encoded.tokens.size)
             inside = ends[(ends > position) & (ends <= stop)]
             if full and not (inside.size and inside[-1] == stop):
-                inside = np.append(inside, stop)  # the shard ends inside a document
+                inside = np.append(inside, stop)  # the shard must end inside a document
             tokens = encoded.tokens[position:stop]
             inside = inside - position
             if mixed is None:
@@ -70,12 +70,12 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """Write tokens (int [tokens]) to two shards. The tokens for which `held_out` (bool
-        [tokens]) is True go to the shard of held-out documents, and all other tokens to the shard
-        of training documents.
+        """Write `tokens` (int [tokens]) to two shards. Tokens for which `held_out` (bool [tokens])
+        is True are written to the shard of held-out documents, and all other tokens to the shard of
+        training documents.
 
-        `ends` (int [documents]) has, for each document, the index in `tokens` of the first token
-        after the document. All tokens of a document go to the same shard.
+        `ends` (int [documents]) contains, for each document, the index in `tokens` of the first
+        token after the document. All tokens of a document are written to the same shard.
         """
         for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():
@@ -98,10 +98,10 @@ class GroupWriter:
         )
 
     def _close(self, task: int, token: int, complete: bool = False) -> None:
-        """Finish the shards that are being written, then write the progress. If the process is
-        killed between these two steps, it writes the same shards again after a restart.
+        """Finish the open shards, then write the progress. If the process is killed between these
+        two steps, the same shards are written again after a restart.
 
-        The next shards begin with token number `token` of task number `task`.
+        The next shards begin with token `token` of task `task`.
         """
         tokens = [0, 0]
         for side, writer in enumerate(self._writers):
@@ -126,8 +126,8 @@ class GroupWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the group after its last task. After an exception, remove the incomplete shards
-        instead."""
+        """Without an exception, finish the group. After an exception, remove the incomplete
+        shards."""
         try:
             if kind is None:
                 self._close(0, 0, complete=True)

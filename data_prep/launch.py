@@ -1,5 +1,5 @@
-"""The ranks that prepare data together, and the start of MPI. `launch.py` is the only module of
-data_prep that uses MPI."""
+"""The ranks that prepare data together, and the start of MPI. No other module of data_prep uses
+MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from ptdmpi.base.outside import mendable_paths
 
 @dataclass(frozen=True)
 class Team:
-    """The processes that work together, and the rank of this process among them. If there is only
-    one process, it has rank 0 and size 1."""
+    """The processes that work together: their number `size`, and the rank of this process. A single
+    process has rank 0 and size 1."""
 
     rank: int
     size: int
-    # a collective function: it returns the values that all ranks passed, in rank order
+    # a collective function: it returns the values that the ranks have passed, in the order of the
+    # ranks
     allgather: Callable[[Any], list[Any]]
 
 
@@ -26,7 +27,7 @@ def launcher_ranks() -> Team:
     started several processes.
 
     Raise InputError if MPI reports only one rank although the launcher has started several
-    processes; each process would then do all the work.
+    processes, because each process would then do all the work.
     """
     if launched_size() == 1:
         return Team(0, 1, lambda value: [value])
@@ -40,9 +41,10 @@ def launcher_ranks() -> Team:
 
 
 def store_scores(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
-    """Store the outputs of the model `run` with datasets, on all ranks of this launch. Return a
-    table for each dataset on rank 0, and an empty list on all other ranks. For the options and the
-    errors see `ptdmpi.evaluate.stored_scores.score`."""
+    """Compute the outputs of the model `run` for the datasets `paths`, and store them with the
+    datasets, using all ranks. On rank 0, return a table for each dataset; on all other ranks,
+    return an empty list. See `ptdmpi.evaluate.stored_scores.score` for the options and the
+    errors."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

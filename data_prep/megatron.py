@@ -1,12 +1,13 @@
 """Megatron-LM's indexed datasets: `PREFIX.bin` contains the tokens, and `PREFIX.idx` contains the
 positions of the sequences.
 
-The index consists of these fields, all little-endian: `MMIDIDX` and two zero bytes; the version, 1,
-as uint64; a code for the type of a token, uint8; the number of sequences S and the number of
-document bounds D + 1, uint64 each. Three arrays follow: int32 [S] lengths in tokens, int64 [S] byte
-offsets into the .bin, and int64 [D + 1] document bounds, which are sequence numbers from 0 to S. In
-a dataset for GPT, a document is usually one sequence; in a dataset for BERT, a document has one
-sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+The index consists of these fields, all little-endian: `MMIDIDX` and two zero bytes; the version,
+which is 1, as uint64; a code for the type of a token, as uint8; the number S of sequences and the
+number D + 1 of document bounds, both as uint64. (D is the number of documents.) Three arrays
+follow: int32 [S], the lengths in tokens; int64 [S], the byte offsets into the .bin file; int64 [D +
+1], the document bounds, which are sequence numbers from 0 to S. In a dataset for GPT, a document is
+usually one sequence; in a dataset for BERT, a document has one sequence per sentence. Source:
+megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
 import struct
@@ -30,9 +31,9 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read together; a document with more sequences is read at once
+# number of sequences that are read at a time; a document with more sequences is read as a whole
 _WINDOW_SEQUENCES = 1 << 18
-_MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
+_MAX_LENGTH = (1 << 31) - 1  # maximum tokens in a sequence, because its length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
@@ -54,19 +55,21 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The tokens of complete documents, or of a piece of a document that has more than BLOCK_TOKENS
+    """The tokens of complete documents, or of one piece of a document with more than BLOCK_TOKENS
     tokens."""
 
     tokens: np.ndarray
-    # int64 [documents]: the length of each document; or [1]: the length of a part of a document
+    # int64 [documents]: the length of each document; for a piece of a document, int64 [1]: its
+    # length
     lengths: np.ndarray
-    first: bool  # True if the block's first document begins in this block.
-    last: bool  # True if the block's last document ends in this block.
+    first: bool  # True if the first document of the block begins in this block
+    last: bool  # True if the last document of the block ends in this block
 
 
 class _Places(NamedTuple):
-    """The positions of some sequences: for each sequence the index of its first token among all
-    tokens of the .bin, and its length in tokens, int64 [sequences] each."""
+    """The positions of some sequences, as two arrays int64 [sequences]. `starts` is the index of
+    each sequence's first token among all tokens of the .bin file, and `lengths` is its length in
+    tokens."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -128,7 +131,7 @@ class MegatronIndex:
 
     def _places(self, start: int, stop: int) -> _Places:
         """Return the positions of the sequences [start, stop). Raise InputError if a sequence is
-        not inside the .bin."""
+        not completely inside the .bin file."""
         lengths = self.lengths[start:stop].astype(np.int64)
         offsets = self.offsets[start:stop].astype(np.int64)
         width = self.dtype.itemsize
@@ -144,8 +147,8 @@ class MegatronIndex:
 
     def _windows(self) -> Iterator[np.ndarray]:
         """Yield the document bounds of the index in consecutive windows. The last bound of a window
-        is the first bound of the next window. Raise InputError for bounds that are not sorted or
-        too large."""
+        is also the first bound of the next one. Raise InputError for bounds that are not sorted or
+        are too large."""
         start = 0
         documents = len(self.bounds) - 1
         while start < documents:
@@ -162,9 +165,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS tokens.
 
-        The blocks depend only on the documents, and not on the division of documents into sequences
-        or on the order of sequences in the .bin. Raise InputError for impossible lengths, offsets
-        and bounds.
+        The blocks depend only on the documents, not on how they are divided into sequences, and not
+        on the order of the sequences in the .bin file. Raise InputError for impossible lengths,
+        offsets and bounds.
         """
         for window in self._windows():
             base = int(window[0])
@@ -181,9 +184,9 @@ class MegatronIndex:
     def _block(
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
-        """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` has the first token and `lengths` the length of each
-        sequence of these documents."""
+        """Yield one block of complete documents, or the blocks of a single longer document.
+        `documents` are the lengths of the documents in tokens. `starts` and `lengths` are the
+        positions of their sequences (see `_Places`)."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
@@ -209,8 +212,8 @@ class MegatronIndex:
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first token, end) for each range of tokens that consists of sequences without gaps
-    between them in the file."""
+    """Join sequences that follow each other without a gap in the file. Return a pair (first token,
+    end) for each joined range of tokens."""
     full = lengths > 0
     starts = starts[full]
     lengths = lengths[full]
@@ -223,16 +226,16 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
-    """Return a bool for each shard: True if its first document continues the last document of the
-    previous shard."""
+    """Return a bool for each shard, which is True if its first document continues the last document
+    of the previous shard."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
-    """Yield the lengths in tokens of all documents, in arrays int64 [documents]. A document that
-    continues in the next shard is counted once. Raise InputError for a document that is too long
-    for Megatron."""
+    """Yield the lengths of all documents, in tokens, as arrays int64 [documents]. A document that
+    continues in the next shard has one length. Raise InputError for a document that is too long for
+    Megatron."""
     carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
     for number, header in enumerate(headers):
@@ -254,8 +257,8 @@ def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[n
 
 
 def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -> None:
-    """Write the .bin. Raise InputError for a token id that is outside the vocabulary or does not
-    fit into `dtype`."""
+    """Write the .bin file. Raise InputError for a token id that is outside the vocabulary or does
+    not fit into `dtype`."""
     with open(path, "wb") as stream:
         for header in headers:
             tokens = map_tokens(header)
@@ -297,8 +300,8 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
-    """Hold the lock of a PREFIX for the duration of the block. Raise InputError if another process
-    holds the lock."""
+    """Return a context that holds the lock of a PREFIX. Raise InputError if another process holds
+    the lock."""
     path = _with_suffix(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():
@@ -315,13 +318,13 @@ def _alone(prefix: Path) -> Iterator[None]:
 
 
 def export(directory: Path, prefix: Path) -> dict[str, Any]:
-    """Write a dataset as PREFIX.bin and PREFIX.idx, with one sequence per document that ends with
-    its end-of-document token, and return the final table.
+    """Write a dataset as PREFIX.bin and PREFIX.idx. Each document is written as one sequence, which
+    ends with the end-of-document token. Return the final table.
 
-    The exported tokens are uint16 if the tokens of the shards are uint16, and otherwise int32. A
-    document that was cut at the end of a shard is exported as one document. Raise InputError for a
-    directory that is not a dataset, for files that already exist, for a full disk, and for a
-    document or an id that is too large. After an error, neither of the two files exists.
+    The written tokens are uint16 if the tokens of the shards are uint16, otherwise int32. If a
+    document was cut at the end of a shard, its parts are joined. Raise InputError for a directory
+    that is not a dataset, for files that already exist, for a full disk, and for a document or an
+    id that is too large. After an error, this function leaves no new file.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]
@@ -340,7 +343,7 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             put_in_place(temporary[0], paths[0])
-            # remove the .bin file, because it is useless without the .idx file
+            # if the next step fails, remove the .bin file, which is useless without the .idx file
             undo.callback(paths[0].unlink)
             put_in_place(temporary[1], paths[1])
             undo.pop_all()

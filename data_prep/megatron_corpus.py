@@ -1,5 +1,4 @@
-"""A corpus that consists of Megatron-LM's indexed datasets. The documents of such a dataset are
-already tokenized."""
+"""A corpus of Megatron-LM's indexed datasets, whose documents are already tokenized."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary whose size and end-of-document id are known, but not its tokenizer."""
+    """A vocabulary of which only the size and the end-of-document id are known, but not the
+    tokenizer."""
 
     name: str
     sha256: str
@@ -29,10 +29,10 @@ class GivenVocabulary:
 
 
 def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
-    """Return a vocabulary that is given by two numbers instead of a tokenizer's file.
+    """Return a vocabulary that is defined by two numbers instead of a tokenizer's file.
 
-    The hash of this vocabulary consists of zeros and the two numbers, so that datasets with the
-    same numbers can be used together. Raise InputError for numbers that contradict each other.
+    Its hash consists of zeros and the two numbers, so that datasets with the same numbers can be
+    used together. Raise InputError if the numbers contradict each other.
     """
     if not 0 <= eod_id < vocab_size <= 1 << 32:
         raise InputError(
@@ -43,9 +43,8 @@ def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
 
 
 class MegatronCorpus:
-    """A corpus whose groups are indexed datasets.
-
-    An end-of-document token is added to each document that has none.
+    """A corpus in which each group is an indexed dataset. An end-of-document token is added to each
+    document that does not end with one.
     """
 
     counted = ("documents", "empty_documents", "eods_added", "train_tokens", "valid_tokens")
@@ -57,7 +56,7 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
-        """Open the datasets. The vocabulary is `given`, or, if it is None, the vocabulary of
+        """Open the datasets. The vocabulary is `given`, or, if `given` is None, the vocabulary of
         `tokenizer`. Raise InputError for a prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
             raise InputError("give either --tokenizer, or --vocab-size and --eod-id")
@@ -83,16 +82,15 @@ class MegatronCorpus:
         }
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return an empty list of steps, because these documents need no preparation before the
-        encoding."""
+        """Return no functions, because this corpus needs no preparation."""
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield those blocks of the groups of `work` that are not in finished shards. Raise
+        """Yield those blocks of the groups in `work` that are not in finished shards. Raise
         InputError for a damaged dataset and for an id outside the vocabulary."""
         for group in work.groups:
             first = work.first_block(group)
-            start = 0  # index of the block's first token, counted over all documents
+            start = 0  # index of the block's first token among the tokens of all documents
             index = MegatronIndex(self._prefixes[group])
             for number, block in enumerate(index.blocks()):
                 work.advance(block.tokens.size * index.dtype.itemsize)
@@ -102,8 +100,9 @@ class MegatronCorpus:
                 start += block.tokens.size
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
-        """Raise InputError for an id outside the vocabulary. Call this method before ids are
-        converted to the element type of the shards, which may be too narrow for illegal ids."""
+        """Raise InputError for an id outside the vocabulary. This method must be called before the
+        ids are converted to the element type of the shards, because illegal ids may not fit into
+        this type."""
         tokens = block.tokens
         size = self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
@@ -125,8 +124,8 @@ class MegatronCorpus:
             ended[-1] = block.last
         ends = np.cumsum(lengths)
         bare = tokens[ends - 1] != self.vocabulary.eod_id
-        # the hash leaves out the end-of-document token, so that documents with and without it are
-        # equal
+        # the hash does not include the end-of-document token, so that a document has the same hash
+        # with and without it
         texts = ends - (ended & ~bare)
         if self._valid_fraction:
             bounds = zip((ends - lengths).tolist(), texts.tolist(), strict=True)
@@ -152,8 +151,7 @@ class MegatronCorpus:
 
 
 def _prefix(text: str) -> Path:
-    """Return the PREFIX that `text` names. The text may also be the name of the .bin or .idx
-    file."""
+    """Return the PREFIX for `text`, which may also be the name of the .bin or .idx file."""
     path = Path(text)
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")

@@ -10,28 +10,28 @@ from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-# A text whose tokens differ between encodings that split texts into words by different regular
-# expressions.
+# If two encodings split texts into words by different regular expressions, the tokens of this text
+# differ.
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
 MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
-    """An encoding that tiktoken knows by name. The encoding is one of OpenAI's encodings, from
-    tiktoken's cache (TIKTOKEN_CACHE_DIR), or belongs to an installed `tiktoken_ext` package. Names
-    of special tokens that occur in texts are encoded as plain text."""
+    """An encoding of the library tiktoken. It is one of OpenAI's encodings, whose files are in
+    tiktoken's cache (TIKTOKEN_CACHE_DIR), or it is defined by an installed `tiktoken_ext` package.
+    The names of special tokens in a text are encoded as plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
-        """Load the encoding. The end-of-document token is the first of the special tokens
-        `end_of_document` that exists; if none exists, it is a new id after the vocabulary. Raise
-        InputError if the library or the encoding is missing."""
+        """Load the encoding. The end-of-document token is the first special token in
+        `end_of_document` that the encoding has. If it has none of them, a new id after the
+        vocabulary is used. Raise InputError if the library or the encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        # errors of the cache, of the download and of the registry have no common class
+        # the errors of the cache, the download and the registry have no common base class
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(
@@ -50,9 +50,9 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """Return a hash of the ids and bytes of all tokens, of the names of special tokens, and of
-        the token ids of a sample text. The hash does not depend on the files in which tiktoken
-        stores the encoding."""
+        """Return a hash of the ids and bytes of all tokens, of the names of the special tokens, and
+        of the token ids of a sample text. It does not depend on the files in which tiktoken stores
+        the encoding."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)
@@ -67,14 +67,14 @@ class TiktokenTokenizer:
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decode token ids, and return their text. If the end-of-document id was added after the
-        vocabulary, it has no text."""
+        """Return the text of token ids. An end-of-document id that was added after the vocabulary
+        has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
 class SentencePieceTokenizer:
     """A tokenizer from a SentencePiece `.model` file. The end-of-document token is the model's
-    </s>; if the model has none, it is a new id after the vocabulary."""
+    </s>; if the model has no </s>, a new id after the vocabulary is used."""
 
     def __init__(self, path: Path):
         """Load the file. Raise InputError if the library is missing, or if the file is not a

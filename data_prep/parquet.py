@@ -1,5 +1,5 @@
-"""Documents in Parquet files, one per row of the text column. Reading Parquet needs pyarrow, an
-extra."""
+"""Reading of documents from Parquet files, which have one document in each row of a text column. It
+needs the optional package pyarrow."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from data_prep.other_tokenizers import MISSING
 from ptdmpi.config import InputError
 
-_BATCH_ROWS = 256  # Number of rows that are decoded at a time.
+_BATCH_ROWS = 256  # number of rows that are decoded at a time
 _TEXT_TYPES = ("string", "large_string", "string_view")  # "string_view" exists since pyarrow 16.
 
 
@@ -26,11 +26,12 @@ def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
 def read_rows(
     path: Path, text_field: str, start: int, stop: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (row number from 0, text) for the row groups that begin in bytes [start, stop).
+    """Yield a pair (row number, text) for each row in the row groups that begin in the bytes
+    [start, stop) of the file. Rows are counted from 0.
 
-    Each text is returned as the bytes in the file, which may not be valid UTF-8. Raise InputError
-    for a file that cannot be read, for a file without a text column `text_field`, and for a row
-    without text.
+    A text is yielded as the bytes in the file, which may not be valid UTF-8. Raise InputError for a
+    file that cannot be read, for a file without a text column `text_field`, and for a row without
+    text.
     """
     pyarrow, parquet = _pyarrow(path)
     try:
@@ -64,13 +65,14 @@ def _check_column(pyarrow: ModuleType, file: Any, path: Path, text_field: str) -
         columns = f"{count} columns" if count else "no column"
         raise InputError(f"{path}: has {columns} {text_field!r}, but {', '.join(schema.names)}")
     kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):  # the column stores categories (it is dictionary-encoded)
+    if pyarrow.types.is_dictionary(kind):  # a dictionary-encoded column
         kind = kind.value_type
     if str(kind) not in _TEXT_TYPES:
         raise InputError(f"{path}: the column {text_field!r} has type {kind}, not text")
 
 
 def _texts_of_group(file: Any, group: int, text_field: str, binary: Any) -> Iterator[bytes | None]:
-    """Yield the texts in a row group, cast to pyarrow's type `binary`; None for a missing text."""
+    """Yield the texts in a row group, cast to the type `binary` of pyarrow. A missing text is
+    yielded as None."""
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field]):
         yield from batch.column(0).cast(binary).to_pylist()

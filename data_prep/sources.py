@@ -1,8 +1,8 @@
-"""The files of a corpus, and their reading as tasks.
+"""The files of a corpus, and the division of their content into tasks.
 
-A corpus is read as a sequence of tasks of about a megabyte. A task consists of chunks: complete
-lines of a .jsonl file, or a piece of a text file. Tasks depend only on the files and the order of
-the files, and not on the number or speed of the processes.
+A corpus is read as a sequence of tasks, which have about a megabyte each. A task consists of
+chunks. A chunk contains complete lines of a .jsonl file, or a piece of a text file. The tasks
+depend only on the files and their order, not on the number or the speed of the processes.
 """
 
 import bz2
@@ -31,10 +31,10 @@ _COMPRESSED = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
-PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
+PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this number of bytes
 TASK_BYTES = 1 << 20
-MAX_LINE_BYTES = 1 << 30  # Limit for a line of a .jsonl file, which must fit into memory.
-_BLOCK_BYTES = 1 << 16  # Number of bytes, perhaps compressed, that are read at a time.
+MAX_LINE_BYTES = 1 << 30  # limit for a line of a .jsonl file, because a line must fit into memory
+_BLOCK_BYTES = 1 << 16  # number of bytes (before decompression) that are read at a time
 # Number of bytes that are decompressed at a time, if the library accepts a limit.
 _INFLATED_BYTES = 1 << 20
 _SPACE = b" \t\n\r\v\f"
@@ -42,14 +42,15 @@ _SPACE = b" \t\n\r\v\f"
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of the corpus, or a slice of a file. The slice consists of the lines or row groups
-    that begin in the bytes [start, stop) of the file."""
+    """A file of the corpus, or a slice of a file: the lines or row groups that begin in the bytes
+    [start, stop) of the file."""
 
     path: Path
-    # the file name as given, or relative to the given directory; part of the corpus's identity
+    # the file name as the user gave it, or relative to the directory that the user gave; it is part
+    # of the identity of the corpus
     name: str
-    kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row).
-    size_bytes: int  # Size of the file on the disk, in bytes.
+    kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
+    size_bytes: int  # size of the file on the disk, in bytes
     modified_ns: int
     start: int = 0
     stop: int | None = None  # None: up to the end of the file
@@ -57,37 +58,39 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive decompressed bytes of a source: complete lines (JSONL), texts of rows (PARQUET,
-    or a data set that is streamed) or a piece of a document (TEXT)."""
+    """Consecutive decompressed bytes of a file or slice: complete lines (JSONL), the texts of rows
+    (PARQUET, or a data set that is streamed), or a piece of a document (TEXT)."""
 
     path: str
     kind: str
     data: bytes
-    start: int  # Byte offset of `data` in the decompressed file.
-    line: int  # Number of the first line in its source, from 1 (JSONL).
-    first: bool  # True if a document begins at the start of the chunk.
-    last: bool  # True if a document ends at the end of the chunk.
-    source_start: int = 0  # Offset of the byte at which the first line of the source begins.
-    # Number of bytes of each document (PARQUET); `line` is the row number of the first document.
+    start: int  # byte offset of `data` in the decompressed file
+    line: int  # number of the first line in the file or slice, from 1 (JSONL)
+    first: bool  # True if a document begins at the start of the chunk
+    last: bool  # True if a document ends at the end of the chunk
+    source_start: int = 0  # byte offset of the first line of the file or slice
+    # number of bytes of each document (PARQUET); `line` is then the row number of the first
+    # document
     lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: chunks that are encoded together. `index` counts the tasks of a group from 0."""
+    """A task: chunks that are encoded together. `index` is the number of the task in its group,
+    counted from 0."""
 
     group: int
     index: int
     chunks: tuple[Chunk, ...]
-    # bool [1 + documents that begin here]: True for documents that are left out as duplicates. The
-    # first entry is for the document that continues from the previous task. If `dropped` is None,
+    # bool [1 + documents that begin in the task]: True for documents that are left out as
+    # duplicates. The first entry is for the document that continues from the previous task. None if
     # no document is left out.
     dropped: np.ndarray | None = None
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
-    """Return the kind of a file (TEXT, JSONL or PARQUET) by its name; None if the file is not
-    read."""
+    """Return the kind of a file (TEXT, JSONL or PARQUET), which is determined by its name. Return
+    None for a file that is not read."""
     name = path.name
     if name.endswith(PARQUET):
         return PARQUET
@@ -106,8 +109,8 @@ def _usable(suffixes: Sequence[str]) -> list[str]:
 
 
 def walk(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory tree, sorted. Raise InputError for a folder that cannot be
-    read."""
+    """Yield all files in a directory tree, in sorted order. Raise InputError for a folder that
+    cannot be read."""
 
     def unreadable(error: OSError) -> None:
         """Raise InputError for a folder that cannot be listed."""
@@ -122,11 +125,11 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     """Return the files of the corpus, in the order of `inputs`. The files of a directory are
     returned in sorted order.
 
-    The names of usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), each
-    perhaps followed by .gz, .bz2, .xz or .zst. The names of usable files may also end in .parquet.
-    An input may be the name of a data set of the Hugging Face hub, which is downloaded. Raise
-    InputError for a missing input, a file of another kind, a directory without a usable file, and a
-    file that is given twice.
+    A usable file is a .txt, .jsonl or .parquet file, or has one of the `suffixes`, and is then read
+    like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
+    may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
+    InputError for a missing input, a file that is not usable, a directory without a usable file,
+    and a file that is given twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -175,8 +178,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
-    """Divide Parquet files and uncompressed .jsonl files into slices of `slice_bytes` bytes. Leave
-    other files undivided. A line (or a group of rows) belongs to the slice in which it begins."""
+    """Divide Parquet files and uncompressed .jsonl files into slices of `slice_bytes` bytes. Other
+    files are not divided. A line or row group belongs to the slice in which it begins."""
     slices: list[CorpusFile] = []
     for source in sources:
         if source.kind == TEXT or source.path.suffix in _COMPRESSED:
@@ -195,11 +198,11 @@ def size_on_disk(source: CorpusFile) -> int:
 
 
 def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[CorpusFile]]:
-    """Return groups of consecutive files (or slices). Each group, except the last, has at least
+    """Return groups of consecutive files or slices. Each group, except the last one, has at least
     `group_bytes` bytes on the disk.
 
-    A shard never contains tokens of two groups. Therefore groups can be divided among ranks before
-    their numbers of tokens are known.
+    A shard contains tokens of only one group. Therefore groups can be divided among ranks before it
+    is known how many tokens they have.
     """
     groups: list[list[CorpusFile]] = []
     size_bytes = group_bytes
@@ -219,7 +222,7 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
     for block in blocks:
         while block:
             decompressor = decompressor or _COMPRESSED[suffix]()
-            # limit the output of bz2 and xz, which can expand data up to 20,000 times
+            # limit the size of the output: bz2 and xz can expand data up to 20,000 times
             if hasattr(decompressor, "needs_input"):
                 yield decompressor.decompress(block, _INFLATED_BYTES)
                 while not (decompressor.eof or decompressor.needs_input):
@@ -235,15 +238,15 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, in blocks. If `source` is a slice, begin one byte
-    before the slice.
+    """Yield the decompressed bytes of a file, in blocks. If `source` is a slice, the first yielded
+    byte is the last byte before the slice.
 
     `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
     """
 
     def raw() -> Iterator[bytes]:
-        """Yield the bytes of the file as they are on the disk."""
+        """Yield the bytes on the disk, without decompression."""
         with open(source.path, "rb") as stream:
             stream.seek(max(0, source.start - 1))
             while block := stream.read(_BLOCK_BYTES):
@@ -260,14 +263,14 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
 
 def _cut(window: bytes) -> int:
-    """Return the position at which to cut a document of more than PIECE_BYTES bytes. `window` is
-    the document's first PIECE_BYTES + 1 bytes.
+    """Return the position at which a document with more than PIECE_BYTES bytes must be cut.
+    `window` contains its first PIECE_BYTES + 1 bytes.
 
-    The cut is in the second half of the window, after the last single line end that is between two
-    non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on
-    both sides of such a line end, so that the tokens are the same as for the undivided document. If
-    there is no such line end, the cut is after the last line end in the second half. If there is no
-    line end at all, the cut is before the last complete UTF-8 character.
+    The cut is in the second half of the window. If possible, it is after the last line end that is
+    between two non-space characters. The usual pre-tokenizers (of GPT-2 and later models) have a
+    boundary on both sides of such a line end, so the tokens are the same as for the undivided
+    document. If there is no such line end in the second half, the cut is after its last line end.
+    If there is no line end, the cut is at the end of the window, between two UTF-8 characters.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES
@@ -278,17 +281,18 @@ def _cut(window: bytes) -> int:
     if (at := window.rfind(b"\n", low, PIECE_BYTES)) >= 0:
         return at + 1
     cut = PIECE_BYTES
-    # the byte continues a UTF-8 character
+    # this byte is not the first byte of a UTF-8 character
     while cut > PIECE_BYTES - 3 and window[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
 
 
 def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield (piece, is last) for the pieces of a document, of at most PIECE_BYTES bytes each.
+    """Yield a pair (piece, True for the last piece) for each piece of a document. A piece has at
+    most PIECE_BYTES bytes.
 
-    The pieces depend only on the bytes of the document, not on its division into `blocks`. An empty
-    document yields one empty piece.
+    The pieces depend only on the bytes of the document, not on how they are divided into `blocks`.
+    An empty document yields one empty piece.
     """
     buffer = bytearray()
     for block in blocks:
@@ -301,8 +305,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the same pieces as `split_document` for a document that is given as a single block. A
-    document that is a single piece is not copied."""
+    """Yield the same pieces as `split_document`, for a document that is in memory as a whole. A
+    document with a single piece is not copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -328,12 +332,13 @@ def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]
 
 
 def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
-    """Return the offset of the first line that begins in or after the slice, and the bytes from
-    this offset on. `blocks` begin one byte before the slice."""
+    """Return the offset of the first line that begins in or after the slice, and the bytes of the
+    file from this offset on. `blocks` are the bytes of the file from one byte before the slice."""
     position = source.start
     if not position:
         return 0, blocks
-    # begin one byte earlier: if a line ends just before the slice, the slice begins with a line
+    # also look at the byte before the slice: if it is a line end, a line begins exactly at the
+    # slice
     position -= 1
     for block in blocks:
         at = block.find(b"\n") + 1
@@ -345,7 +350,7 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
 
 def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the bytes of the file from the offset `start` to the end of the last line that begins
-    in the slice. The bytes `blocks` begin at `start`."""
+    in the slice. `blocks` are the bytes of the file from `start` on."""
     if source.stop is None:
         yield from blocks
         return
@@ -362,13 +367,13 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield chunks that consist of complete lines. Each chunk ends at the first line end at or
-    after TASK_BYTES bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
+    """Yield chunks of complete lines. A chunk ends at the first line end with which it has at least
+    TASK_BYTES bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
     buffer = bytearray()
     line = 1
-    # number of bytes at the start of `buffer` in which the chunk cannot end
+    # the chunk cannot end in this number of first bytes of `buffer`
     searched = TASK_BYTES - 1
 
     def chunk(data: bytes) -> Chunk:
@@ -388,7 +393,7 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                # copy the bytes only once, because the chunk may be one long line
+                # copy the bytes only once, because a chunk may be a single very long line
                 data = bytes(view[:end])
             del buffer[:end]
             yield chunk(data)
@@ -405,9 +410,9 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 
 
 def row_chunks(path: str, rows: Iterable[tuple[int, bytes]]) -> Iterator[Chunk]:
-    """Yield chunks of `rows`, which are (number of the row, text in UTF-8) pairs in order. A chunk
-    ends with the text that brings its size to TASK_BYTES bytes or more. `path` names the source of
-    the rows in error messages."""
+    """Yield chunks of `rows`, which are pairs (number of the row, text in UTF-8), in order. A chunk
+    ends when it has at least TASK_BYTES bytes. `path` is the name of the source in error
+    messages."""
     texts: list[bytes] = []
     size_bytes = first = 0
 
@@ -460,7 +465,7 @@ def _chunks(
 
 
 def tasks_of(group: int, chunks: Iterable[Chunk]) -> Iterator[Task]:
-    """Yield the tasks of one group, which consists of `chunks`, in order."""
+    """Yield the tasks of one group, in order. `chunks` are the chunks of the group."""
     held: list[Chunk] = []
     index = size_bytes = 0
     for chunk in chunks:
@@ -488,7 +493,7 @@ def read_tasks(
 
 
 def document_share(first_piece: bytes) -> float:
-    """Return a number in [0, 1) that depends only on the first piece of a document (on its BLAKE2b
-    digest of 8 bytes)."""
+    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document. It
+    is computed from the piece's 8-byte BLAKE2b digest."""
     digest = hashlib.blake2b(first_piece, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

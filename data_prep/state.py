@@ -1,11 +1,11 @@
-"""The state of a tokenization on the disk (inputs, options and progress), from which it can be
-restarted.
+"""The state of a tokenization on the disk: inputs, options and progress. A restart continues from
+this state.
 
 While shards are made, each output directory contains a folder `.unfinished`, so that no incomplete
-corpus is used for training by mistake. The file `identity.json` in that folder records the inputs
-and options; in the main output directory, `.unfinished` also has one small file per group with the
-group's progress. At the end `.unfinished` is removed, and `tokenize.json` records the inputs and
-options of the finished shards."""
+corpus is used for training by mistake. The file `identity.json` in this folder contains the inputs
+and options. In the main output directory, `.unfinished` also contains a small file for each group,
+with the group's progress. At the end, `.unfinished` is removed, and `tokenize.json` contains the
+inputs and options of the finished shards."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.shards import UNFINISHED
 
-# the name of the tokenizer's file, followed by its suffix: .json or .model
+# name of the copy of the tokenizer's file, without its suffix (.json or .model)
 TOKENIZER_COPY = "tokenizer"
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
@@ -35,7 +35,7 @@ OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "paddin
 
 @dataclass(frozen=True)
 class CorpusCounters:
-    """Sums over documents. The fields that count bytes count decompressed UTF-8 text."""
+    """Sums over documents. Bytes are counted in the decompressed UTF-8 text."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -43,9 +43,9 @@ class CorpusCounters:
     duplicates: int = 0  # number of documents that are left out as duplicates
     train_tokens: int = 0
     valid_tokens: int = 0
-    bad_lines: int = 0  # Number of bad lines that are left out.
-    eods_added: int = 0  # Number of end-of-document tokens added to imported documents.
-    answers: int = 0  # This field and all fields below are used only for conversations.
+    bad_lines: int = 0  # number of bad lines that are left out
+    eods_added: int = 0  # number of end-of-document tokens that were added to imported documents
+    answers: int = 0  # this field and the fields below are used only for conversations
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
@@ -59,15 +59,15 @@ class CorpusCounters:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """The progress of a group: the position in the group at which the next shard begins. All tokens
+    """The progress of a group: the position at which the next shard begins. All tokens of the group
     before this position are in finished shards."""
 
-    shards: int = 0  # Number of finished shards.
-    task: int = 0  # Index of the task in which the next shard begins.
-    token: int = 0  # Index, within that task, of the next shard's first token.
-    held_out: bool = False  # True if the document that continues at this position is held out.
-    # The counters of tokens include exactly the finished shards. All other counters include all
-    # tasks before `task`.
+    shards: int = 0  # number of finished shards
+    task: int = 0  # index of the task in which the next shard begins
+    token: int = 0  # index of the next shard's first token within that task
+    held_out: bool = False  # True if the document that continues at this position is held out
+    # the token counters are sums over the finished shards; all other counters are sums over the
+    # tasks before `task`
     counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
@@ -76,10 +76,11 @@ Record = TypeVar("Record", CorpusCounters, GroupProgress)
 
 
 def _restored(kind: type[Record], known: Any, path: Path) -> Record:
-    """Return the object of class `kind` whose fields have the values in the JSON object `known`.
-    Raise InputError, which names the file `path`, if `known` does not fit the class."""
+    """Return an object of the class `kind` with the field values from the JSON object `known`.
+    Raise InputError if the keys or types of `known` are wrong; the message names the file
+    `path`."""
     if kind is CorpusCounters and isinstance(known, dict):
-        # files of older versions lack these counters
+        # files of older versions do not have these counters
         known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
@@ -96,8 +97,8 @@ def _foreign(path: Path) -> InputError:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if the directory, or its permissions, do not allow making the file
-    `path`."""
+    """Raise InputError if the file `path` cannot be created, because of its directory or
+    permissions."""
     if path.is_dir():
         raise InputError(f"{path}: is a directory; the name of a file is needed")
     folder = path.parent
@@ -140,8 +141,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
-    """Return the number of input files and a SHA-256 hash of their names, sizes and times (ns).
-    When the command is started again, these values are compared with the stored values."""
+    """Return the number of input files, and a SHA-256 hash of their names, sizes and modification
+    times (in ns). After a restart, these values are compared with the stored ones."""
     digest = hashlib.sha256()
     count = 0
     for file in files:
@@ -151,8 +152,8 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
 
 
 def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raise InputError if the inputs and options of the shards in an output directory (`known`)
-    differ from `identity`."""
+    """Raise InputError if the inputs and options in `identity` differ from `known`, the inputs and
+    options of the shards that are already in the directory `output`."""
     for name, value in identity.items():
         if known.get(name) != value:
             other = f"{name} {known.get(name)}"
@@ -165,8 +166,8 @@ def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> N
 
 
 def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
-    """Raise InputError if a finished output directory has no summary, or lacks a shard that the
-    summary lists."""
+    """Raise InputError if a finished output directory has no summary, or if a shard that the
+    summary lists is missing."""
     if summary is None:
         raise InputError(f"{output}: {SUMMARY} is missing; use --force to start again")
     shards = summary.get("shards")
@@ -181,8 +182,8 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
 
 def _nothing_held_out(documents: int) -> str:
     """Return the error message for a corpus without any held-out document."""
-    # if the fraction is 5 / documents, the probability that no document is held out is exp(-5),
-    # which is below 1 %
+    # with a fraction of 5 / documents, the probability that no document is held out is about
+    # exp(-5), which is below 1 %
     enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
     return (
         f"none of {counted(documents, 'document')} was held out, which is decided by the hash of "
@@ -191,7 +192,7 @@ def _nothing_held_out(documents: int) -> str:
 
 
 class _OutputLocks:
-    """The locks that this process has on the output directories to which it writes."""
+    """The locks that this process holds on its output directories."""
 
     def __init__(self) -> None:
         self._held: dict[Path, FileLock] = {}
@@ -202,8 +203,8 @@ class _OutputLocks:
         if output in self._held:
             if self._held[output].still_there():
                 return
-            # ----force has removed the folder with its lock, and another process may have made the
-            # folder and a new lock
+            # --force has removed the folder with its lock, and another process may have created the
+            # folder again, with a new lock
             self._held.pop(output).close()
         try:
             lock = FileLock(output / UNFINISHED / LOCK)
@@ -218,7 +219,7 @@ class _OutputLocks:
         self._held[output] = lock
 
     def release(self) -> None:
-        """Unlock all outputs. `release` may be called more than once."""
+        """Unlock all output directories. `release` may be called more than once."""
         while self._held:
             self._held.popitem()[1].close()
 
@@ -226,14 +227,14 @@ class _OutputLocks:
 class RunState:
     """The state of one tokenization, in its output directories.
 
-    The first output directory is the main output, for training documents. A second output
-    directory, if there is one, is for held-out documents. `identity` describes the inputs and
-    options that influence the shards."""
+    The first output directory is the main one, for training documents. The second one, if there is
+    one, is for held-out documents. `identity` describes the inputs and options that determine the
+    shards."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
         main, *others = outputs
-        # store relative paths, so that users can move both directories together
+        # store relative paths, so that a user can move both directories together
         valid_outputs = [os.path.relpath(other.resolve(), main.resolve()) for other in others]
         self._identities = [
             {"holds": "training documents", **identity, "valid_outputs": valid_outputs},
@@ -244,12 +245,12 @@ class RunState:
         self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
-        """Create the output directories, or check existing output directories. Return the sums over
-        all documents if the shards are already complete, else None.
+        """Create the output directories, or check the existing ones. If the shards are already
+        complete, return the sums over all documents; otherwise return None.
 
-        If `force` is True, shards of earlier runs are removed. If `force` is False, raise
-        InputError if the directories contain shards from other inputs or options. Raise InputError
-        also if there are shards that ptdmpi-data did not make, or if another process writes to the
+        If `force` is True, remove the shards of earlier runs. Otherwise raise InputError if the
+        directories contain shards of other inputs or options. In both cases, raise InputError if
+        there are shards that ptdmpi-data has not made, or if another process writes to the
         directories.
         """
         try:
@@ -288,8 +289,8 @@ class RunState:
         return None
 
     def _make_outputs(self) -> None:
-        """Create the output directories, and lock them. Raise InputError if the directories cannot
-        be written."""
+        """Create the output directories, and lock them. Raise InputError if they cannot be written
+        to."""
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -299,7 +300,7 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             for output in self.outputs:
-                # ignore the error for a directory that is not empty or does not exist
+                # ignore errors: the directory may not exist, or may not be empty
                 with suppress(OSError):
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
@@ -315,15 +316,16 @@ class RunState:
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
-        """Return the summary of a finished run in an output directory; None if the run is not
-        finished, or if there is no summary."""
+        """Return the summary in an output directory. Return None if the shards are not finished, or
+        if there is no summary."""
         if (output / UNFINISHED).exists():
             return None
         return read_json(output / SUMMARY)
 
     def _known(self, output: Path) -> dict[str, Any] | None:
-        """Return the identity of the shards in an output directory; None if ptdmpi-data has written
-        nothing there. Raise InputError if the identity is damaged."""
+        """Return the identity (inputs and options) of the shards in an output directory. Return
+        None if ptdmpi-data has written nothing there. Raise InputError if the file with the
+        identity is damaged."""
         for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
             known = read_json(path)
             if known is not None and "holds" not in known:
@@ -333,9 +335,9 @@ class RunState:
         return None
 
     def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
-        """Return True if the main output, with the identity `main`, names `output` as the directory
-        of its held-out shards. In this case ptdmpi-data has made the shards in `output`, even if
-        `output` itself has no identity file."""
+        """Return True if `output` is the directory of held-out shards that is named in `main`, the
+        identity of the main output directory. In this case, ptdmpi-data has made the shards in
+        `output`, even if `output` itself has no file with an identity."""
         valid_outputs = self._identities[0]["valid_outputs"]
         return (
             output != self.outputs[0]
@@ -344,16 +346,16 @@ class RunState:
         )
 
     def _remove_all(self) -> None:
-        """Remove the results of earlier runs from the output directories. Raise InputError, before
-        anything is removed, if an output directory has shards that ptdmpi-data did not make for
-        this output."""
+        """Remove the results of earlier runs from the output directories. If an output directory
+        has shards that ptdmpi-data has not made for this output, raise InputError before anything
+        is removed."""
         ours = []
         main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
             try:
                 known = self._known(output)
             except InputError:
-                # ignore the error: the summary is damaged, so the shards may be removed
+                # the summary is damaged: ignore the error, and remove the shards
                 known = identity
             main = main or known
             if known is not None and known.get("holds") != identity["holds"]:
@@ -390,8 +392,8 @@ class RunState:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Create a file that says that this rank has failed. On the other ranks `someone_failed`
-        then returns True, and they stop."""
+        """Create a file which says that this rank has failed. The other ranks then stop, because
+        `someone_failed` returns True."""
         if self.folder.is_dir():
             self._failed.touch()
 
@@ -400,11 +402,11 @@ class RunState:
         return self._failed.exists()
 
     def finish(self, groups: int, tokenizer: Path | None) -> CorpusCounters:
-        """Complete the output directories after all shards are written, and return the sums over
-        all groups.
+        """Complete the output directories after all shards are written. Return the sums over all
+        groups.
 
-        This method copies the tokenizer's file into each output directory, writes the summary, and
-        removes the state. Raise InputError if shards are missing, or an output would have no
+        This method copies the tokenizer's file to each output directory, writes the summaries, and
+        removes the state. Raise InputError if shards are missing, or if an output would have no
         tokens.
         """
         sums = sum((self.load(group).counters for group in range(groups)), CorpusCounters())
@@ -436,8 +438,8 @@ class RunState:
         return sums
 
     def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
-        """Raise InputError if the shards of an output directory do not contain all tokens of
-        `sums`."""
+        """Raise InputError if the shards in an output directory do not have as many tokens as
+        `sums` says."""
         expected = (sums.train_tokens, sums.valid_tokens)
         for output, shards, tokens in zip(self.outputs, headers, expected, strict=False):
             present = sum(header.tokens for header in shards)
@@ -449,8 +451,8 @@ class RunState:
 
     def clean(self) -> None:
         """Clean up the output directories after a failure. Finished shards remain, so that a
-        restart can use them. If there is no shard, the folder `.unfinished` and empty output
-        directories are removed."""
+        restart can use them. If there are no finished shards, the folders `.unfinished` and empty
+        output directories are removed."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

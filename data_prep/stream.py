@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub that are read as a stream, without storing their files.
+"""Reading of data sets from the Hugging Face hub as a stream, without storing their files.
 
-Reading needs the package datasets, an extra. The files of a data set are the groups of the corpus,
-so they can be divided among ranks, and an interrupted command can continue.
+It needs the optional package datasets. Each file of a data set is a group of the corpus, so the
+files can be divided among ranks, and an interrupted command can continue.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from ptdmpi.config import InputError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """The part of a data set that is read. `subset` is the name of a subset, which `datasets` calls
-    a configuration; without it, the default subset is read. If `documents` is not None, only so
-    many documents are read, from the beginning."""
+    """The part of a data set that is read. `subset` is the name of a subset (`datasets` calls it a
+    configuration), or None for the default subset. If `documents` is not None, only this number of
+    documents is read, from the beginning."""
 
     subset: str | None = None
     split: str = "train"
@@ -29,8 +29,9 @@ class StreamOptions:
 
     @staticmethod
     def taken_from(given: dict[str, Any]) -> "StreamOptions | None":
-        """Remove the options about streams from the options `given` to a command. Return them, or
-        None without --stream. Raise InputError for options that need --stream."""
+        """Remove the options about streams from `given`, the options of a command. Return them, or
+        None without --stream. Raise InputError if an option that needs --stream is given without
+        it."""
         names = [field.name for field in fields(StreamOptions)]
         values = {name: value for name in names if (value := given.pop(name)) is not None}
         if given.pop("stream"):
@@ -41,11 +42,12 @@ class StreamOptions:
 
 
 class StreamedTexts:
-    """The texts of a data set of the hub, or of a folder that has the files of such a data set."""
+    """The texts of a data set of the Hugging Face hub, or of a folder with the files of such a data
+    set."""
 
     def __init__(self, given: str, text_field: str, options: StreamOptions):
         """Open the data set `given`: "org/name", "org/name@revision" or a folder. Without a
-        revision, the newest is read. Raise InputError if the data set, its subset or its split
+        revision, the newest one is read. Raise InputError if the data set, its subset or its split
         cannot be read."""
         self._options = options
         self._field = text_field
@@ -78,7 +80,7 @@ class StreamedTexts:
         # catch every exception, because `datasets` raises exceptions of many classes
         except Exception as error:
             raise InputError(f"{self}: {first_line(error)}") from None
-        self.group_bytes = [0] * self._files  # the sizes are unknown before the files are read
+        self.group_bytes = [0] * self._files  # the sizes of the files are not known
 
     def __str__(self) -> str:
         subset = "" if self._options.subset is None else f"{self._options.subset}, "
@@ -96,9 +98,9 @@ class StreamedTexts:
         }
 
     def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
-        """Yield the tasks of one group, which is one file of the data set, or the first documents
-        of the data set. `advance` is called with the number of bytes of each text. Raise InputError
-        if the stream breaks off, or a row has no text."""
+        """Yield the tasks of one group. A group is one file of the data set, or, if `documents` is
+        set, the first documents of the data set. `advance` is called with the number of bytes of
+        each text. Raise InputError if the stream breaks off, or if a row has no text."""
         where = str(self)
         rows = self._rows
         if self._options.documents is not None:
@@ -111,15 +113,16 @@ class StreamedTexts:
     def _texts(
         self, rows: Any, where: str, advance: Callable[[int], object]
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, text in UTF-8) for each row. A lone surrogate becomes bytes that are not
-        UTF-8, as in a file."""
+        """Yield a pair (number of the row, text in UTF-8) for each row. A lone surrogate is
+        converted to bytes that are not valid UTF-8, as in a file."""
         numbered = enumerate(rows)
         while True:
             try:
                 number, row = next(numbered)
             except StopIteration:
                 return
-            # catch every exception, because the libraries that download raise many classes
+            # catch every exception, because the libraries that download raise exceptions of many
+            # classes
             except Exception as error:
                 raise InputError(
                     f"{where}: cannot be read to its end: {first_line(error)}; run the same "
@@ -137,13 +140,15 @@ class StreamedTexts:
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """Return the number of files in a folder, and a hash of their names, sizes and times."""
+    """Return the number of files in a folder, and a hash of their names, sizes and modification
+    times."""
     states = ((str(path.relative_to(folder)), path.stat()) for path in walk(folder))
     return files_identity((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def _library(given: str) -> ModuleType:
-    """Import `datasets`, and silence its progress bars. Raise InputError if it is missing."""
+    """Import the package `datasets`, and disable its progress bars. Raise InputError if it is not
+    installed."""
     try:
         import datasets
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""A corpus of texts, from files or from a stream. The texts are grouped and read by this process,
-and encoded by several processes."""
+"""A corpus of texts, from files or from a stream. This process divides the texts into groups and
+reads them; several processes encode them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,31 +26,31 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 
-# The usual number of bytes of text per token, for tokenizers with large vocabularies. If a text has
-# this number of bytes per token, a group of files gives about one shard.
+# The usual number of bytes of text per token, for tokenizers with large vocabularies. With this
+# ratio, a group of files gives about one shard.
 _TEXT_BYTES_PER_TOKEN = 4
-# For less text than this, starting a process costs more time than it saves.
+# if a process encodes fewer bytes than this, its start costs more time than it saves
 _BYTES_PER_WORKER = 1 << 21
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The inputs and options of `ptdmpi-data tokenize`, except those for the output. If `stream`
-    is not None, the only input is a data set that is read as a stream."""
+    """The inputs and options of `ptdmpi-data tokenize`, except the options for the output. If
+    `stream` is not None, there is only one input, a data set that is read as a stream."""
 
     inputs: tuple[str, ...]
     encode: EncodeOptions
     suffixes: tuple[str, ...] = ()
-    # None: one process per core that this process may use; under MPI one process
+    # number of processes; None: one per core that this process may use, or only one under MPI
     workers: int | None = None
-    deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
+    deduplicate: str | None = None  # EXACT or NEAR; None: duplicates are not left out
     stream: StreamOptions | None = None
 
 
 class Texts(Protocol):
     """The texts of a corpus, in groups."""
 
-    # Size in bytes of each group on the disk; 0 if it is unknown before the group is read.
+    # size of each group on the disk, in bytes; 0 if it is not known before the group is read
     group_bytes: Sequence[int]
 
     def identity(self) -> dict[str, Any]:
@@ -58,11 +58,12 @@ class Texts(Protocol):
 
     def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
         """Yield the tasks of a group, in order. `advance` is called with the number of bytes that
-        were read. Raise InputError if the texts cannot be read."""
+        have been read. Raise InputError if the texts cannot be read."""
 
 
 class FileTexts:
-    """The texts of files. Each group of files has at least `group_bytes` bytes."""
+    """The texts in files. Each group of files, except the last one, has at least `group_bytes`
+    bytes."""
 
     def __init__(self, options: TextOptions, group_bytes: int):
         """Find the files, and divide them into groups. Raise InputError for bad inputs."""
@@ -75,7 +76,7 @@ class FileTexts:
         self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of files, and a hash of their names, sizes and times."""
+        """Return the number of files, and a hash of their names, sizes and modification times."""
         return self._files
 
     def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
@@ -84,7 +85,7 @@ class FileTexts:
 
 
 def _open(options: TextOptions, group_bytes: int) -> Texts:
-    """Return the texts that `options` name. Raise InputError for bad inputs."""
+    """Return the texts of the inputs in `options`. Raise InputError for bad inputs."""
     if options.stream is None:
         return FileTexts(options, group_bytes)
     if options.suffixes or len(options.inputs) != 1:
@@ -93,14 +94,14 @@ def _open(options: TextOptions, group_bytes: int) -> Texts:
 
 
 def training_texts(options: TextOptions, sample_bytes: int | None) -> Iterator[str]:
-    """Yield the texts on which a tokenizer is trained. If `sample_bytes` is not None, yield only
-    texts of about so many bytes, chosen by hash. Raise InputError if there is no text. Raise also
-    the errors that `read_pieces` raises."""
+    """Yield the texts on which a tokenizer is trained. If `sample_bytes` is not None, yield only a
+    sample with about this number of bytes, chosen by hash. Raise InputError if there is no text.
+    The errors of `read_pieces` are also raised."""
     if options.stream is not None and sample_bytes is not None:
         raise InputError("--sample-bytes needs the sizes of files; with --stream: --documents")
     texts = _open(options, 1 << 62)  # one group of all files
     total = sum(texts.group_bytes)
-    share = 1.0  # fraction of the texts that the training uses
+    share = 1.0  # fraction of the texts that is used for the training
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
     empty = True
@@ -121,7 +122,7 @@ def training_texts(options: TextOptions, sample_bytes: int | None) -> Iterator[s
 
 
 class TextCorpus:
-    """A corpus of texts, which is encoded by a tokenizer."""
+    """A corpus of texts that are encoded with a tokenizer."""
 
     def __init__(self, options: TextOptions, output: OutputOptions):
         """Open the texts, and divide them into groups. Raise InputError for bad options or
@@ -147,12 +148,12 @@ class TextCorpus:
         self.group_bytes = self._texts.group_bytes
 
     def identity(self) -> dict[str, Any]:
-        """Return the tokenizer, the properties of the inputs and the options that determine the
-        tokens."""
+        """Return what determines the tokens: the tokenizer, properties of the inputs, and
+        options."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # leave out this option if it is not set, so that this version can continue outputs of
-            # older versions
+            # this option is left out if it is not set, so that this version can continue the
+            # outputs of older versions
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,
@@ -165,7 +166,7 @@ class TextCorpus:
         }
 
     def _workers(self, work: Work) -> int:
-        """Return the number of processes that encode the groups of `work`."""
+        """Return the number of processes that encode the groups in `work`."""
         if self._options.stream is not None:  # the sizes are unknown
             return self._options.workers or work.cores
         size_bytes = sum(self.group_bytes[group] for group in work.groups)
@@ -175,8 +176,8 @@ class TextCorpus:
         return self._texts.tasks(group, work.advance)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the steps that find duplicates. In these steps every rank reads its groups, and
-        then rank 0 compares the keys of all documents."""
+        """Return the functions that find duplicates: first, each rank reads its groups; then rank 0
+        compares the keys of all documents."""
         if self._options.deduplicate is None:
             return ()
         duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)
@@ -197,8 +198,8 @@ class TextCorpus:
         return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
-        """Yield those tasks of `work` that are not in finished shards, with marks for duplicate
-        documents."""
+        """Yield those tasks of the groups in `work` that are not in finished shards. Duplicate
+        documents are marked in `dropped`."""
         for group in work.groups:
             first = work.first_block(group)
             dropped = None
@@ -212,6 +213,6 @@ class TextCorpus:
                 yield task
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield those tasks of `work` that are not in finished shards, encoded by several
-        processes. Raise InputError for a file that cannot be read."""
+        """Yield the encoded tasks of the groups in `work`, except those in finished shards. Several
+        processes encode them. Raise InputError for a file that cannot be read."""
         return map_in_order(self._tasks(work), Encoder, self._options.encode, self._workers(work))

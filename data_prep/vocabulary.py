@@ -1,5 +1,5 @@
-"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (which can also be trained), and files
-of other libraries."""
+"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files, and files of other libraries. This
+module can also train a `tokenizer.json` file."""
 
 import hashlib
 import os
@@ -18,27 +18,27 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The names of end-of-document tokens, in order of preference, for a model whose files do not name
-# this token. Gemma's vocabulary has "</s>" also as an HTML tag, so <eos> comes before "</s>". The
-# last name is for BERT, whose models have no room for a new id.
+# The names of end-of-document tokens, in order of preference. They are used if a model's files do
+# not name this token. <eos> comes before </s>, because Gemma's vocabulary also contains </s>, as an
+# HTML tag. The last name is for BERT, whose models have no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
-# Files in the folder of a tokenizer.json that may name the id at the end of a text.
+# files next to a tokenizer.json that may contain the id that ends a text
 NAMING = ("config.json", "generation_config.json")
-# The files of a model on the hub that a tokenizer or a chat template reads.
+# the files of a model on the hub that are needed for its tokenizer and its chat template
 HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *NAMING)
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # this prefix is followed by the path of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
-# the word cache of gigatoken is emptied each time that it has encoded this number of characters
+# the word cache of gigatoken is emptied after this number of encoded characters
 _RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
-MIN_VOCAB_SIZE = 257  # The smallest vocabulary: 256 bytes and the end-of-document token.
-MAX_VOCAB_SIZE = 1 << 24  # The library reserves memory for this number of tokens at the start.
+MIN_VOCAB_SIZE = 257  # the smallest vocabulary: 256 bytes and the end-of-document token
+MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number of tokens in advance
 
 
 class Vocabulary(Protocol):
-    """A description of a vocabulary with the fields that the header of a shard contains."""
+    """The properties of a vocabulary that are stored in the header of a shard."""
 
     name: str
     sha256: str
@@ -58,19 +58,19 @@ class Tokenizer(Vocabulary, Protocol):
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also encode texts in which the name of a special token stands for that
-    token. A chat template writes texts with such names."""
+    """A tokenizer that can also encode the names of special tokens as these tokens. A chat template
+    writes texts with such names."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the token ids of each text, and the character at which each token begins
-        (int64)."""
+        """Return the token ids of each text, and the index of the first character of each token
+        (int64). The names of special tokens are encoded as special tokens."""
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are the bytes of the UTF-8 text: ids 0 to 255 are bytes, and id 256
-    is the end of a document."""
+    """A tokenizer whose tokens are the bytes of the UTF-8 text: the ids 0 to 255 are the bytes, and
+    id 256 is the end-of-document token."""
 
     name = BYTES
     sha256 = BYTES_SHA256
@@ -115,17 +115,18 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json` file.
 
-    The end-of-document token is the token that marks the end of a text, according to the model's
-    files in the same folder. If no file names this token, it is the first name in END_OF_DOCUMENT
-    that is in the vocabulary; if no such name is in the vocabulary, it is a new id after the
-    vocabulary. Names of special tokens in texts are treated as plain text, except in
+    The end-of-document token is the token that ends a text according to the model's files in the
+    same folder. If these files do not name it, the first name in END_OF_DOCUMENT that is in the
+    vocabulary is used. If none of these names is in the vocabulary, a new id after the vocabulary
+    is used. The names of special tokens in texts are encoded as plain text, except by
     `encode_marked`.
     """
 
     def __init__(self, path: str | Path):
         """Load the file. Raise InputError if the file is not a tokenizer.json, or if a file of its
         model is damaged."""
-        # several processes encode in parallel; rayon's threads would oversubscribe the cores
+        # Several processes encode in parallel, so the library's own threads would use more threads
+        # than cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -133,7 +134,7 @@ class HuggingFaceTokenizer:
         try:
             content = read_file(path)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises the class Exception for a malformed file
+        except Exception as error:  # a malformed file raises Exception itself
             raise InputError(
                 f"tokenizer {path}: {error}; legal: '{BYTES}', '{TIKTOKEN}NAME', a Hugging Face "
                 "tokenizer.json or a SentencePiece .model"
@@ -177,7 +178,7 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError for a text that cannot be encoded."""
         try:
-            # the "fast" method does not compute the offsets of tokens, which are not needed here
+            # this method does not compute the offsets of tokens, which are not needed here
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         # the library raises the class Exception, for example for a character without a token
         except Exception as error:
@@ -190,13 +191,12 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken. This
-    tokenizer gives the same tokens as `HuggingFaceTokenizer`, but is much faster, because it caches
-    words.
+    """A tokenizer from a `tokenizer.json` file that uses the library gigatoken. It gives the same
+    tokens as `HuggingFaceTokenizer`, but is much faster, because it caches words.
 
-    gigatoken would encode the name of a special token in a text as that token. So `tokenizers`
-    encodes texts that contain such a name. The beginning of each batch is encoded by both libraries
-    and compared.
+    gigatoken would encode the name of a special token in a text as this token. So texts that
+    contain such a name are encoded with the library `tokenizers`. As a check, the beginning of each
+    batch is encoded with both libraries, and the results are compared.
     """
 
     def __init__(self, path: str | Path):
@@ -213,11 +213,12 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
         self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
-        except Exception as error:  # errors about unsupported tokenizers have no common class
+        # the errors for unsupported tokenizers have no common base class
+        except Exception as error:
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
             ) from error
-        self._characters = 0  # number of characters that were encoded since the cache was emptied
+        self._characters = 0  # number of encoded characters since the cache was emptied
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError if the results of the two libraries
@@ -243,11 +244,11 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer with the given name: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, the
-    name of a model on the Hugging Face hub, or the path of a file, which is a SentencePiece
-    `.model` or else a `tokenizer.json`.
+    """Return the tokenizer `name`. The name is `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, the name
+    of a model on the Hugging Face hub, or the path of a file: a SentencePiece `.model` file or a
+    `tokenizer.json` file.
 
-    Raise InputError if `name` is none of the known kinds, or if an optional library is missing.
+    Raise InputError if the tokenizer cannot be loaded, or if an optional library is not installed.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
@@ -262,10 +263,10 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a large vocabulary takes half a second to load, and a process loads it twice
+@lru_cache(1)  # a process loads the tokenizer twice, and a large vocabulary takes half a second
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """Load a tokenizer. `state` has the sizes and modification times of all files of the tokenizer;
-    it is an argument so that it is part of the cache key."""
+    """Load a tokenizer. `state` contains the sizes and modification times of all files of the
+    tokenizer. It is an argument only to be part of the cache key."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":
@@ -274,9 +275,9 @@ def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> To
 
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
-    """Return the id that marks the end of a text, according to the files in a tokenizer's folder:
-    the id of `eos_token`, or, without it, the first `eos_token_id` in the vocabulary. Return None
-    if the files name neither. Raise InputError for a damaged file."""
+    """Return the id that ends a text, according to the files in a tokenizer's folder: the id of
+    `eos_token`, or, if there is no `eos_token`, the first `eos_token_id` that is in the vocabulary.
+    Return None if the files contain neither. Raise InputError for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
         if isinstance(token, dict):
@@ -295,8 +296,8 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of a tokenizer; None for a tokenizer that has no file. The tokenizer of a
-    model on the Hugging Face hub is downloaded. Raise InputError if the download fails."""
+    """Return the file of the tokenizer `name`, or None if the tokenizer has no file. The tokenizer
+    of a model on the Hugging Face hub is downloaded. Raise InputError if the download fails."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     file = name.removeprefix(GIGATOKEN)
@@ -309,9 +310,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE tokenizer (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Return the content of the new tokenizer.json, and the size of its vocabulary. The size of the
-    vocabulary is below `vocab_size` if the texts have too few pairs of tokens. The same texts
-    always give the same tokenizer. Raise InputError for a size outside MIN_VOCAB_SIZE to
+    Return the content of the new tokenizer.json, and the size of its vocabulary. The size is less
+    than `vocab_size` if the texts have too few different pairs of tokens. The same texts always
+    give the same tokenizer. Raise InputError if `vocab_size` is not between MIN_VOCAB_SIZE and
     MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,6 +1,6 @@
 """Reading of conversations, or pairs of conversations, from JSON lines, and their encoding as token
-ids with label weights. A token of an answer has the label weight 1, every other token the label
-weight 0."""
+ids with label weights. The label weight of a token is 1 if the token belongs to an answer, and 0
+otherwise."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message, Rendered
 
 
 class Conversation(NamedTuple):
-    """A conversation. `ids` has the token ids [tokens], `weights` the label weight of each token,
-    bool [tokens], and `answers` the index of each answer's first token, int [answers]. `text` is
-    the conversation as text."""
+    """A conversation. `ids` are the token ids, int [tokens]. `weights` are the label weights of the
+    tokens, bool [tokens]. `answers` are the indices of the first tokens of the answers, int
+    [answers]. `text` is the conversation as text."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -33,9 +33,9 @@ Group = list[Conversation]
 
 
 class Conversations:
-    """A reader of conversations in .jsonl lines. `messages_of` is a function that returns the
-    messages of each conversation in a record, or raises BadConversation. If `skip_bad_lines` is
-    True, the reader leaves out lines that cannot be used, and counts them in `bad_lines`."""
+    """A reader of conversations from JSON lines. `messages_of` is a function that takes a record
+    and returns the messages of each conversation in it, or raises BadConversation. If
+    `skip_bad_lines` is True, lines that cannot be used are left out, and counted in `bad_lines`."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Conversations:
 
     def __call__(self, task: Task) -> list[Group]:
         """Return, for each record of a task in order, the conversations of the record. If a line
-        cannot be used, raise an InputError that names the file and the line."""
+        cannot be used and `skip_bad_lines` is False, raise an InputError that names the file and
+        the line."""
         rendered = []
         sizes = []  # number of conversations of each record
         for chunk in task.chunks:
@@ -75,7 +76,7 @@ class Conversations:
         return [list(islice(conversations, size)) for size in sizes]
 
     def _rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Return the text of a conversation, and the spans (ranges of characters) of the answers
+        """Return the text of a conversation, and the spans (ranges of characters) of those answers
         that are labels. Raise BadConversation if no answer is a label."""
         text, spans = self._template.rendered(messages)
         answers = counted_answers(messages, spans)
@@ -84,8 +85,8 @@ class Conversations:
         return Rendered(text, answers)
 
     def _messages(self, line: bytes) -> list[list[Message]]:
-        """Return, for each conversation in a line, its messages. Raise BadConversation if the line
-        has no messages, or if a message contains the text of a special token."""
+        """Return a list of messages for each conversation in a line. Raise BadConversation if the
+        line has no messages, or if a message contains the name of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -106,8 +107,8 @@ class Conversations:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, also its keys and the texts of nested values. A template may
-    write any of these texts (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, including keys and the texts in nested values, because a
+    template may write any of them (a role, a name, the arguments of a tool call)."""
     left: list[Any] = [message]
     while left:
         value = left.pop()

@@ -1,15 +1,15 @@
-"""The common formats of conversations. A record's format is recognized by its keys, and the record
-is converted to messages.
+"""The common formats of conversations. The format of a record is recognized by its keys. This
+module converts records to messages.
 
 - OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. A content may also be a list of
-parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is not a label, but only context.
+parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is only context, and not a label.
 - ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
 - alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
   optionally "system" and "history", a list of [question, answer].
-- Pairs of question and answer: two texts, in the two fields of one of `PAIRS`, or two lists of
-messages (TRL's "prompt" and "completion").
+- A question and its answer: two texts, in two fields with the names in one of the `PAIRS`, or two
+  lists of messages (TRL's "prompt" and "completion").
 
-The turns in a list of the first two formats may have the keys of either format, because some files
+In the first two formats, each turn in a list may have the keys of either format, because some files
 mix the two.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from ptdmpi.data.chat_template import ANSWER, Message
 
-# Maps the names of speakers in files of ShareGPT's format to roles.
+# name of a speaker in files of ShareGPT's format -> role
 ROLES = {
     "system": "system",
     "human": "user",
@@ -33,7 +33,7 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# The usual names of the fields for a question and its answer.
+# the usual names of the two fields for a question and its answer
 PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -47,15 +47,15 @@ KNOWN = (
 
 
 class BadConversation(ValueError):
-    """The error for a record that cannot be converted to a conversation. The text of the error
-    describes the mistake."""
+    """The error for a record that cannot be converted to a conversation. Its text describes the
+    mistake."""
 
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The names of the fields that contain a conversation. These fields are tried before the usual
-    field names. `messages` names the field with a list of messages; `prompt` and `answer` name the
-    fields with a prompt and its answer."""
+    """The names of the fields that contain a conversation. They are tried before the usual field
+    names. `messages` is the name of the field with a list of messages; `prompt` and `answer` are
+    the names of the fields with a prompt and its answer."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -91,9 +91,9 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages. If the record has a text "system", a system message with this text comes
-    first. Raise BadConversation if "system" is no text, or if the messages begin with a system
-    message, too."""
+    """Return `messages`. If the record has a text in the field "system", a system message with this
+    text is inserted at the beginning. Raise BadConversation if "system" is not a text, or if the
+    messages already begin with a system message."""
     text = record.get("system")
     if not text:
         return messages
@@ -105,7 +105,7 @@ def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of an alpaca record. If the record has an input, the input follows the
+    """Return the messages of an alpaca record. If the record has an input, it follows the
     instruction on a new line."""
     history = record.get("history") or []
     earlier: list[Message] = []
@@ -120,8 +120,8 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 
 def instruction_of(record: Mapping[str, Any]) -> str:
-    """Return the instruction of an alpaca record, and its input, if it has one, on a new line.
-    Raise BadConversation for an input that is no text."""
+    """Return the instruction of an alpaca record. If the record has an input, it is added on a new
+    line. Raise BadConversation if the input is not a text."""
     more = record.get("input") or ""
     if not isinstance(more, str):
         raise BadConversation('"input" is no text')
@@ -129,16 +129,16 @@ def instruction_of(record: Mapping[str, Any]) -> str:
 
 
 def turns_of(turns: Any, name: str) -> list[Message]:
-    """Return the messages in `turns`, the value of the field `name`. Each turn has OpenAI's or
-    ShareGPT's keys."""
+    """Return the messages in `turns`, which is the value of the field `name`. Each turn has the
+    keys of OpenAI's or ShareGPT's format."""
     if not isinstance(turns, list) or not turns:
         raise BadConversation(f'"{name}" is no list of messages')
     return [_message(turn) for turn in turns]
 
 
 def _message(turn: Any) -> Message:
-    """Return a message whose "role" and "content" are texts. Other keys of the message are kept for
-    the chat template."""
+    """Convert a turn to a message whose "role" and "content" are texts. Other keys are not removed,
+    because the chat template may use them."""
     if not isinstance(turn, dict):
         raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
     if "from" in turn and "role" not in turn:
@@ -157,7 +157,7 @@ def _message(turn: Any) -> Message:
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    """Return the text of a message content that is a list of parts. Raise BadConversation for a
+    """Return the text of a message whose content is a list of parts. Raise BadConversation for a
     part that is not text."""
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
@@ -172,9 +172,9 @@ def counted_answers(
     """Return the spans (ranges of characters) of the answers that are labels: all answers except
     those in messages with "weight" 0.
 
-    `answers` has the spans of all answers in the text, in the order of the messages. Raise
-    BadConversation for a weight other than 0 and 1, and if the template does not write each answer
-    exactly once.
+    `answers` are the spans of all answers in the text, in the order of the messages. Raise
+    BadConversation for a weight other than 0 and 1. Also raise it if the template does not write
+    each answer exactly once.
     """
     weights = [message.get("weight", 1) for message in messages if message["role"] == ANSWER]
     if any(weight not in (0, 1) for weight in weights):

@@ -1,5 +1,5 @@
-"""Writing conversations to shards, packed into rows of equal length. Each conversation is
-completely in one row."""
+"""Writing of conversations to shards. The conversations are packed into rows of equal length, and
+each conversation is completely in one row."""
 
 import time
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
-MOST_LENGTH = 1 << 28  # Maximum number of tokens of a row; a complete row must fit into memory.
-# The maximum number of unfinished rows. A conversation goes to the first unfinished row that has
-# room for it.
+MOST_LENGTH = 1 << 28  # maximum tokens in a row, because a complete row must fit into memory
+# maximum number of unfinished rows; a conversation is placed in the first unfinished row that has
+# room for it
 OPEN_ROWS = 64
-# The names of the CorpusCounters that the final table shows.
+# names of those CorpusCounters that the final table shows
 COUNTED = (
     "documents",
     "answers",
@@ -55,9 +55,9 @@ COUNTED = (
 class ChatOptions:
     """The inputs and options of `ptdmpi-data chat` and `pairs`, except the options for the output.
 
-    `too_long` says what happens to a conversation that has more than `seq_length` tokens:
-    "truncate" cuts its end off, "drop" leaves it out. If `pairs` is True, the records are pairs of
-    answers. A pair that is too long is always left out, and `fields` is not used for pairs.
+    `too_long` says what happens to a conversation with more than `seq_length` tokens: "truncate"
+    cuts off its end, and "drop" leaves it out. If `pairs` is True, the records are pairs of
+    answers. For pairs, `fields` is not used, and a pair that is too long is always left out.
     """
 
     inputs: tuple[str, ...]
@@ -79,21 +79,21 @@ class ChatOptions:
 
 @dataclass
 class _Row:
-    """The conversations in a row, and their total number of tokens."""
+    """The conversations in a row. `size` is their total number of tokens."""
 
     conversations: list[Conversation] = field(default_factory=list)
     size: int = 0
 
 
 class RowWriter:
-    """A writer that packs conversations into rows (first fit) and writes the rows to shards in one
+    """A writer that packs conversations into rows (first fit), and writes the rows to shards in one
     directory.
 
-    A row has `seq_length` tokens. The row consists of conversations, each of which is a document,
-    and of padding. The padding is one more document, which has only end-of-document tokens; they
-    are not labels. The conversations of a group are next to each other in one row. Sample j of a
-    shard is row j. The label of the last token of a row is the first token of the next row, and the
-    loss ignores this label. Each shard therefore ends with one extra token.
+    A row has `seq_length` tokens. It consists of conversations, each of which is a document, and of
+    padding. The padding is one more document that consists of end-of-document tokens, which are not
+    labels. The conversations of a group are next to each other in one row. Sample j of a shard is
+    row j. The label of the last token of a row is the first token of the next row, so each shard
+    ends with one extra token. The loss ignores this label.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class RowWriter:
         self.tokens = self.padding = 0
 
     def add(self, group: Group) -> None:
-        """Add the conversations of one group, which together have at most `seq_length` tokens.
-        Raise the errors that `ShardWriter` raises."""
+        """Add the conversations of one group. They must have at most `seq_length` tokens in total.
+        The errors of `ShardWriter` are raised."""
         size = _size(group)
         for row in self._rows:
             if row.size + size <= self._length:
@@ -148,7 +148,8 @@ class RowWriter:
         ids.append(np.full(padding, self._vocabulary.eod_id, ids[0].dtype))
         weights = [conversation.weights for conversation in row.conversations]
         for own in weights:
-            # the first token of a conversation is not a label, because no earlier token predicts it
+            # the first token of a conversation is not a label, because it must not be predicted
+            # from another conversation
             own[0] = False
         weights.append(np.zeros(padding, dtype=bool))
         sizes = [part.size for part in ids if part.size]
@@ -192,7 +193,8 @@ class _ChatCorpus:
     sources: list[CorpusFile]
 
     def identity(self) -> dict[str, Any]:
-        """Return the options and the properties of the input files that determine the tokens."""
+        """Return those options, and those properties of the input files, that determine the
+        tokens."""
         files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
         pairs = {}
         if self.options.pairs:
@@ -212,11 +214,11 @@ class _ChatCorpus:
 
 
 def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, Any]:
-    """Make shards of conversations and return the final table.
+    """Make shards of conversations, and return the final table.
 
-    The same files and options always give shards with the same bytes. If the command was stopped,
-    the next call starts from the beginning. Raise InputError for bad options, files or lines; after
-    such an error no output remains.
+    The same files and options always give shards with the same bytes. If the command is stopped,
+    its next start begins again. Raise InputError for bad options, files or lines. After such an
+    error, no output remains.
     """
     started = time.perf_counter()
     output.check()
@@ -240,8 +242,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # copy the template next to the shards, for users who talk to a model that was trained
-            # on the shards
+            # store the template next to the shards, because it is needed for a conversation with a
+            # model that was trained on them
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
@@ -260,8 +262,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
 
 
 def _tokenizer(name: str) -> MarkedTokenizer:
-    """Load a tokenizer that encodes special tokens by their names. Raise InputError for a tokenizer
-    that cannot encode special tokens in this way."""
+    """Load a tokenizer that can encode the names of special tokens as special tokens. Raise
+    InputError for any other tokenizer."""
     if name.startswith((GIGATOKEN, TIKTOKEN)) or name.endswith(".model"):
         raise InputError(
             f"--tokenizer {name}: a chat template writes special tokens, which need 'bytes' or a "
@@ -278,8 +280,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the conversations of a group, each cut to the length of a row. Return None if the
-    group is left out, because it is too long, or because a conversation in it would have no
-    label."""
+    group must be left out, because it is too long, or because one of its conversations would have
+    no label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None
@@ -297,8 +299,9 @@ def _kept(group: Group, options: ChatOptions) -> Group | None:
 
 
 def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
-    """Return the counters for a record with the conversations `group`. `kept` has the conversations
-    of `group` that are written to a row of `length` tokens; None if the group is left out."""
+    """Return the counters for a record with the conversations `group`. `kept` is the result of
+    `_kept`: the cut conversations, or None if the group is left out. `length` is the number of
+    tokens in a row."""
     cut = _size(group) > length
     text_bytes = sum(len(conversation.text.encode()) for conversation in group)
     if kept is None:
@@ -315,8 +318,8 @@ def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
 
 
 def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
-    """Read all conversations, pack them into rows and write the shards. Raise InputError for a bad
-    line or a full disk; after this error no incomplete shard remains."""
+    """Read all conversations, pack them into rows, and write the shards. Raise InputError for a bad
+    line or a full disk. After such an error, no incomplete shard remains."""
     options = corpus.options
     read = Conversations(
         corpus.tokenizer, corpus.template, options.messages_of, options.skip_bad_lines

@@ -1,17 +1,17 @@
-"""The common formats of preference pairs. A pair has a preferred and a rejected answer to the same
-prompt.
+"""The common formats of preference pairs. A pair consists of a preferred answer and a rejected
+answer to the same prompt.
 
 A record has the fields "chosen" and "rejected", each of which is one of these:
 
 - a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
 - a list of messages that begins with an answer; the prompt is in another field (TRL's
 conversational format)
-- a list of messages that begins with a question: the whole conversation
-- a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
-  arXiv 2204.05862)
+- a list of messages that begins with a question: the complete conversation
+- a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the complete conversation (Bai et al. 2022, arXiv
+  2204.05862)
 
-Both conversations of a pair may begin with the same turns. Only the answers after these shared
-turns are compared and are labels.
+The two conversations of a pair may begin with the same turns. Only the answers after these shared
+turns are compared, and only these answers are labels.
 """
 
 import re
@@ -39,12 +39,11 @@ _ROLES = {"Human": "user", "Assistant": ANSWER}
 
 
 def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
-    """Return the conversation with the preferred answer, and the conversation with the other
-    answer.
+    """Return two conversations: one with the preferred answer, and one with the rejected answer.
 
-    Answers in the turns that both conversations share get the "weight" 0, so that they are not
-    labels. Raise BadConversation if the record has none of the known formats, or if a conversation
-    has no answer after these shared turns.
+    Answers in the shared turns at the beginning get the "weight" 0, so that they are not labels.
+    Raise BadConversation if the record has none of the known formats, or if a conversation has no
+    answer after these shared turns.
     """
     if any(name not in record for name in ANSWERS):
         raise BadConversation(f"no pair of answers: {KNOWN}")
@@ -69,7 +68,7 @@ def _as_context(message: Message) -> Message:
 
 
 def _conversation(record: Mapping[str, Any], name: str) -> list[Message]:
-    """Return the whole conversation whose answer is in the field `name`."""
+    """Return the complete conversation whose answer is in the field `name`."""
     given = record[name]
     if isinstance(given, str):
         spoken = _spoken(given)
@@ -81,21 +80,21 @@ def _conversation(record: Mapping[str, Any], name: str) -> list[Message]:
 
 
 def _spoken(text: str) -> list[Message]:
-    """Return the turns of a text in which each turn begins with a speaker; [] if the text has no
-    speakers."""
+    """Return the turns of a text in which each turn begins with the name of a speaker. Return [] if
+    the text has no such names."""
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
         return []
     pairs = zip(parts[::2], parts[1::2], strict=True)
     turns = [{"role": _ROLES[speaker], "content": said.strip()} for speaker, said in pairs]
-    if not turns[-1]["content"]:  # the text is a prompt that ends with the name of the next speaker
+    if not turns[-1]["content"]:  # the text is a prompt that ends with the next speaker's name
         turns.pop()
     return turns
 
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of the prompt, which come before the answer. Raise BadConversation if the
-    record has no prompt."""
+    """Return the messages of a record's prompt. Raise BadConversation if the record has no
+    prompt."""
     for name in ("prompt", "conversations", "messages"):
         if isinstance(record.get(name), list):
             return with_system(record, turns_of(record[name], name))

@@ -1,5 +1,5 @@
-"""Reading of conversation records as tasks (see `sources.Task`): the records are lines of .jsonl
-files, or elements of a .json array."""
+"""Reading of conversation records as tasks (see `sources.Task`). A record is a line of a .jsonl
+file, or an element of a .json array."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ JSON = ".json"
 
 def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
     """Return the .jsonl and .json files among the inputs, including compressed files. Raise
-    InputError for any other kind of file. Raise also the errors that `find_sources` raises."""
+    InputError for any other kind of file. The errors of `find_sources` are also raised."""
     sources = find_sources(inputs, (JSON,))
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
@@ -36,11 +36,11 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
 
 
 def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
-    """Yield tasks with the records of all files. Each chunk of a task consists of complete lines,
+    """Yield tasks with the records of all files. The chunks of a task consist of complete lines,
     with one record per line.
 
-    For a .json array, line n is element n, counted from 1. After each read, `advance` is called
-    with the number of bytes that were read. Raise InputError for a file that cannot be read.
+    Line n of a .json array is its element n, counted from 1. `advance` is called with the number of
+    bytes that have been read. Raise InputError for a file that cannot be read.
     """
     for source in sources:
         if source.kind == JSONL:
@@ -65,8 +65,8 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
 
 
 def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, block by block. Raise InputError if there are more
-    than MAX_LINE_BYTES bytes."""
+    """Yield the decompressed bytes of a file, in blocks. Raise InputError if the file has more than
+    MAX_LINE_BYTES bytes."""
     size_bytes = 0
     for block in read_blocks(replace(source, kind=TEXT), advance):
         size_bytes += len(block)
@@ -79,8 +79,8 @@ def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[b
 
 
 def _as_lines(source: CorpusFile, data: bytes) -> bytes:
-    """Return the elements of the JSON array in `data`, each as one line. If `data` does not begin
-    with a bracket, the file already consists of lines, and `data` is returned."""
+    """Return the elements of the JSON array in `data`, one per line. If `data` does not begin with
+    a bracket, the file already consists of JSON lines, and `data` is returned unchanged."""
     if not data.lstrip().startswith(b"["):
         return data
     try:

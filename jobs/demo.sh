@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From text to a trained model on this machine: corpus, tokenizer, shards, training on 4 MPI ranks,
-# validation, report, a generated text. `make demo` calls this script; CORPUS=path names your own
-# text file or directory.
+# Make a trained model from text, on this machine: corpus, tokenizer, shards, training on 4 MPI
+# ranks, validation, report, and a generated text. `make demo` calls this script. To use your own
+# text, set CORPUS to the path of a text file or directory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . jobs/mpi-env.sh

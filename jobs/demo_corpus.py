@@ -1,5 +1,5 @@
-"""Write the source files of Python's standard library into one .jsonl file. Every machine with
-Python has this text, some 30 MB.
+"""Write the source files of Python's standard library to one .jsonl file. Every machine with Python
+has this text, which has about 30 MB.
 
     python jobs/demo_corpus.py OUTPUT.jsonl
 """
@@ -23,7 +23,7 @@ def main(output: Path) -> None:
                 continue
             try:
                 text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:  # test data of Python's own tests
+            except UnicodeDecodeError:  # a data file of Python's own tests
                 continue
             file.write(json.dumps({"text": text}) + "\n")
             count += 1

@@ -3,9 +3,9 @@
 #
 #   flux batch jobs/flux-gpu.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
-# A signal before the time limit would reach the brokers of Flux, not the ranks: set `[run]
-# max_minutes` (or --set run.max_minutes=...) some minutes below the limit. The ranks then save and
-# stop with exit code 75, and the job submits its successor.
+# If Flux sent a signal before the time limit, it would reach the brokers of Flux and not the ranks.
+# So set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below the limit. The ranks
+# then save and stop with exit code 75, and the job submits its successor.
 #
 # ---- settings: adapt these here; flux batch's options do not reach the successor -----------------
 # Flux has no commented directives: add lines for --bank=PROJECT and --queue=QUEUE if you need them.
@@ -16,11 +16,11 @@
 # flux: --output=ptdmpi-{{id}}.log
 NODES=${NODES:-2}
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
-# All ranks of a node see all its GPUs; rank i of a node uses GPU i.
+# Each rank sees all GPUs of its node, and rank i of a node uses GPU i.
 PLACED="--nodes=$NODES --tasks-per-node=$RANKS_PER_NODE --exclusive --setopt=gpu-affinity=off"
 LAUNCH=${LAUNCH:-flux run --setopt=cpu-affinity=per-task}
 LAUNCH="$LAUNCH $PLACED"
-# Commands that give the job its software, for example `module load openmpi`.
+# Commands that load the job's software, for example `module load openmpi`.
 SETUP=${SETUP:-}
 # The path of this file, relative to the folder where flux batch was called.
 SCRIPT=${SCRIPT:-jobs/flux-gpu.sh}

@@ -3,9 +3,9 @@
 #
 #   ARGS="CONFIG.toml --set SECTION.KEY=VALUE" bsub < jobs/lsf-gpu.sh
 #
-# LSF sends its warning before the time limit to every process, and would end the daemons of mpirun:
-# set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below -W. The ranks then save
-# and stop with exit code 75, and the job submits its successor.
+# The warning that LSF can send before the time limit goes to every process, so it would end the
+# daemons of mpirun. Instead, set `[run] max_minutes` (or --set run.max_minutes=...) some minutes
+# below -W. The ranks then save and stop with exit code 75, and the job submits its successor.
 #
 # ---- settings: adapt these here; bsub's command line does not reach the successor ----------------
 #BSUB -J ptdmpi
@@ -19,15 +19,15 @@
 #BSUB -o ptdmpi-%J.log
 # If the first node of the job is lost, LSF itself restarts the job.
 #BSUB -r
-# LSB_MCPU_HOSTS has the name of each node, and the number of its ranks.
+# LSB_MCPU_HOSTS contains the name of each node, followed by its number of ranks.
 NODES=$(xargs -n 2 <<< "$LSB_MCPU_HOSTS")
 HOSTS=$(tr ' ' ':' <<< "$NODES" | paste -sd,)
-# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. If RANKS is smaller
-# than the default, the last nodes are spare nodes.
+# `ptdmpi run` starts the ranks, and restarts lost ranks within the job. If RANKS is less than the
+# default, the last nodes are spare nodes.
 RANKS=${RANKS:-$(awk '{ranks += $2} END {print ranks}' <<< "$NODES")}
-# `ptdmpi run` adds the options for ranks and hosts.
+# The launcher. `ptdmpi run` adds the options for the number of ranks and the hosts.
 LAUNCH=${LAUNCH:-mpirun}
-# Commands that give the job its software, for example `module load openmpi`.
+# Commands that load the job's software, for example `module load openmpi`.
 SETUP=${SETUP:-}
 # The path of this file, relative to the folder where bsub was called.
 SCRIPT=${SCRIPT:-jobs/lsf-gpu.sh}

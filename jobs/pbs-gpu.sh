@@ -3,9 +3,9 @@
 #
 #   qsub -v "ARGS=CONFIG.toml --set SECTION.KEY=VALUE" jobs/pbs-gpu.sh
 #
-# PBS sends no warning before the time limit: set `[run] max_minutes` (or --set run.max_minutes=...)
-# some minutes below walltime. The ranks then save and stop with exit code 75, and the job submits
-# its successor.
+# PBS sends no warning before the time limit. So set `[run] max_minutes` (or --set
+# run.max_minutes=...) some minutes below walltime. The ranks then save and stop with exit code 75,
+# and the job submits its successor.
 #
 # ---- settings: adapt these here; qsub's command line does not reach the successor ----------------
 #PBS -N ptdmpi
@@ -21,15 +21,15 @@
 #PBS -r y
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
 CORES_PER_RANK=${CORES_PER_RANK:-8}
-# The file PBS_NODEFILE has one or more lines for each node.
+# The file $PBS_NODEFILE contains one or more lines for each node.
 NODES=$(sort -u "$PBS_NODEFILE")
 HOSTS=$(sed "s/\$/:$RANKS_PER_NODE/" <<< "$NODES" | paste -sd,)
-# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. If RANKS is smaller
-# than the default, the last nodes are spare nodes.
+# `ptdmpi run` starts the ranks, and restarts lost ranks within the job. If RANKS is less than the
+# default, the last nodes are spare nodes.
 RANKS=${RANKS:-$(($(wc -l <<< "$NODES") * RANKS_PER_NODE))}
 # The launcher, with options for PALS (HPE Cray) and MPICH. `ptdmpi run` adds -n, --ppn and --hosts.
 LAUNCH=${LAUNCH:-mpiexec --depth $CORES_PER_RANK --cpu-bind depth}
-# Commands that give the job its software, for example `module load conda`.
+# Commands that load the job's software, for example `module load conda`.
 SETUP=${SETUP:-}
 # The path of this file, relative to the folder where qsub was called.
 SCRIPT=${SCRIPT:-jobs/pbs-gpu.sh}

@@ -1,5 +1,5 @@
-"""Print the number of steps and the run directory of a configuration, for the job scripts in this
-folder.
+"""Print the number of steps and the run directory of a configuration. The job scripts in this
+folder use this program.
 
 `python jobs/run_directory.py CONFIG.toml [--set SECTION.KEY=VALUE ...]`
 """

@@ -174,7 +174,7 @@ def test_cancelled_job_saves_and_stays_cancelled(whole, folder, straight):
     run.submit(whole, template="slurm-gpu.sbatch")
     run.wait_for_step(50)
     whole.run("scancel", run.job)
-    run.wait_for_log("start it again to go on")
+    run.wait_for_log("start it again to continue")
     assert int(run.saved.removeprefix("step-")) > 50
     time.sleep(8)  # a requeued job would start again by now
     assert whole.job(run.job)["JobState"] == "CANCELLED"

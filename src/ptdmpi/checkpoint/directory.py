@@ -140,9 +140,9 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
     """Rename all checkpoints in the run directory that are not part of the history of the run. Such
-    checkpoints exist if the run has begun from an earlier checkpoint of its own, or from another
-    run's. Also record the checkpoint `source` that the run continues, and the path `named` that the
-    user gave, because that path may mean another checkpoint later.
+    checkpoints exist if the run has begun from an earlier checkpoint of its own, or from a
+    checkpoint of another run. Also record the checkpoint `source` that the run continues, and the
+    path `named` that the user gave, because that path may mean another checkpoint later.
 
     Without the renaming, the next start would resume from the abandoned checkpoint with the highest
     step. If `source` is in this directory, `source` and all earlier checkpoints keep their names.

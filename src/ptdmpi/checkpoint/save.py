@@ -9,10 +9,10 @@ After that, the manifest is written, the directory is renamed, and the file `lat
 this order. If several ranks have the same tensors, each of them writes an equal part of the bytes.
 
 A thread of each rank writes the rank's file, and a thread of rank 0 writes the manifest and renames
-the directory. When ranks must agree, for example that all files are written, their main threads use
-the world communicator between two training steps. The threads that write files never call MPI. MPI
-therefore need not support threads, and the messages of a save cannot be confused with the messages
-of a training step.
+the directory. When ranks must agree, for example that all files are written, the main threads of
+the ranks use the world communicator between two training steps. The threads that write files never
+call MPI. MPI therefore need not support threads, and the messages of a save cannot be confused with
+the messages of a training step.
 """
 
 import contextlib

@@ -202,7 +202,7 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin to replace part k of `whole`, [size n, ...], by part k of rank k's, for every k."""
+        """Begin to fill part k of `whole`, [size n, ...], with the part k of rank k, for each k."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))

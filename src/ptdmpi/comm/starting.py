@@ -23,8 +23,8 @@ LOOK_S = 0.5  # pause between two checks of the ranks.
 # Time limit in seconds for the launcher to start all ranks of a node; the launcher needs some
 # milliseconds for each rank.
 COMPLETE_S = 10.0
-# Time limit in seconds for MPI_Init. The limit is for the case that a node fails, which ends all
-# ranks and all watchers on the node.
+# Time limit in seconds for MPI_Init. If a whole node fails, its watchers end, too, so only this
+# limit ends the job.
 LIMIT_S = 600.0
 TURN_S = 2.0  # delay in seconds between the watchers of a node, which act one after the other
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")

@@ -157,7 +157,7 @@ class Engine:
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # the scale is removed first, so that clipping uses the norm of the mean loss's gradient
+            # divide by `scale` first, so that clipping uses the gradient norm of the mean loss
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
@@ -368,8 +368,8 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Return True if the all-reduces of gradients begin during the last backward, for which each
-    module must be a separate shard unit. The result is True only for the data-parallel method
+    """Return True if the all-reduces of gradients begin during the last backward. Each module must
+    then be a separate shard unit. The result is True only for the data-parallel method
     `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False

@@ -1,5 +1,5 @@
-"""The reduction of gradients. It begins with the sums of each rank's own gradients, and ends with
-the gradients that the update uses, and their norm.
+"""The reduction of gradients: from the gradients of each rank's own microbatches to the gradients
+that the update uses, and their norm.
 
 The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
 data-parallel method reduces over the data axis. If each tensor rank has only one term of the sum

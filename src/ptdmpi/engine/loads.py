@@ -24,9 +24,9 @@ from ptdmpi.plan.layout.grid import LOSSES, TENSOR
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The loads [layers, E] of the E experts of each layer with experts in one step, as int64, and
-    the losses of the routers by name. The losses are summed over the tokens of the global batch and
-    over the layers."""
+    """The loads of the experts in one step, and the losses of the routers by name. The loads are
+    int64, [layers with experts, E], for E experts per layer. The losses are summed over the tokens
+    of the global batch and over the layers."""
 
     tokens: Tensor
     losses: Mapping[str, float] = field(default_factory=dict)

@@ -91,8 +91,8 @@ class HostUpdate:
         ]
 
     def expect(self) -> None:
-        """Begin to copy the inputs of the update from the device. The copies are complete after the
-        device's clock has settled (`Clock.settle`)."""
+        """Begin to copy the inputs of the update from the device. The copies are complete after
+        `Clock.settle` has waited for the device."""
         for chunk, rooms in zip(self.chunks, self._rooms, strict=True):
             for kept, room in zip((*chunk.gradients, *chunk.masters), rooms, strict=True):
                 if room is not None:

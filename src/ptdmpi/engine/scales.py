@@ -75,8 +75,8 @@ class ScaleHistory:
         return every
 
     def update(self, sent: Tensor | None) -> None:
-        """Add the magnitudes of this step to the state; `sent` is the result of the method
-        `sent`."""
+        """Add the magnitudes of this step to the state. `sent` is the tensor that the method of
+        the same name has returned."""
         if sent is None:
             return
         host = sent.cpu()

@@ -46,7 +46,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         # torch's function needs a separate tensor with the number of updates for each tensor
         [updates.clone() for _ in group.masters],
         # use torch's fused kernel, which rounds the last elements of a tensor differently (see
-        # `ALIGNMENT` in plan/shape)
+        # `ALIGNMENT` in plan/layer/parts.py)
         fused=True,
         amsgrad=False,
         beta1=config.beta1,

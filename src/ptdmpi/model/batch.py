@@ -101,7 +101,7 @@ class Microbatch:
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
         """Return a copy of this microbatch, which has only this rank's positions, with the masked
-        positions and the segment order of `whole`. The microbatch `whole` is the same one, at all
+        positions and the segment order of `whole`, which is the same microbatch at all
         positions."""
         assert whole.masked is not None
         count = len(self.inputs)

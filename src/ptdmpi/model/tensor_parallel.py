@@ -348,7 +348,7 @@ class LayerLinear(Computing):
         self.delayed = DelayedScales()
 
     def take(self, kernels: Kernels) -> None:
-        """Use these kernels from now on, but in products with the scaling `scaling`."""
+        """Use these kernels from now on, but compute products with this linear's `scaling`."""
         if self.scaling == "block":
             kernels = Float8Kernels(kernels, keeps_codes=self.keeps_codes)
         elif self.scaling == "delayed":

@@ -27,8 +27,8 @@ REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-# torch's type stubs describe the methods that a user calls, not the methods that a subclass
-# implements
+# for type checkers: torch's type stubs describe only the methods that a user calls, not the methods
+# that a subclass implements
 if TYPE_CHECKING:
 
     class ProcessGroup:

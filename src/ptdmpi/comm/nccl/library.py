@@ -165,8 +165,7 @@ class Nccl:
 
 class NcclConnection:
     """One communicator of NCCL. It is never destroyed by a call, because all ranks would have to
-    destroy it together. The end of the process frees the communicator, or `abort` after an
-    error."""
+    destroy it together. It is freed at the end of the process, or by `abort` after an error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core

@@ -100,8 +100,8 @@ class DataParallel(OpHook):
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
         gradients with which this replica updates its weights. The gradients in the buffer are
-        already weighted by 1 / valid tokens of the global batch, so the gradient of the global
-        batch is their plain sum over data ranks."""
+        already weighted by 1 / (number of valid tokens of the global batch), so the gradient of the
+        global batch is their plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Do the method's work after step `step` (from 0). The optimizer has then updated the

@@ -29,7 +29,7 @@ class BegunSums:
         self.replica = replica
         self.sum_begin = begin
         self._open: Sequence[int] = ()
-        self._last = False  # True while the backward runs that completes the gradients of a stage
+        self._last = False  # True during the backward that completes the gradients of a stage
         self._looking = False
         self._begun: dict[int, Handle] = {}
         self._units: dict[int, list[int]] = {}

@@ -5,11 +5,12 @@ import pty
 import select
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests._mpirun import mpirun
+from tests._mpirun import mpi_environment, mpirun
 from tests.supervise._job import LIMIT_S, Job, environment, prepare, same, words
 
 pytestmark = pytest.mark.together
@@ -93,12 +94,27 @@ def test_ctrl_c_in_a_terminal(folder, undisturbed):
     same(folder / "asked", undisturbed)
 
 
-def _in_terminal(folder, command, until: bytes) -> tuple[str, int]:
+@pytest.mark.long
+def test_ctrl_c_under_plain_mpirun(folder, undisturbed):
+    """The log says what Ctrl-C loses. The launcher may end the ranks before they have saved; the
+    same command then continues from the last checkpoint."""
+    arguments = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=plain"]
+    command = ["mpirun", "-n", "2", sys.executable, *arguments]
+    text, code = _in_terminal(folder, command, b"step 10/24", mpi_environment())
+    assert "Ctrl-C loses the steps since the last save" in text
+    assert code != 0, text
+    assert not (folder / "plain" / "done").exists()
+    assert {"step-00000004", "step-00000008"} <= set(os.listdir(folder / "plain/checkpoints"))
+    mpirun(2, arguments, cwd=folder)
+    same(folder / "plain", undisturbed)
+
+
+def _in_terminal(folder, command, until: bytes, environ=None) -> tuple[str, int]:
     """Run a command in a terminal of its own, and press Ctrl-C once it has printed `until`."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
-        os.execvpe(command[0], command, environment())
+        os.execvpe(command[0], command, environ or environment())
     seen = b""
     pressed = False
     end = time.monotonic() + LIMIT_S

@@ -2,15 +2,18 @@
 functions that are made."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.dry import build, run
+from benchmarks.dry import build, kinds, run
 from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
 from benchmarks.marks import replaced
+from tests.device import test_kinds
+from tests.parallel import parallel
 
 M, K, N = 3, 5, 7
 X, Y = torch.randn(M, K), torch.randn(K, N)
@@ -97,6 +100,28 @@ def test_functions_of_the_driver_are_those_of_its_header():
     CUresult CUDAAPI cuInit(unsigned int Flags);
     """
     assert build.declared(header) == {"cuMemAlloc", "cuMemAlloc_v2", "cuInit"}
+
+
+@pytest.mark.long
+@parallel(ranks=[2])
+def test_nothing_is_under_way_after_a_row(comm):
+    """MPI would write the neighbours' weights into memory that the next row uses."""
+    engines = []
+
+    def made(*args, **kwargs):
+        engines.append(engine_on(*args, **kwargs))
+        return engines[-1]
+
+    def counted(step):
+        step()
+        assert not engines[0].policy.settled
+        return Counts(*([0] * len(Counts._fields)))
+
+    engine_on = kinds.engine_on
+    host = {"DEVICE": torch.device("cpu"), "begin": lambda: None}
+    with mock.patch.multiple(kinds, engine_on=made, counted=counted, **host):
+        kinds.of_two(test_kinds.LAYOUTS["neighbours, under way"])
+    assert engines[0].policy.settled
 
 
 def test_rows_that_failed_are_not_in_the_table():

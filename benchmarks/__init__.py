@@ -1,3 +1,3 @@
-"""The benchmarks, in nine folders. The folders share a launcher of ranks (`launch`), rounds in
-which the compared programs alternate (`turns`), and functions that write tables into pages of docs/
-(`marks`)."""
+"""The benchmarks, one folder for each subject. All folders use three modules: `launch` starts
+ranks, `turns` runs rounds in which the compared programs alternate, and `marks` writes tables into
+pages of docs/."""

@@ -12,7 +12,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 # let Python cache compiled modules, which is its default
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-PEERS = ROOT / ".peers"  # the folder in which each other trainer has its own folder
+PEERS = ROOT / ".peers"  # has a folder for each other trainer that is compared with ptdmpi
 
 
 def start(

@@ -1,8 +1,9 @@
 """Rounds of a comparison. Each of the compared programs or methods (a "side") runs once in each
 round, in changing order.
 
-The machines are shared, and their speed drifts. Therefore only figures of the same round are
-compared, and each round begins with a different side, so that no side benefits from the drift.
+The machines are shared with other programs, and their speed drifts. Therefore only figures of the
+same round are compared, and each round begins with a different side, so that no side benefits from
+the drift.
 """
 
 import statistics

@@ -1,2 +1,2 @@
-"""`make gpu-dry`: training on a null GPU, which takes every launch and computes nothing, and the
-counts of launches, waits, bytes and memory."""
+"""`make gpu-dry`: counts of launches, waits, bytes and memory when ptdmpi and other trainers train
+on a null GPU, which accepts every launch and computes nothing."""

@@ -1,8 +1,9 @@
-"""The environment of the null GPU: PyTorch's CUDA build and the stand-in libraries under it.
+"""The environment of the null GPU: PyTorch's CUDA build, and the stand-ins for the libraries that
+it uses.
 
 Everything is in one folder, `build/gpu-dry`, which `make clean` removes. `site` has PyTorch's CUDA
 build, `headers` has NVIDIA's header files, and `lib` has the stand-in libraries. All other packages
-are those of `make setup`. `null/` has the sources of the libraries.
+are those of `make setup`. The folder `null/` has the sources of the stand-ins.
 """
 
 import functools
@@ -29,11 +30,12 @@ STATE = "libnullgpu.so"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 COMPILE = ("gcc", "-std=gnu11", "-O1", "-fPIC", "-Wall", "-Werror")
-# Functions of these libraries take many forms, which generated code need not match.
+# The names of functions of NVIDIA's libraries. Their signatures differ, but the generated stand-ins
+# need not have the same signatures.
 NVIDIA = re.compile(r"(__)?(cu|nv|nccl)\w+")
 OF_RUNTIME = re.compile(r"(__)?cuda\w+")
 OF_DRIVER = re.compile(r"cu[A-Z](?!ile)\w+")
-# What launches at least one kernel on a real GPU.
+# The functions that launch at least one kernel on a real GPU.
 LAUNCHES = re.compile(
     r"cublas\w*(gemm|Gemm|gemv|Gemv|dot|Dot|trsm)\w*|cublasLtMatmul|cudnnBackendExecute"
     r"|nccl(AllReduce|Broadcast|Reduce|AllGather|ReduceScatter|Send|Recv)"
@@ -101,8 +103,8 @@ def _compile() -> None:
 
 
 def answers(names: Iterable[str]) -> str:
-    """Return the source of functions that answer 0, which is success in all of NVIDIA's
-    libraries."""
+    """Return the C source of functions with the given names that return 0, which means success in
+    all of NVIDIA's libraries."""
     lines = ['#include "null.h"']
     for name in sorted(names):
         counts = "null_add(NULL_LAUNCH); " if LAUNCHES.fullmatch(name) else ""
@@ -112,14 +114,14 @@ def answers(names: Iterable[str]) -> str:
 
 def _object(source: Path, options: Iterable[str]) -> Path:
     made = LIBRARIES / f"{source.stem}.o"
-    # Some names are those of built-in functions of gcc's, with other arguments.
+    # Some stand-ins have the names of gcc's built-in functions, but other arguments.
     options = ("-fno-builtin", "-Wno-unused", *options)
     subprocess.run([*COMPILE, *options, "-c", str(source), "-o", str(made)], check=True)
     return made
 
 
 def _link(soname: str, objects: Iterable[Path]) -> None:
-    """Make a shared library, whose symbols have the version that PyTorch's libraries ask for."""
+    """Make a shared library. Its symbols have the version that PyTorch's libraries require."""
     (name,) = _versions().get(soname, {soname})
     version = LIBRARIES / "version.txt"
     version.write_text(f"{name} {{ global: *; }};\n")
@@ -157,8 +159,8 @@ def _needed() -> set[str]:
 
 @functools.cache
 def _versions() -> dict[str, set[str]]:
-    """Return the versions of symbols that PyTorch's libraries need, by the file names of NVIDIA's
-    libraries."""
+    """Return, for the file name of each of NVIDIA's libraries, the versions of its symbols that
+    PyTorch's libraries need."""
     versions: dict[str, set[str]] = {}
     for file in _torch_libraries():
         library = ""
@@ -172,7 +174,7 @@ def _versions() -> dict[str, set[str]]:
 
 
 def declared(header: str) -> set[str]:
-    """Return the names of the functions that the driver's header declares, and of the versions by
-    which it replaces them."""
+    """Return the names of the functions that the driver's header declares, and the names of the
+    newer versions with which the header replaces some of them."""
     names = set(re.findall(r"CUDAAPI\s+(cu\w+)\s*\(", header))
     return names | set(re.findall(r"#\s*define\s+cu\w+\s+(cu\w+_v\d+)", header))

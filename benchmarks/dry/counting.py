@@ -1,4 +1,4 @@
-"""Counts of what PyTorch's dispatcher gives a device to do: launches, bytes and FLOPs, operator by
+"""Counts of the work that PyTorch's dispatcher gives a device: launches, bytes and FLOPs of each
 operator."""
 
 import math
@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# A data sheet's H100 SXM: bytes per second of its memory, and FLOP/s of dense bfloat16 products.
+# Rates of an H100 SXM according to its data sheet: bytes/s of its memory, and FLOP/s of dense
+# bfloat16 products.
 MEMORY_RATE = 3.35e12
 PRODUCT_RATE = 989e12
-# In-place operators that write a tensor whose old values they do not read.
+# In-place operators that overwrite a tensor without reading its old values.
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
 OVERWRITES |= {"_foreach_zero_", "_foreach_copy_"}
 
@@ -22,10 +23,10 @@ OVERWRITES |= {"_foreach_zero_", "_foreach_copy_"}
 class DeviceWork(NamedTuple):
     """The work of operators on a device.
 
-    `moved_bytes` is the size of all inputs and outputs of the operators, `other_bytes` is the part
-    of operators that are neither matrix products nor attention. `roofline_s` is the time that an
-    H100 would need if each operator reached either the rate of its memory or the rate of its matrix
-    products.
+    `moved_bytes` is the size of all inputs and outputs of the operators. `other_bytes` is the same,
+    only for operators that are neither matrix products nor attention. `roofline_s` is the time that
+    an H100 would need if each operator reached either the full rate of its memory or the full rate
+    of its matrix products.
     """
 
     launches: int = 0
@@ -40,10 +41,9 @@ class DeviceWork(NamedTuple):
 
 
 class Counting(TorchDispatchMode):
-    """A context in which the work of each operator on a type of device is counted.
-
-    An operator is counted if it launches something: `launched` returns the number of launches so
-    far. So views and allocations are not counted.
+    """A context in which the work of each operator on a type of device is counted. `launched` is a
+    function that returns the number of launches so far. An operator is counted only if it launches
+    something, so views and allocations are not counted.
     """
 
     def __init__(self, device_type: str, launched: Callable[[], int]) -> None:
@@ -85,7 +85,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0
-    # The counts of PyTorch know no data type among the arguments by position.
+    # PyTorch's functions that count FLOPs do not accept a data type as a positional argument.
     args = [value for value in args if not isinstance(value, torch.dtype)]
     return int(count(*args, **kwargs, out_val=result))
 
@@ -96,7 +96,7 @@ def moved_bytes(
     """Return the size of the tensors that an operator reads and writes on a type of device.
 
     Each tensor counts once, with the elements that it has in memory: an expanded dimension counts
-    as one element. A tensor that is changed in place is read and written.
+    as one element. A tensor that is changed in place counts as read and as written.
     """
     overwrites = func.overloadpacket.__name__ in OVERWRITES
     read: list[Tensor] = []
@@ -118,7 +118,7 @@ def moved_bytes(
 def _arguments(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of a call: their descriptions in the schema, and their values."""
+    """Yield (description in the schema, value) for each argument of a call of an operator."""
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
             yield argument, args[number]

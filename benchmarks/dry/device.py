@@ -7,8 +7,8 @@ from benchmarks.dry.build import STATE
 
 
 class Events(NamedTuple):
-    """The number of events on the null GPU so far: kernels, copies and fills, waits of the host for
-    the device, and reservations of memory, in the order of `enum null_event`."""
+    """The numbers of events on the null GPU so far: launches of kernels, copies and fills, waits of
+    the host for the device, and allocations of memory, in the order of `enum null_event`."""
 
     launches: int
     copies: int

@@ -1,4 +1,5 @@
-"""The counts of a step of every kind of training that the tests train on a pretended device."""
+"""The counts of one step of training, for every kind of training that the tests run on a simulated
+device."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from tests._configs import small, tree
 from tests._engines import VOCAB_SIZE, microbatches
 from tests.device import test_engine, test_kinds
 
-# Large enough that the allocator's rounding does not matter.
+# The model is so large that the allocator's rounding does not matter.
 LARGE = {
     "model.layers": 4,
     "model.hidden": 1024,
@@ -39,7 +40,8 @@ def of_step(config: Config, vocab_size: int) -> Counts:
 
 
 def alone(changes: Mapping[str, Any]) -> Numbers:
-    """Return the row of a kind of training on one rank."""
+    """Return the row of a kind of training on one rank. `changes` are the keys of the configuration
+    that differ from the default model."""
     config = resolve(tree(LARGE | changes), 1)
     counts = of_step(config, LARGE_VOCAB)
     planned = planned_bytes(config, LARGE_VOCAB)
@@ -56,8 +58,8 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
 
 
 def of_two(changes: Mapping[str, Any]) -> Numbers:
-    """Return the row of a kind of training on two ranks. The model is that of the tests, because
-    messages between ranks are real, and so is the time that they take."""
+    """Return the row of a kind of training on two ranks. The model is the small model of the tests,
+    because messages between ranks are really sent, which takes time."""
     counts = of_step(small(changes, 2), VOCAB_SIZE)
     return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
 
@@ -71,7 +73,7 @@ def rows() -> Iterator[Row]:
 def rows_of_two() -> Iterator[Row]:
     """Yield the rows of the kinds that need two ranks. All ranks call this function.
 
-    Kinds that compress messages are left out: the null GPU computes no codes.
+    Kinds that compress messages are left out, because the null GPU computes no codes.
     """
     for name, changes in test_kinds.LAYOUTS.items():
         if "data_parallel.compressor" not in changes:

@@ -19,21 +19,23 @@ from benchmarks.gpu.timing import Numbers, Row
 from ptdmpi.config import Config
 
 MICRO_SIZES = {"gpt 1.3b": 4, "llama 2.7b": 2}
-LEAST = 2  # layers of the smaller of two models whose difference is one layer
-SETTINGS = ("autocast", "bf16 weights")  # of transformers
-Count = Callable[[int, int], Counts]  # of a step, for a number of layers and of microbatches
+LEAST = 2  # number of layers of the smaller of the two models whose difference is one layer
+SETTINGS = ("autocast", "bf16 weights")  # the settings of transformers
+# (number of layers, number of microbatches) -> the counts of a step
+Count = Callable[[int, int], Counts]
 
 
 class Layer(NamedTuple):
-    """The counts of one layer: of one microbatch, and of a step of two microbatches."""
+    """The counts of one layer: for the forward and backward of one microbatch, and for a complete
+    step of two microbatches."""
 
     microbatch: Counts
     step: Counts
 
 
 def of_layer(count: Count) -> Layer:
-    """Return the counts of one layer: the differences between models of two and three layers, in
-    steps of one and two microbatches."""
+    """Return the counts of one layer: the differences between models of two and three layers. The
+    counts of one microbatch are the differences between steps of two microbatches and of one."""
     step = count(LEAST + 1, 2).minus(count(LEAST, 2))
     less = count(LEAST + 1, 1).minus(count(LEAST, 1))
     return Layer(microbatch=step.minus(less), step=step)
@@ -71,7 +73,7 @@ def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.
 
 
 def of_ours(name: str, shape: Shape) -> Numbers:
-    """Return the row of ptdmpi."""
+    """Return ptdmpi's row in the table of layers."""
 
     def count(layers: int, microbatches: int) -> Counts:
         return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
@@ -85,7 +87,7 @@ def of_ours(name: str, shape: Shape) -> Numbers:
 
 
 def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
-    """Return the row of transformers in one setting."""
+    """Return the row of transformers in one setting, in the table of layers."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -97,7 +99,7 @@ def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
 
 
 def of_torchtitan(name: str, shape: Shape) -> Numbers:
-    """Return the row of torchtitan."""
+    """Return the row of torchtitan in the table of layers."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()

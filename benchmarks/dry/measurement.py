@@ -1,4 +1,5 @@
-"""The parts of `make gpu` on the null GPU: whether they run. Their numbers mean nothing there."""
+"""A check that the parts of `make gpu` run on the null GPU, where their measured numbers mean
+nothing."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from benchmarks.gpu.parts import COMPILED, parts
 from benchmarks.gpu.reasons import reasons
 from benchmarks.gpu.timing import Measurement, Numbers, Row, measured_rows
 
-# These parts compile, or compare measured times, or measure another trainer also when compiled.
+# The parts that are left out: they compile kernels, compare measured times, or measure another
+# trainer also with compilation.
 LEFT_OUT = (COMPILED, "in turn", "by transformers", "by torchtitan", "small kernels")
 
 
@@ -25,8 +27,8 @@ def rows() -> Iterator[Row]:
 
 
 def of_part(part: Measurement) -> Numbers:
-    """Run a part, and return the launches and syncs of the whole part, and what it did not
-    measure."""
+    """Run a part. Return the numbers of launches and syncs of the complete part, and the reasons
+    why rows of it were not measured."""
     gpu = NullGpu()
     launched, before = gpu.launched(), gpu.events()
     measured = part.measure()

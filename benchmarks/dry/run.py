@@ -25,7 +25,8 @@ PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # the numbers 
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
-    """Yield, after each row of a part, all rows so far. This process must use the null GPU."""
+    """Yield, after each row of a part, all rows so far. This process must have the environment of
+    the null GPU."""
     from benchmarks.dry import kinds, layers, measurement
     from benchmarks.gpu.timing import measured_rows
 

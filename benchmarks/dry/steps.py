@@ -1,4 +1,4 @@
-"""Training steps on the null GPU, by ptdmpi and by other trainers, and their counts."""
+"""Training steps of ptdmpi and of other trainers on the null GPU, and their counts."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ class Counts(NamedTuple):
     """The counts of one training step.
 
     `launches`, `moved_bytes`, `other_bytes`, `flops` and `roofline_s` are those of `DeviceWork`.
-    `outside` is the number of launches that no operator of PyTorch's dispatcher made. `syncs` is
-    the number of calls that let the host wait for the device. `peak_bytes` is the largest amount of
-    memory that tensors had during the step.
+    `outside` is the number of launches outside of the operators of PyTorch's dispatcher. `syncs` is
+    the number of calls in which the host waits for the device. `peak_bytes` is the peak memory of
+    all tensors during the step.
     """
 
     launches: float
@@ -48,8 +48,8 @@ def begin() -> None:
 
 
 def counted(step: Callable[[], object]) -> Counts:
-    """Run a training step twice, and return the counts of the second time. The first time, PyTorch
-    and the optimizer make their working memory and states."""
+    """Run a training step twice, and return the counts of the second one. In the first one, PyTorch
+    allocates its working memory, and the optimizer its states."""
     gpu = NullGpu()
     step()
     torch.cuda.reset_peak_memory_stats()
@@ -71,7 +71,8 @@ def counted(step: Callable[[], object]) -> Counts:
 
 
 def configuration(model: dict[str, Any], micro_size: int, microbatches: int) -> Config:
-    """Return the configuration of a training in bfloat16 on one rank."""
+    """Return the configuration of training steps in bfloat16 on one rank, with `microbatches`
+    microbatches of `micro_size` sequences."""
     tree = {
         "run": {"steps": 100},
         "model": model,
@@ -99,13 +100,14 @@ def theirs(
     loss_of: Callable[[Tensor], Tensor],
     model: torch.nn.Module,
 ) -> Counts:
-    """Return the counts of a step of another trainer, as `peers.timed` returns its times."""
+    """Return the counts of a step of another trainer. The arguments are those of `peers.timed`,
+    which returns the times of the same steps."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     microbatches = peers.ids_of(workload, size[0], 0)
     return counted(lambda: peers.one_step(microbatches, loss_of, update))
 
 
 def planned_bytes(config: Config, vocab_size: int) -> int:
-    """Return the peak of memory that the planner predicts for ptdmpi's tensors."""
+    """Return the peak memory of ptdmpi's tensors that the planner predicts, in bytes."""
     memory = MemoryModel.of(config, vocab_size, on_host=False)
     return memory.peak(config.layout, 0, config.microbatches).total

@@ -115,8 +115,8 @@ class Rank:
                 os.close(descriptor)
 
     def clock(self, work: Callable[[], None]) -> float:
-        """Let all ranks start `work` together, and return the seconds until the last rank has ended
-        it."""
+        """Let all ranks start `work` together, and return the seconds until the last rank has
+        finished."""
         self.control.Barrier()
         begin = time.perf_counter()
         work()

@@ -1,12 +1,11 @@
-"""The time of a verification of the training state, and of steps with and without a verification,
-measured alternately.
+"""The time of a verification of the training state (`run.verify_every`), and of steps with and
+without a verification, measured alternately.
 
     mpirun -n 2 python -m benchmarks.faults.corruption --rounds 10
 
-A GPT is trained on random tokens by data ranks that all have the same state. A verification
-computes hashes of the state after an update, computes them again before the next update, and
-compares the hashes of all ranks. If `run.verify_every` is N, every N-th step takes this additional
-time.
+Data ranks, which all have the same state, train a GPT on random tokens. A verification computes
+hashes of the state after an update, computes them again before the next update, and compares the
+hashes of all ranks. If `run.verify_every` is N, every N-th step takes this additional time.
 """
 
 import argparse

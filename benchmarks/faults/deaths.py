@@ -1,5 +1,5 @@
-"""The record of deaths in a file: the benchmark kills runs under `ptdmpi run`, and each kill is a
-death. This module also counts the deaths by kind of run and by fault."""
+"""The record of deaths, and their counts by kind of run and by fault. The benchmark kills processes
+of runs under `ptdmpi run`; each kill is a death of the run. The record is a file."""
 
 import json
 import statistics
@@ -23,9 +23,8 @@ class Death:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """A run of the kind `kind`: its deaths, and the reason `why` for which the run counts as lost.
-    `why` is empty if the losses and the last state are the same as in an undisturbed run; such a
-    run is not lost.
+    """A run of the kind `kind`, and its deaths. If the run was lost, `why` is the reason. `why` is
+    empty if the losses and the last state are the same as in an undisturbed run.
 
     `copies` is True if the ranks continued from copies in memory, and False if they continued from
     checkpoints.

@@ -3,13 +3,13 @@ lost runs.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
-The module `kinds.py` lists the kinds of runs. Each run is killed up to 20 times at random moments.
-Each time, the fault kills one rank, all ranks, a rank while the ranks start, or the launcher. After
-each fault, the job must continue by itself until the run is complete. The losses and the last state
-of the run must be bitwise equal to the losses and the last state of an undisturbed run. Runs of the
-same kind continue alternately from checkpoints and from copies of the state in memory. The next run
-is always of the kind with the fewest deaths so far. With the option --folder, the results stay in
-the file `results.jsonl` of this folder, and a further call adds its results to this file.
+The module `kinds.py` lists the kinds of runs. In each run processes are killed up to 20 times, at
+random moments: one rank, all ranks, a rank while the ranks start, or the launcher. After each
+fault, the job must continue by itself until the run is complete. The losses and the last state must
+be bitwise equal to those of an undisturbed run. Runs of the same kind continue alternately from
+checkpoints and from copies of the state in memory. The next run is always of the kind with the
+fewest deaths so far. With the option --folder, the results stay in the file `results.jsonl` of this
+folder, and a further call adds its results to this file.
 """
 
 import argparse

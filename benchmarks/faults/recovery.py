@@ -207,8 +207,8 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
         before = len(job.losses())
         since = kill_one(job, setup, choice)
         trial.deaths += 1
-        # sometimes the next rank is killed while the other ranks still recover; then no time is
-        # measured
+        # sometimes the next rank is killed while the other ranks still recover from this death; no
+        # time is measured for either death
         alone = not soon
         soon = death + 1 < setup.deaths and choice.random() < 0.25
         if alone and not soon:

@@ -56,13 +56,13 @@ WAYS = {
 }
 Side = Callable[[Workload], Iterator[Row]]
 T = TypeVar("T")
-# what is measured of a model, whose loss of a microbatch of tokens is computed by the function
+# A function that measures a model. Its third argument computes the loss of a microbatch of tokens.
 Measure = Callable[[Workload, Size, Callable[[Tensor], Tensor], torch.nn.Module], T]
 
 
 def sizes(workload: Workload) -> list[Size]:
-    """Return the microbatch sizes and recomputation modes to try, largest first, beginning with
-    twice ptdmpi's size. The sizes with full recomputation come after the sizes without it."""
+    """Return the microbatch sizes and recomputation modes to try. First are the sizes without
+    recomputation, from twice ptdmpi's size downwards, and then sizes with full recomputation."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:
@@ -257,7 +257,7 @@ def torchtitan_way(
     workload: Workload, size: Size, measure: Measure[T] = timed, *, compiled: bool
 ) -> T:
     """Train torchtitan's LLaMA with one microbatch size, and return the result of `measure`. This
-    process must be `alone_in_torchtitan`."""
+    function must be called inside the context `alone_in_torchtitan`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     device = workload.device

@@ -205,8 +205,8 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows to keep after a part was measured again. These are the rows of `now`, the new
-    measurement. A row that was done in `before`, but is not done in `now`, is kept from `before`
+    """Return the rows to keep after a part was measured again: the rows of `now`, the new
+    measurement. If a row was done in `before` but is not done in `now`, the row of `before` is kept
     instead."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}

@@ -11,7 +11,7 @@ WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may nam
 # A kernel whose difference from float32, relative to the largest value, exceeds this limit is not
 # used.
 APART = 0.02
-# kind of kernels in Triton -> the small kernel whose times decide
+# kind of kernels in Triton -> the small kernel whose measured times decide whether it is used
 IN_TRITON = {"loss": "loss", "norm": "RMSNorm", "gated": "SwiGLU"}
 
 
@@ -50,9 +50,8 @@ def with_weight_gradients(
 
     The entry names the faster of the two methods "adds" and "rounds" in `rows`. It names "adds"
     only if the result of "adds" is not further from float32 than the result of "rounds". The table
-    is returned unchanged if "rounds" was not measured. The table is also returned unchanged if it
-    has no entry for the vendor of the device yet, because it is then unknown which version of torch
-    first has "adds".
+    is returned unchanged if "rounds" was not measured, or if the table has no entry for the vendor
+    of the device yet, because it is then unknown which version of torch first has "adds".
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

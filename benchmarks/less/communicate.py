@@ -267,7 +267,7 @@ def picture_trained(rows: Rows) -> None:
         left.plot([], [], " ", label=f"{number}  {row['name']}")
     for places in label_groups(points):
         text = ", ".join(str(place + 1) for place in places)
-        # to the right of all points of the group, so that the label hides none of them
+        # put the label to the right of all points of the group, so that it hides none of them
         corner = tuple(max(values) for values in zip(*(points[i] for i in places), strict=True))
         left.annotate(text, corner, (4, 2), textcoords="offset points", fontsize=7)
     left.margins(x=0.1)  # room for the label of the last point

@@ -35,8 +35,8 @@ class Problem:
     ) -> "Problem":
         """Return a random problem whose matrices H_i have Gaussian elements. `apart` is the
         standard deviation of each element of the workers' minima. The problem is drawn for `of`
-        workers and then divided among `workers` workers, so that the mean loss is the same for
-        every number of workers."""
+        workers, whose losses are then divided among `workers` workers, so that the mean loss is the
+        same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))

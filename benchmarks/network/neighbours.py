@@ -4,9 +4,9 @@ for methods that average with neighbours.
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
-same GPT with every method. After a few steps, the next method has its turn. If a method overlaps
-its messages with computation, the messages of a step also take time from the next step. So a turn
-of a method has several steps, and ends when no message is in flight.
+same GPT with every method, one method after another. A turn of a method has several steps, and ends
+when no message is in flight: if a method overlaps its messages with computation, the messages of a
+step also take time from the next step.
 """
 
 import argparse

@@ -3,10 +3,10 @@ across these nodes.
 
 A node has its own network, host name and /dev/shm, and shares the machine's files. Therefore MPI
 sees several nodes, and messages between nodes cross the link by TCP. After the benchmark, nothing
-of the nodes remains on the machine. The switch is the first process of a process namespace that
-contains all nodes. The switch ends when its standard input ends. This happens as soon as the
-program that made the nodes ends, even if that program is killed. The kernel then ends all processes
-of the nodes and removes their network.
+of the nodes remains on the machine, even if the benchmark is killed: the switch is the first
+process of a process namespace that contains all nodes, and ends when its standard input ends, that
+is, when the program that made the nodes ends. The kernel then ends all processes of the nodes and
+removes their network.
 """
 
 import contextlib

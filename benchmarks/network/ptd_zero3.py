@@ -2,10 +2,10 @@
 
     python -m benchmarks.network.ptd_zero3
 
-The benchmark needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with
-a slow link and with an unlimited link, PTD-P and ZeRO-3 train the same batches alternately.
-The measurement is stored in results/ptd_zero3.json, from which `benchmarks.network.page` makes the
-table and the pictures of the page.
+The benchmark needs root and Open MPI 5, and takes some minutes. PTD-P and ZeRO-3 train the same
+batches alternately, on 2 and 4 ranks of two nodes, across a slow link and across an unlimited link.
+The results are stored in results/ptd_zero3.json, from which `benchmarks.network.page` makes the
+tables and the pictures of the page.
 """
 
 import datetime
@@ -56,7 +56,7 @@ def check_sent(case: Compared, run: dict[str, Any]) -> None:
 
 
 def summary(run: dict[str, Any]) -> str:
-    """Return `results`, the results of one call of `measure`, as text."""
+    """Return the results of one call of `measure` as text."""
     lines = [f"\n{run['ranks']} ranks on {NODES} nodes; link: {NodeLink(**run['link'])}"]
     lines.append(table(run["one_way_s"]))
     for row in run["rows"]:

@@ -3,8 +3,8 @@ alternately, and measures the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
-The engines of both layouts are in the same processes, so that a waiting engine takes no processor
-time from the other engine.
+The engines of both layouts are in the same processes. So the engine that waits for its turn takes
+no processor time from the other engine.
 """
 
 import json
@@ -102,8 +102,8 @@ class _Trainer:
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step. Train a step. Return its seconds, its loss, and the bytes that crossed the
-        link during the step."""
+        """Train a step. Return its seconds, its loss, and the bytes that crossed the link during
+        the step."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()

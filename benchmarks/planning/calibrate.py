@@ -69,14 +69,14 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
 
 
 def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster whose section [efficiency] has the values `values`."""
+    """Return a copy of the cluster with the given values in its section [efficiency]."""
     return cluster.model_copy(update={"efficiency": Efficiency(**values)})
 
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted seconds, measured seconds) for the rows of Table 4. The program of
-    2022 overlaps the all-reduce of a column-parallel layer's input gradients with the computation
-    of its weight gradients."""
+    """Yield (name, predicted seconds, measured seconds) for the rows of Table 4. The predictions
+    use a cluster whose software overlaps the all-reduce of a column-parallel layer's input
+    gradients with the computation of its weight gradients, as the program of 2022 does."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -108,8 +108,8 @@ def _recomputation(experiment: str) -> str:
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for the points of Figure 7 of Narayanan et
     al. 2021, a small model on one GPU. The paper does not say whether its FLOP/s include the FLOPs
-    of recomputation. `recomputation` is the assumed answer: "counted", as the file assumes, or "not
-    counted"."""
+    of recomputation. `recomputation` is the assumption: "counted" (the file of published runs
+    assumes this) or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)

@@ -33,13 +33,14 @@ from ptdmpi.plan.machine.cluster import (
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# torchtitan shares two properties with ptdmpi: FlashAttention, and float32 gradient sums, layer by
-# layer
+# torchtitan's programs are described like ptdmpi: both have FlashAttention, and sum gradients in
+# float32, layer by layer
 OURS = TRAINER.model_dump()
 # computed by `make calibrate` from the measurements that FlashAttention-2 publishes for an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
 # H100 data sheet: matrix multiplications in FP8 have twice the rate, and their operands need half
-# the bytes in shared memory. Attention is computed in bf16, and its rate does not double.
+# the bytes in shared memory. Attention is computed in bf16, and its rate does not double, so its
+# fraction of the doubled rate is half as large.
 FP8_H100 = {"peak_flops": {"fp16": 1979e12}, "shared_bytes_per_clock": 256}
 FLASH2_BESIDE_FP8 = {"attention_fraction": 0.25}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}

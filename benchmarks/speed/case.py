@@ -1,5 +1,5 @@
-"""The rows of the comparison: one model and batch in several layouts and precisions. For weak
-scaling, two ranks train a larger model or a larger batch."""
+"""The rows of the comparison: one model and batch in several layouts and precisions. In rows for
+weak scaling, two ranks train a larger model or a larger batch than one rank."""
 
 import itertools
 from collections.abc import Sequence
@@ -159,8 +159,8 @@ class Row:
 
     @property
     def alone(self) -> "Row":
-        """Return the row for one rank alone. This row has the same sizes. In weak scaling, however,
-        the size that `WEAK` names is half as large."""
+        """Return the row for one rank alone, with the same sizes. For weak scaling, the size that
+        `WEAK` names is half as large."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]
@@ -215,7 +215,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """Return the row of which `values` is the result of `to_json`."""
+        """Return the row that `to_json` has converted into `values`."""
         return cls(**{**values, "case": GptSizes(**values["case"])})
 
 

@@ -67,10 +67,10 @@ class Timed(Kernels):
 
 
 class ExpertTimes(NamedTuple):
-    """The measured seconds: `experts_s` of all work of a layer's experts, `products_s` of the
-    matrix products in this work, `bare_s` of the bare products. `bare_forward_s` is for the bare
-    products of the forward pass only, and `grouped_forward_s` for the same products by torch's
-    grouped product."""
+    """The measured seconds: `experts_s` for all work of a layer's experts, `products_s` for the
+    matrix products in this work, and `bare_s` for the bare products. `bare_forward_s` is the time
+    of the bare products of the forward pass only, and `grouped_forward_s` the time of the same
+    products by torch's grouped product."""
 
     experts_s: float
     products_s: float

@@ -45,7 +45,7 @@ class Round:
 class LeastTimes:
     """The seconds of a step's GEMMs of linear layers alone (`gemm_s`), and of GEMMs and attention
     together (`both_s`), on one rank. Each time is the smallest of several measurements with the
-    fastest known kernels, so no step can take less time."""
+    fastest known kernels, so it is a lower bound of the time of a step."""
 
     gemm_s: float
     both_s: float

@@ -1,10 +1,10 @@
 """`python -m benchmarks.speed.start [--rounds 5]`: the time from mpirun to the end of the first
 step, and the minimum that any trainer needs for this.
 
-The measured run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`). In
-alternation with the run of the demo, the benchmark starts the same number of processes, which only
-import torch and mpi4py. The minimum is the time of these imports plus the time of a later step, as
-recorded by the run.
+The measured run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`).
+Alternating with it, the benchmark starts the same number of processes, which only import torch and
+mpi4py. The minimum is the time of these imports, plus the time of a later step that the run has
+recorded.
 """
 
 import argparse

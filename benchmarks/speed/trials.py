@@ -65,8 +65,8 @@ def rivals(
 
 class Trials:
     """The trials of the variants of all tools, for all rows. If the trial of a variant was stopped
-    early in one row, other rows do not try the variant's `cast` (its way to compute in bf16) with
-    the same tool.
+    early in one row, its `cast` (its way to compute in bf16) is not tried with the same tool in
+    other rows.
 
     After `until_s` (of time.monotonic; set for each row) no new trial begins. After that time, the
     fastest variant so far is used, or the first variant if none was tried; `untried` counts the

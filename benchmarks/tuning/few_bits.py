@@ -2,9 +2,10 @@
 
 The benchmark quantizes a model to int8, int4, uint4 and nf4, by rounding and by GPTQ. The model is
 MODEL, with the shards in DATA/train and DATA/valid; without MODEL it is the demo's model
-(jobs/demo.toml, on the shards of `make demo`). After that, the model is trained further, with and
-without rounded weights, and both results are quantized. The tables are written between marks in
-docs/how-to/quantization.md. Runs and results are stored in runs/few-bits, and are not repeated.
+(jobs/demo.toml, on the shards of `make demo`). Then the benchmark trains the model further, with
+and without rounded weights, and quantizes both results. The tables are written between marks in
+docs/how-to/quantization.md. Runs and results are stored in runs/few-bits, and existing ones are
+used again.
 """
 
 import argparse
@@ -56,8 +57,8 @@ def train(name: str, steps: int, *settings: str) -> Path:
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """Train a pretrained model further on one rank, and return its run directory. One rank has
-    whole matrices, each of which is quantized separately."""
+    """Train a pretrained model further, and return its run directory. The model is trained on one
+    rank, so that no matrix is divided before it is quantized."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},
@@ -117,8 +118,8 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Yield rows of perplexities in int4: for the base model, and for the base model after further
-    training without and with rounded weights."""
+    """Yield rows with the perplexities in bf16 and in int4 of the base model, and of the base model
+    after further training without and with rounded weights."""
     models = {
         "before": base,
         "trained without": trained("plain"),
@@ -168,7 +169,7 @@ def main() -> None:
         further = partial(demo_on, model)
     if not options.further:
         put(PAGE, options.mark, list(table(HEAD, rows(model, options.data, more))))
-    head = (f"{steps} steps more", "method", "perplexity in bf16", "in int4")
+    head = (f"{steps} more steps", "method", "perplexity in bf16", "perplexity in int4")
     lines = table(head, after_training(model, further, options.data, more))
     put(PAGE, f"{options.mark}-aware", list(lines))
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
 Each layout, and `peft`, tunes a pretrained model from the same initial adapters, on the same data,
-in float32 with one thread per rank. `smol` describes MODEL. Two results are written between marks
-in docs/how-to/fine-tuning.md. One is a table with the loss of the first and of the last step in
-each layout, and the greatest relative difference from the losses on one rank. The other is the
+in float32 with one thread per rank. The module `smol` says what MODEL may be. Two results are
+written between marks in docs/how-to/fine-tuning.md: a table with the loss of the first and of the
+last step in each layout, and the greatest relative difference from the losses on one rank; and the
 difference between the logits of merged adapters and the logits of adapters on their base model. The
 benchmark takes about ten minutes for SmolLM2-135M on two cores.
 """

@@ -1,8 +1,9 @@
 """`python -m benchmarks.tuning.lora_full MODEL [FOLDER]`: LoRA compared with full tuning.
 
-`smol` describes MODEL. The task is the task of `one_line`, trained in bfloat16 on two data ranks.
-The results are written between marks in docs/how-to/fine-tuning.md, and docs/pictures/lora-full.png
-is drawn. Training runs are kept in FOLDER, and are not repeated.
+The module `smol` says what MODEL may be, and the module `one_line` makes the task. Both methods
+train in bfloat16 on two data ranks. The results are written between marks in
+docs/how-to/fine-tuning.md, and docs/pictures/lora-full.png is drawn. Training runs are kept in
+FOLDER, and are not repeated.
 """
 
 import json
@@ -57,8 +58,8 @@ def trained(base: Path, method: str) -> list[Any]:
 
 
 def untuned(base: Path) -> float:
-    """Return the held-out loss of the base model, from a run with one step that changes practically
-    nothing."""
+    """Return the held-out loss of the base model. It comes from a run of one step, whose learning
+    rate is so small that the step changes practically nothing."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -121,7 +122,10 @@ def greatest_length(base: Path, recompute: str) -> int:
 
 def memory_lines(base: Path) -> Iterator[str]:
     """Yield the lines of the tables of planned and of measured memory."""
-    head = ["tokens", "recompute", "", "state", "activations", "working", "MiB", "LoRA / full"]
+    yield "The next table shows the planned memory of a rank in MiB, by tokens of a microbatch:"
+    yield ""
+    head = ["tokens", "recompute", "method", "state", "activations", "working"]
+    head += ["total", "LoRA / full"]
     rows = []
     for recompute in ("none", "full"):
         for length in LENGTHS:
@@ -146,7 +150,7 @@ def memory_lines(base: Path) -> Iterator[str]:
         share = numbers["lora"]["peak"] / numbers["full"]["peak"]
         rows.append([f"{length:,}", recompute, "full", *_measured_cells(numbers["full"]), ""])
         rows.append(["", "", "LoRA", *_measured_cells(numbers["lora"]), f"{share:.2f}"])
-    head = ["tokens", "recompute", "", "planned MiB", "resident MiB", "LoRA / full, resident"]
+    head = ["tokens", "recompute", "method", "planned MiB", "resident MiB", "LoRA / full, resident"]
     yield from table(head, rows)
     yield ""
 

@@ -5,8 +5,8 @@ methods in alternating steps.
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
 A model with the sizes of BASE is trained in bfloat16, with random tokens and weights and one row of
-LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. One process measures the
-memory of only one setting, because a process's peak never decreases.
+LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. A process measures the
+memory of only one setting, because the peak memory of a process never decreases.
 """
 
 import json
@@ -85,8 +85,8 @@ def memory(config: Config, world: World) -> dict[str, Any]:
 
 
 def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the steps per second with each configuration, and the ratios of these rates to the
-    rate of full tuning. A ratio compares two rates of the same round."""
+    """Return the steps per second with each configuration, and the ratio of each rate to the rate
+    of full tuning in the same round."""
     counts = dict.fromkeys(configs, 0)
     steps = {name: built(config, world)[1] for name, config in configs.items()}
 

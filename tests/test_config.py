@@ -129,10 +129,10 @@ RULES = [
     (
         {"batch.global_size": 9},
         2,
-        r"global_size = 9 is no multiple of data \* micro_size = 2 \* 2 = 4; legal.* 8 or 12",
+        r"global_size = 9 is not a multiple of data \* micro_size = 2 \* 2 = 4; legal.* 8 or 12",
     ),
-    ({"batch.global_size": 1}, 1, "global_size = 1 is no multiple of .* legal nearby: 2$"),
-    ({"batch.global_size": 9, "parallel.data": 2}, 2, "global_size = 9 is no multiple"),
+    ({"batch.global_size": 1}, 1, "global_size = 1 is not a multiple of .* legal nearby: 2$"),
+    ({"batch.global_size": 9, "parallel.data": 2}, 2, "global_size = 9 is not a multiple"),
     ({"optimizer.min_learning_rate": 1.0}, 1, "optimizer.min_learning_rate is above learning_rate"),
     (
         {"optimizer.warmup_steps": 6},
@@ -207,14 +207,14 @@ def test_a_slip_of_the_pen_in_a_size_is_told_at_once():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"run.stepz": 3}, "run.stepz is no key; did you mean steps?"),
-        ({"model.layer": 3}, "model.layer is no key; did you mean layers?"),
-        ({"parallel.tensr": 2}, "parallel.tensr is no key; did you mean tensor?"),
-        ({"paralel.tensor": 2}, "[paralel] is no section; did you mean parallel?"),
-        ({"comm.zzz": 2}, "comm.zzz is no key; legal are wire"),
+        ({"run.stepz": 3}, "run.stepz is not a key; did you mean steps?"),
+        ({"model.layer": 3}, "model.layer is not a key; did you mean layers?"),
+        ({"parallel.tensr": 2}, "parallel.tensr is not a key; did you mean tensor?"),
+        ({"paralel.tensor": 2}, "[paralel] is not a section; did you mean parallel?"),
+        ({"comm.zzz": 2}, "comm.zzz is not a key; legal are wire"),
         (
             {"data.train": [{"path": "x", "wieght": 2}]},
-            "data.train.0.wieght is no key; did you mean weight?",
+            "data.train.0.wieght is not a key; did you mean weight?",
         ),
     ],
 )

@@ -176,8 +176,8 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
         ({"given": [0.5] * 17}, "sample 0 has ids of float64, not integers"),
         ({"given": [None] * 17}, "sample 0 has ids of object, not integers"),
         ({"given": [[1], 2]}, "sample 0: ids: "),
-        ({"given": ([1] * 17, [float("nan")] * 16)}, "weights that are no finite numbers"),
-        ({"given": ([1] * 17, ["a"] * 16)}, "weights that are no finite numbers"),
+        ({"given": ([1] * 17, [float("nan")] * 16)}, "weights that are not finite"),
+        ({"given": ([1] * 17, ["a"] * 16)}, "weights that are not finite"),
     ],
 )
 def test_an_object_that_is_no_dataset_is_refused(monkeypatch, changes, text):

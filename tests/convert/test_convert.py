@@ -172,7 +172,7 @@ CONFIG_MISTAKES = {
         r"model_type = 'mamba' is not supported; legal: gpt2, llama, mistral",
     ),
     "hidden_act": ("gelu", r"hidden_act = 'gelu' is not supported; legal: 'silu'"),
-    "rope_parameters": ({"rope_type": "llama3"}, r"rope_parameters: factor = None is no number"),
+    "rope_parameters": ({"rope_type": "llama3"}, r"rope_parameters: factor = None is not a number"),
     "rope_scaling": ({"type": "linear", "factor": 2.0}, r"rope_scaling = .*linear.* legal"),
     "quantization_config": ({"quant_method": "gguf"}, r"quantized weights are not supported"),
     "head_dim": (16, r"q_proj.weight has shape \[32, 32\], config.json makes it \[64, 32"),
@@ -273,7 +273,7 @@ def test_damaged_files(tmp_path):
     first.write_bytes(whole[:-1])
     refused(rf"{first.name} is damaged or truncated")
     first.write_bytes(whole[:6])
-    refused(rf"{first.name} is no safetensors file")
+    refused(rf"{first.name} is not a safetensors file")
     first.unlink()
     refused(rf"{first.name}: No such file")
     first.write_bytes(whole)

@@ -186,8 +186,8 @@ def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
     assert config["format"] == "pack-quantized" and config["ignore"] == ["lm_head"]
     for model, codes, message in (
         ({}, "int4", "the modules of Hugging Face's gpt2"),
-        (SQUARE, "nf4", "the levels of nf4 are no whole numbers"),
-        (SQUARE, "uint4", "the least values of uint4's blocks"),
+        (SQUARE, "nf4", "the levels of nf4 are not integers"),
+        (SQUARE, "uint4", "the minimum of a uint4 block"),
     ):
         source = stored(tmp_path / f"{codes}-model", VOCAB_SIZE, **model)
         quantize(source, tmp_path / f"{codes}-low", LowBit(codes, 16))

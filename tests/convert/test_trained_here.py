@@ -138,7 +138,7 @@ def test_what_is_no_model(tmp_path):
             to_hf(run, tmp_path / "hf", like=tmp_path / "like")
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("layers = 2", "layers = 1"))
-    with pytest.raises(InputError, match=r"weights/layers.1.* is no tensor of the model"):
+    with pytest.raises(InputError, match=r"weights/layers.1.* is not a tensor of the model"):
         to_hf(run, tmp_path / "hf")
     (run / "config.toml").write_text(text.replace("hidden = 32", "hidden = 64"))
     with pytest.raises(InputError, match=r"has shape"):

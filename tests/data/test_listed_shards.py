@@ -140,4 +140,4 @@ def test_a_damaged_list(listed):
         with pytest.raises(InputError) as caught:
             Dataset(listed)
         text = str(caught.value)
-        assert f"{listed / SUMMARY}: is no list of shards" in text and "\n" not in text, value
+        assert f"{listed / SUMMARY}: is not a list of shards" in text and "\n" not in text, value

@@ -190,10 +190,10 @@ DAMAGES = {
     "has no attribute 'checksum'": lambda f: f.attrs.pop("checksum"),
     "format_version 3": lambda f: f.attrs.update(format_version=3),
     "eod_id 1000 and vocab_size 1000": lambda f: f.attrs.update(eod_id=1000),
-    "'vocab_size' is no integer": lambda f: f.attrs.update(vocab_size="many"),
-    "'eod_id' is no integer": lambda f: f.attrs.update(eod_id=[5]),
-    "'tokenizer' is no text": lambda f: f.attrs.update(tokenizer=5),
-    "(b'x'), no text of variable length": lambda f: f.attrs.update(tokenizer=np.bytes_("x")),
+    "'vocab_size' is not an integer": lambda f: f.attrs.update(vocab_size="many"),
+    "'eod_id' is not an integer": lambda f: f.attrs.update(eod_id=[5]),
+    "'tokenizer' is not a text": lambda f: f.attrs.update(tokenizer=5),
+    "(b'x'), not a text of variable length": lambda f: f.attrs.update(tokenizer=np.bytes_("x")),
     "no dataset 'documents'": lambda f: f.pop("documents"),
     "no dataset 'tokens'": lambda f: f.pop("tokens"),
     "type <i8": lambda f: replace_tokens(f, data=np.arange(500)),
@@ -241,7 +241,7 @@ def test_a_text_whose_type_is_damaged_is_not_given_to_hdf5(shard):
     assert 0 < at - content.find(name) < 30
     content[at + 1] = 0x86
     shard.write_bytes(content)
-    with pytest.raises(InputError, match="attribute 'tokenizer_sha256' is no text"):
+    with pytest.raises(InputError, match="attribute 'tokenizer_sha256' is not a text"):
         read_header(shard)
 
 

@@ -147,5 +147,5 @@ def test_odd_tokens_are_words_of_their_own(tmp_path):
 def test_other_files_are_refused(tmp_path, content):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
     (dataset.directory / "tokenizer.json").write_text(content)
-    with pytest.raises(InputError, match=r"is no tokenizer\.json"):
+    with pytest.raises(InputError, match=r"is not a tokenizer\.json"):
         read_vocabulary(dataset, True)

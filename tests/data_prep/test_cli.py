@@ -110,7 +110,7 @@ def test_the_end_is_what_files_beside_the_tokenizer_name(tmp_path, special, file
     assert (tokenizer.eod_id, tokenizer.sha256) == (expected, before.sha256)
     (tmp_path / "config.json").write_text("[")
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"tokenizer_config.json: is no JSON object"):
+    with pytest.raises(InputError, match=r"tokenizer_config.json: is not a JSON object"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 

@@ -205,7 +205,7 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
         (["--top-p", "1.01"], "top_p = 1.01; legal"),
         (["--top-k", "0"], "top_k = 0; legal: 1 or more"),
         (["--prompt", "x" * 70], "a prompt of 70 tokens: .* legal: at most 63"),
-        (["--prompt", "caf\udce9"], "is no UTF-8: surrogates not allowed"),
+        (["--prompt", "caf\udce9"], "is not UTF-8: surrogates not allowed"),
         (["--layout", "t=2"], r"parallel.tensor \* pipeline"),
         (["--layout", "t=1,v=2"], "legal: t, p and d"),
         (["--layout", "c=2"], "legal: t, p and d; every rank has whole sequences"),

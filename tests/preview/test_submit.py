@@ -240,7 +240,7 @@ def test_a_layout_is_planned_for_the_nodes(folder):
         (("--site", "good.toml", "--set", "parallel.data=3"), "6 ranks, and a node of site good"),
         (("--site", "good.toml", "--set", "parallel.data=auto"), "how many nodes"),
         (("--site", "good.toml", "--plan"), "--plan needs --nodes"),
-        (("--site", "good.toml", "--set", "run.stepz=1"), "run.stepz is no key"),
+        (("--site", "good.toml", "--set", "run.stepz=1"), "run.stepz is not a key"),
         (("--site", "good.toml", "--now"), "no sbatch on PATH"),
     ],
 )

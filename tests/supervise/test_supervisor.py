@@ -53,7 +53,7 @@ def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     [
         (99_999_999, (), "-n 99999999: no machine takes so many; legal: 1 to 16777216"),
         (5000, ("--hosts", "a"), "5000 ranks on host a; legal: 1 to 4096 ranks on a host"),
-        (5, (), "batch.global_size = 8 is no multiple of data * micro_size = 5"),
+        (5, (), "batch.global_size = 8 is not a multiple of data * micro_size = 5"),
     ],
 )
 def test_ranks_that_cannot_train_are_refused_before_a_launcher_starts(

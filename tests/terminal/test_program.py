@@ -155,7 +155,7 @@ def test_an_error_with_escapes_of_a_file_leaves_the_terminal_alone(monkeypatch, 
     file = tmp_path / "a.toml"
     file.write_text('["\\u001b[31m"]\na = 1\n')
     code, _, errors = called(monkeypatch, capsys, "ptdmpi", "plan", str(file))
-    assert code == 2 and "[\\x1b[31m] is no section" in errors and "\x1b" not in errors
+    assert code == 2 and "[\\x1b[31m] is not a section" in errors and "\x1b" not in errors
 
 
 def test_a_folder_that_shadows_the_package_is_named(monkeypatch):

@@ -70,7 +70,7 @@ def test_all_mistakes_come_in_one_round(tmp_path):
     with pytest.raises(InputError) as caught:
         checked(tree(wrong), 3)
     lines = str(caught.value).splitlines()
-    assert "model.drpout is no key" in lines[0] and "batch.micro_size = 'many'" in lines[1]
+    assert "model.drpout is not a key" in lines[0] and "batch.micro_size = 'many'" in lines[1]
     assert any("parallel.tensor = 3 does not divide model.heads = 4" in line for line in lines)
     assert lines[-1].startswith(f"dataset {tmp_path / 'nowhere'}: no such directory")
     assert not any("micro_size" in line for line in lines[2:])

@@ -165,7 +165,7 @@ def parsed(tree: Mapping[str, Any]) -> Parsed:
     tree = _with_model(tree, mistakes)
     for name in tree:
         if name not in Config.model_fields:
-            mistakes.append(f"[{name}] is no section{_did_you_mean(name, Config.model_fields)}")
+            mistakes.append(f"[{name}] is not a section{_did_you_mean(name, Config.model_fields)}")
     for name, kind in Config.sections().items():
         try:
             sections[name] = kind.model_validate(tree.get(name, {}))
@@ -260,7 +260,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
         key = ".".join([section, *(path if mistake["type"] == "extra_forbidden" else known)])
         if mistake["type"] == "extra_forbidden":
             owner = nested if len(path) > 1 else model
-            yield f"{key} is no key{_did_you_mean(path[-1], owner.model_fields)}"
+            yield f"{key} is not a key{_did_you_mean(path[-1], owner.model_fields)}"
         elif mistake["type"] == "missing":
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
         elif key == "data.train":

@@ -466,7 +466,7 @@ def _batch_rules(layout: Layout, batch: int) -> Iterator[Rule]:
         "batch",
         batch % unit > 0,
         lambda: (
-            f"batch.global_size = {batch} is no multiple of data * micro_size = {layout.data} * "
+            f"batch.global_size = {batch} is not a multiple of data * micro_size = {layout.data} * "
             f"{layout.micro_size} = {unit}; legal nearby: "
             f"{nearest(batch, [n for n in (below, below + unit) if n])}"
         ),

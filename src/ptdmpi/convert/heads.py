@@ -51,7 +51,7 @@ def _labels(config: ConfigJson) -> list[str]:
     if named is None:
         count = config.get("num_labels", 2)
         if type(count) is not int:
-            raise InputError(f"{config.name}: num_labels = {count!r} is no whole number")
+            raise InputError(f"{config.name}: num_labels = {count!r} is not an integer")
         return made_up(count)
     wrong = InputError(
         f"{config.name}: id2label = {named!r} is not supported; legal: a different name for each "
@@ -142,7 +142,7 @@ def lost(task: TaskConfig) -> str:
     stores all of [task]."""
     if not task.choices:
         return ""
-    return f"config.json has no place for task.choices = {task.choices}"
+    return f"config.json cannot store task.choices = {task.choices}"
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -56,9 +56,9 @@ class PackedModel:
         transposed = any(tensor.transposed for tensor in quantized.values())
         reason = ""
         if form.codes == "nf4":
-            reason = "the levels of nf4 are no whole numbers"
+            reason = "the levels of nf4 are not integers"
         elif form.codes == "uint4":
-            reason = "the least values of uint4's blocks are no whole numbers of steps"
+            reason = "the minimum of a uint4 block is not a multiple of its step"
         elif transposed or family.model_type.endswith("bert"):
             reason = f"it does not pack the modules of Hugging Face's {family.model_type}"
         elif any(tensor.whole[1] * form.bits % (8 * WORD_BYTES) for tensor in quantized.values()):

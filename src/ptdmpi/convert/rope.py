@@ -34,7 +34,7 @@ def rope_keys(config: ConfigJson) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key, {})
         if not isinstance(rope, Mapping):
-            raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
+            raise InputError(f"{config.name}: {key} = {rope!r} is not a JSON object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         partial = rope.get("partial_rotary_factor", 1.0)
         by_layer = any(isinstance(value, Mapping) for value in rope.values())
@@ -50,7 +50,7 @@ def rope_keys(config: ConfigJson) -> dict[str, Any]:
         theta = rope.get("rope_theta", theta)
     config.only("partial_rotary_factor", 1.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise InputError(f"{config.name}: rope_theta = {theta!r} is no number")
+        raise InputError(f"{config.name}: rope_theta = {theta!r} is not a number")
     return {**scaling, "rope_theta": float(theta)}
 
 
@@ -70,7 +70,7 @@ def _scaling(
     for name in (*ROPE_NUMBERS[kind], *({"mscale", "mscale_all_dim"} & values.keys())):
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{config.name}: {key}: {name} = {value!r} is no number")
+            raise InputError(f"{config.name}: {key}: {name} = {value!r} is not a number")
         numbers[name] = value if name == length else float(value)
     scaling = {ours: numbers[theirs] for theirs, ours in ROPE_NUMBERS[kind].items()}
     some, every = numbers.get("mscale"), numbers.get("mscale_all_dim")

@@ -128,7 +128,7 @@ def header_text(path: Path) -> str:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
             if not 2 <= length <= size - 8:
-                raise InputError(f"{path} is no safetensors file, or is truncated")
+                raise InputError(f"{path} is not a safetensors file, or is truncated")
             text = file.read(length).decode()
         with safe_open(path, framework="pt"):
             # opening the file lets the library check offsets, types and the size of the file
@@ -231,5 +231,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} is no JSON object")
+        raise InputError(f"{path} is not a JSON object")
     return values

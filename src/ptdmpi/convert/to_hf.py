@@ -412,7 +412,7 @@ class _Values:
             with safe_open(self.kept / BUFFERS, framework="pt") as buffers:
                 yield buffers.get_tensor(name)
         else:
-            raise AssertionError(f"{name} is no parameter, and nothing was kept")
+            raise AssertionError(f"{name} is not a parameter, and no buffers were stored")
 
     def _parameter(self, counterpart: Counterpart, stored: Stored) -> Iterator[Tensor]:
         """Yield the elements of a tensor of the target format, in the layout and data type of that

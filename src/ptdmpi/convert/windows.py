@@ -35,7 +35,7 @@ def window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
 def require_whole(config: ConfigJson, key: str, value: Any) -> int:
     """Return `value`. Raise InputError if the value is not an integer."""
     if type(value) is not int:
-        raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
+        raise InputError(f"{config.name}: {key} = {value!r} is not an integer")
     return value
 
 

@@ -93,7 +93,7 @@ class TrainBatches:
         """Raise ValueError if `global_size` is not a multiple of `micro_size` * `data_size`."""
         if global_size % (micro_size * data_size):
             raise ValueError(
-                f"global batch {global_size} is no multiple of {micro_size} * {data_size}"
+                f"global batch {global_size} is not a multiple of {micro_size} * {data_size}"
             )
         self._datasets = datasets
         self._order = order

@@ -245,5 +245,5 @@ def json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: is no JSON object")
+        raise InputError(f"{path}: is not a JSON object")
     return value

@@ -47,8 +47,8 @@ class _Kind(NamedTuple):
     name: str
 
 
-_INTEGER = _Kind(h5py.h5t.TypeIntegerID, np.integer, "integer")
-_TEXT = _Kind(h5py.h5t.TypeStringID, str, "text of variable length")
+_INTEGER = _Kind(h5py.h5t.TypeIntegerID, np.integer, "an integer")
+_TEXT = _Kind(h5py.h5t.TypeStringID, str, "a text of variable length")
 _ATTRIBUTES = {
     "format_version": _INTEGER,
     "vocab_size": _INTEGER,
@@ -106,10 +106,10 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         # check the type of the attribute before its value is read: HDF5 2.0 crashes on a text whose
         # type is damaged
         if stored.shape != () or not isinstance(stored.get_type(), kind.stored):
-            raise ValueError(f"attribute {name!r} is no {kind.name}")
+            raise ValueError(f"attribute {name!r} is not {kind.name}")
         value = attributes[name]
         if not isinstance(value, kind.value):
-            raise ValueError(f"attribute {name!r} is {value!r}, no {kind.name}")
+            raise ValueError(f"attribute {name!r} is {value!r}, not {kind.name}")
         values[name] = int(value) if kind is _INTEGER else value
     legal = (WEIGHTED_VERSION, PAIRED_VERSION) if weighted else (FORMAT_VERSION,)
     if values["format_version"] not in legal:
@@ -213,7 +213,7 @@ def read_header(path: str | Path) -> ShardHeader:
     if not path.exists():
         raise InputError(f"shard {path}: no such file")
     if not path.is_file():
-        raise InputError(f"shard {path}: is no file")
+        raise InputError(f"shard {path}: is not a file")
     try:
         with h5py.File(path, "r") as file:
             tokens = _extent(file, "tokens", ("<u2", "<u4"))
@@ -345,7 +345,7 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{path}: is no list of shards by ptdmpi-data ({type(error).__name__}: {error}); "
+            f"{path}: is not a list of shards by ptdmpi-data ({type(error).__name__}: {error}); "
             "remove it, and the header of each shard is read instead"
         ) from error
 

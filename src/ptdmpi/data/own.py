@@ -90,7 +90,7 @@ class OwnDataset:
                 f"[{self.seq_length}]"
             )
         if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
-            raise InputError(f"{self.path}: sample {number} has weights that are no finite numbers")
+            raise InputError(f"{self.path}: sample {number} has weights that are not finite")
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:

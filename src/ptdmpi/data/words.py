@@ -113,9 +113,9 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
         tree = json.loads(read_file(path))
         ids = dict(tokens_of(tree))
         if not all(type(token) is str and type(number) is int for token, number in ids.items()):
-            raise TypeError("a token's id is no number")
+            raise TypeError("a token's id is not a number")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
+        reason = error.strerror if isinstance(error, OSError) else "is not a tokenizer.json"
         raise InputError(
             f"{path}: {reason}; masking of whole words needs this file: put it into the folder "
             "of the shards, or set data.whole_words = false"

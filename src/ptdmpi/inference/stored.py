@@ -301,5 +301,6 @@ def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     extra = [name for name in there if name.startswith(prefix) and name not in known]
     if extra:
         raise InputError(
-            f"checkpoint {reader.directory}: {extra[0]} is no tensor of the model in its {CONFIG}"
+            f"checkpoint {reader.directory}: {extra[0]} is not a tensor of the model in its "
+            f"{CONFIG}"
         )

@@ -46,7 +46,7 @@ class Text:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{text[:40]!r} is no UTF-8: {error.reason}") from None
+            raise InputError(f"{text[:40]!r} is not UTF-8: {error.reason}") from None
         return self.tokenizer.encode([text])[0].tolist()
 
     def prompt(self, text: str) -> list[int]:

@@ -212,7 +212,7 @@ def test_sizes_in_letters_and_in_words():
         ("gpt3-175", 'did you mean "gpt3-175b"'),
         ("l=2,h=64", "heads is missing, a=NUMBER"),
         ("l=2,h=64,a=7", "must divide"),
-        ("l=2,h=64,a=8,layer=3", 'layer is no key; did you mean "layers"'),
+        ("l=2,h=64,a=8,layer=3", 'layer is not a key; did you mean "layers"'),
         ("l=two,h=64,a=8", "layers = 'two'"),
         ("l=2,h=64,a=8,V=0", "at least 1"),
         ("l=2,h", '"h" is no size'),
@@ -243,9 +243,9 @@ def test_bad_clusters_are_refused(tmp_path):
         ("memory_bytes = 84", "memory_bytes = 80", "device.memory_bytes = 80: .* not in GB"),
         ("kernel_s = ", "kernel_s = 2.5", "device.kernel_s = 2.5: .* not in microseconds"),
         ("kernel_s = ", "", "device.kernel_s is missing"),
-        ("devices = ", "device = 8", 'node.device is no key; did you mean "devices"'),
+        ("devices = ", "device = 8", 'node.device is not a key; did you mean "devices"'),
         ("devices = ", 'devices = "eight"', "node.devices = 'eight': .* integer"),
-        ("[node]", "[nodes]", "node is missing; nodes is no key"),
+        ("[node]", "[nodes]", "node is missing; nodes is not a key"),
     ],
 )
 def test_a_damaged_cluster_file_says_where_and_what(tmp_path, key, line, word):

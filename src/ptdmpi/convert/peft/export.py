@@ -57,8 +57,8 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     family = with_task(family_for(adapter.model), adapter.adapted.task)
     if not adapter.places:
         raise InputError(
-            f"{source}: has a head without adapters, which `peft` has no form for; export the "
-            "whole model by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
+            f"{source}: has a head without adapters, which `peft` cannot represent; export the "
+            "whole model with `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
         )
     converted = {
         f"{PREFIX}{theirs}": adapter.tensors[name]

@@ -192,9 +192,11 @@ def _own(
     own = list(_modules(model, tensors, method))
     left = tensors.keys() - {name for module in own for name in module.names}
     if left:
-        raise InputError(f"{where}: {min(left)} belongs to no linear of a layer of this model")
+        raise InputError(
+            f"{where}: {min(left)} does not belong to a linear in the layers of this model"
+        )
     if not own:
-        raise InputError(f"{where}: has no adapter of a linear of a layer of this model")
+        raise InputError(f"{where}: has no adapter for a linear in the layers of this model")
     own = _without_idle(own, tensors)
     targets = tuple(dict.fromkeys(module.place.target for module in own))
     first = min(module.place.layer for module in own)

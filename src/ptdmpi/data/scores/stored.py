@@ -160,7 +160,7 @@ class StoredScores:
             entry = self.summary["shards"].get(header.path.name)
             if entry is None or entry.get("shard") != _identity(header):
                 raise InputError(
-                    f"{kind.summary(self.directory).parent}: has no {kind.noun} of the present "
+                    f"{kind.summary(self.directory).parent}: has no {kind.noun} of the current "
                     f"{header.path.name}; {kind.made_by}"
                 )
             checksums = {suffix: entry.get(f"checksum{suffix}") for suffix in kind.types}
@@ -257,5 +257,5 @@ def _read_summary(kind: ScoreKind, directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read: {error}; {kind.made_by}") from None
     known = isinstance(summary, dict) and isinstance(summary.get("shards"), dict)
     if not known or not all(isinstance(entry, dict) for entry in summary["shards"].values()):
-        raise InputError(f"{path}: is no list of {kind.noun}; {kind.made_by}")
+        raise InputError(f"{path}: is not a list of {kind.noun}; {kind.made_by}")
     return {"model": "", **summary}

@@ -378,8 +378,8 @@ def _explain(section: type[FrozenTable], mistake: Any) -> str:
         for part in path:
             owner = getattr(owner.model_fields.get(part), "annotation", None)
             if not hasattr(owner, "model_fields"):
-                return f"{name} is no key"
-        return f"{name} is no key{_nearest(key, owner.model_fields)}"
+                return f"{name} is not a key"
+        return f"{name} is not a key{_nearest(key, owner.model_fields)}"
     value = repr(mistake["input"])
     value = value if len(value) <= 60 else value[:57] + "..."
     return f"{name} = {value}: {mistake['msg'].removeprefix('Value error, ')}"

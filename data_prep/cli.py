@@ -145,8 +145,8 @@ def _make_shards(
 
 
 class _Program(CommandGroup):
-    """The group of all commands of `ptdmpi-data`. `in_parallel` has the names of the commands that
-    several ranks may run."""
+    """The group of all commands of `ptdmpi-data`. `in_parallel` contains the names of the commands
+    that several ranks may run together."""
 
     in_parallel = frozenset({"tokenize", "import-megatron", "score"})
 

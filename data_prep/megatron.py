@@ -49,7 +49,7 @@ def idx_path(prefix: Path) -> Path:
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     if prefix.name in ("", ".."):
-        raise InputError(f"{prefix}: is no PREFIX; the name of a file is needed, without .bin")
+        raise InputError(f"{prefix}: is not a PREFIX; give the name of a file, without .bin")
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -90,7 +90,7 @@ class MegatronIndex:
         with open(self.path, "rb") as stream:
             header = stream.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise self._failure("is no index of Megatron (it does not begin with MMIDIDX)")
+            raise self._failure("is not an index of Megatron (it does not begin with MMIDIDX)")
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != 1:
             raise self._failure(f"has version {version}; legal: 1")

@@ -89,7 +89,7 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(content)
         except (OSError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
+            raise InputError(f"tokenizer {path}: is not a SentencePiece model: {reason}") from error
         known = self._model.get_piece_size()
         self.eod_id = self._model.eos_id()
         if self.eod_id < 0:  # the model has no token </s>

@@ -148,7 +148,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
         elif not given.exists():
             raise InputError(f"{given}: no such file or directory")
         elif not given.is_file():
-            raise InputError(f"{given}: is no regular file")
+            raise InputError(f"{given}: is not a regular file")
         elif _kind(given, suffixes):
             paths = [given]
             names = [given.name]
@@ -255,7 +255,7 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
     suffix = source.path.suffix
     if suffix in _COMPRESSED and not source.size_bytes:
-        raise InputError(f"{source.path}: is empty, and so no {suffix} file")
+        raise InputError(f"{source.path}: is empty, so it is not a {suffix} file")
     try:
         yield from _inflate(raw(), suffix) if suffix in _COMPRESSED else raw()
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:

@@ -265,7 +265,7 @@ class RunState:
     def _begin(self, force: bool) -> CorpusCounters | None:
         for output in self.outputs:
             if output.exists() and not output.is_dir():
-                raise InputError(f"{output}: is no directory; a directory for shards is needed")
+                raise InputError(f"{output}: is not a directory; a directory for shards is needed")
             if (output / UNFINISHED).is_dir():
                 self._locks.take(output)
         if force:

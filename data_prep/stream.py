@@ -63,8 +63,8 @@ class StreamedTexts:
             self._version = {"revision": pinned}
         else:
             raise InputError(
-                f"{given}: is no directory, and no name of a data set on the Hugging Face hub, "
-                "such as org/name"
+                f"{given}: is neither a directory nor the name of a data set on the Hugging Face "
+                "hub, such as org/name"
             )
         try:
             self._rows = library.load_dataset(

@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
         try:
             content = read_file(path)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # a malformed file raises Exception itself
+        except Exception as error:  # the library raises Exception for such files
             raise InputError(
                 f"tokenizer {path}: {error}; legal: '{BYTES}', '{TIKTOKEN}NAME', a Hugging Face "
                 "tokenizer.json or a SentencePiece .model"

@@ -98,7 +98,7 @@ def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mess
     if not text:
         return messages
     if not isinstance(text, str):
-        raise BadConversation('"system" is no text')
+        raise BadConversation('"system" is not a text')
     if messages[0]["role"] == "system":
         raise BadConversation('both "system" and the first message are a system prompt')
     return [{"role": "system", "content": text}, *messages]
@@ -110,11 +110,11 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
     history = record.get("history") or []
     earlier: list[Message] = []
     if not isinstance(history, list):
-        raise BadConversation('"history" is no list of [question, answer]')
+        raise BadConversation('"history" is not a list of [question, answer]')
     for turn in history:
         is_pair = isinstance(turn, list) and len(turn) == 2
         if not is_pair or not all(isinstance(text, str) for text in turn):
-            raise BadConversation('"history" is no list of [question, answer]')
+            raise BadConversation('"history" is not a list of [question, answer]')
         earlier += exchange(*turn)
     return with_system(record, earlier + exchange(instruction_of(record), record["output"]))
 
@@ -124,7 +124,7 @@ def instruction_of(record: Mapping[str, Any]) -> str:
     line. Raise BadConversation if the input is not a text."""
     more = record.get("input") or ""
     if not isinstance(more, str):
-        raise BadConversation('"input" is no text')
+        raise BadConversation('"input" is not a text')
     return "\n".join(filter(None, (record["instruction"], more)))
 
 
@@ -132,7 +132,7 @@ def turns_of(turns: Any, name: str) -> list[Message]:
     """Return the messages in `turns`, which is the value of the field `name`. Each turn has the
     keys of OpenAI's or ShareGPT's format."""
     if not isinstance(turns, list) or not turns:
-        raise BadConversation(f'"{name}" is no list of messages')
+        raise BadConversation(f'"{name}" is not a list of messages')
     return [_message(turn) for turn in turns]
 
 
@@ -140,7 +140,7 @@ def _message(turn: Any) -> Message:
     """Convert a turn to a message whose "role" and "content" are texts. Other keys are not removed,
     because the chat template may use them."""
     if not isinstance(turn, dict):
-        raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
+        raise BadConversation('a message is not {"role": TEXT, "content": TEXT}')
     if "from" in turn and "role" not in turn:
         speaker = turn["from"]
         if not isinstance(speaker, str) or speaker.lower() not in ROLES:
@@ -152,7 +152,7 @@ def _message(turn: Any) -> Message:
     if isinstance(content, list):
         turn = {**turn, "content": _joined(content)}
     if not has_texts(turn, "role", "content"):
-        raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
+        raise BadConversation('a message is not {"role": TEXT, "content": TEXT}')
     return turn
 
 
@@ -162,7 +162,7 @@ def _joined(parts: Sequence[Any]) -> str:
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise BadConversation('a part of a content is no {"type": "text", "text": TEXT}')
+            raise BadConversation('a part of a content is not {"type": "text", "text": TEXT}')
     return "".join(part["text"] for part in parts)
 
 

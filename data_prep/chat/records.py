@@ -29,7 +29,7 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
             raise InputError(
-                f"{source.path}: is no .jsonl or .json file; conversations are lines of .jsonl "
+                f"{source.path}: is not a .jsonl or .json file; conversations are lines of .jsonl "
                 "files, or the elements of a .json array"
             )
     return sources

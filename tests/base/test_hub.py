@@ -97,7 +97,7 @@ def test_without_the_hub_one_line_says_what_to_download(requests):
         text = str(caught.value)
         assert f"Repository Not Found: {name}; where" in text and "\n" not in text
         assert f"hf download {name}{option} --local-dir DIR" in text
-    with pytest.raises(InputError, match="is no file or directory, and cannot be downloaded"):
+    with pytest.raises(InputError, match="is not a file or directory, and cannot be downloaded"):
         find_sources(["org/nowhere"])
 
 

@@ -222,7 +222,7 @@ def test_output_that_is_a_file(good, monkeypatch, capsys):
     output = good.parent / "o"
     output.write_text("a file")
     words = ["--output", output, "--tokenizer", "bytes"]
-    assert "o: is no directory" in fail(monkeypatch, capsys, "tokenize", good, *words)
+    assert "o: is not a directory" in fail(monkeypatch, capsys, "tokenize", good, *words)
     words[1] = output / "below"
     error = fail(monkeypatch, capsys, "tokenize", good, *words)
     assert "below: cannot be written" in error and "--force" not in error
@@ -390,7 +390,7 @@ def test_inputs_that_are_no_files(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.txt.zst").touch()
     for name, message in (
         (tmp_path / "pipe.txt", "no regular file"),
-        (tmp_path / "cut.txt.zst", "is empty, and so no .zst file"),
+        (tmp_path / "cut.txt.zst", "is empty, so it is not a .zst file"),
         ("", "an input without a name"),
     ):
         words = ["--output", tmp_path / "o", "--tokenizer", "bytes"]

@@ -123,9 +123,9 @@ def test_an_answer_of_weight_0_is_context_only(tmp_path, monkeypatch):
     [
         ({"text": "a"}, "no conversation: legal are"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "is from 'narrator'; legal are"),
-        ({"conversations": []}, '"conversations" is no list of messages'),
-        ({"instruction": "q", "input": 3, "output": "a"}, '"input" is no text'),
-        ({"instruction": "q", "history": ["x"], "output": "a"}, '"history" is no list'),
+        ({"conversations": []}, '"conversations" is not a list of messages'),
+        ({"instruction": "q", "input": 3, "output": "a"}, '"input" is not a text'),
+        ({"instruction": "q", "history": ["x"], "output": "a"}, '"history" is not a list'),
         ({"system": "x", "messages": MESSAGES}, 'both "system" and the first message'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a"),
         ({"messages": [{"role": "user", "content": None}]}, 'no {"role": TEXT, "content": TEXT}'),

@@ -264,9 +264,9 @@ def test_vocabularies_and_outputs_that_do_not_do(tmp_path, monkeypatch, capsys):
     assert "b.bin: exists" in again
     for nameless in (".", "/", ".."):
         words = ("export-megatron", tmp_path / "o", "--output", nameless)
-        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+        assert f"{nameless}: is not a PREFIX" in fail(monkeypatch, capsys, *words)
         words = ("import-megatron", nameless, *common[2:], "--tokenizer", "bytes")
-        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+        assert f"{nameless}: is not a PREFIX" in fail(monkeypatch, capsys, *words)
     (tmp_path / "link.bin").symlink_to(tmp_path / "a.bin")
     (tmp_path / "link.idx").symlink_to(tmp_path / "a.idx")
     words = (*common[:2], tmp_path / "link", *common[2:], "--tokenizer", "bytes")

@@ -57,7 +57,7 @@ def test_no_model_of_sentencepiece(tmp_path):
     pytest.importorskip("sentencepiece", reason="the extra `corpus` is missing")
     (tmp_path / "a.model").write_text("aGVsbG8= 0\n")
     for name in ("a.model", "none.model"):
-        with pytest.raises(InputError, match=f"{name}: no model of SentencePiece"):
+        with pytest.raises(InputError, match=f"{name}: is not a SentencePiece model"):
             load_tokenizer(tmp_path / name)
 
 

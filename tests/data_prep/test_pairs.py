@@ -122,8 +122,8 @@ def test_a_list_of_shards_keeps_that_they_are_pairs(tmp_path, monkeypatch):
         ({"prompt": "q", "answer": "a"}, "no pair of answers: legal are"),
         ({"chosen": "a", "rejected": "b"}, "no prompt: legal are"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, '"chosen" has no answer of its own'),
-        ({"prompt": "q", "chosen": [], "rejected": "a"}, '"chosen" is no list of messages'),
-        ({"prompt": "q", "chosen": 3, "rejected": "a"}, '"chosen" is no list of messages'),
+        ({"prompt": "q", "chosen": [], "rejected": "a"}, '"chosen" is not a list of messages'),
+        ({"prompt": "q", "chosen": 3, "rejected": "a"}, '"chosen" is not a list of messages'),
     ],
 )
 def test_what_is_no_pair_is_refused(record, message):

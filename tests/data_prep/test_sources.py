@@ -100,7 +100,7 @@ def json_lines(draw):
     line = json.dumps(record, ensure_ascii=draw(st.booleans())).encode()
     other = [
         line,
-        line.replace(b'"b"', b'"text"'),  # the last one counts, and is no text
+        line.replace(b'"b"', b'"text"'),  # the last one counts, and is not a text
         b'{"text": "%b"}' % draw(st.binary(max_size=40)),
         b'{"text": "' + b"ab\\ud83d" * 9 + b'\\ude42"}',  # halves of characters
         b'{"text": "' + b'\\"' * 40,  # no end

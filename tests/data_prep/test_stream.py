@@ -213,7 +213,10 @@ def test_a_continued_stream_needs_the_same_revision(hub, monkeypatch, capsys):
         (["a", "b", "--stream"], "--stream reads one data set"),
         (["set", "--stream", "--suffix", ".py"], "and no --suffix"),
         (["set", "--documents", "3"], "--documents belongs to --stream"),
-        (["nothing", "--stream"], "is no directory, and no name of a data set on the Hugging"),
+        (
+            ["nothing", "--stream"],
+            "is neither a directory nor the name of a data set",
+        ),
         (["org/no", "--stream"], "Repository Not Found: org/no; where there is network, run hf do"),
     ],
 )

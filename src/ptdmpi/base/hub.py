@@ -114,7 +114,7 @@ def _unreachable(name: str, kind: Kind, error: Exception) -> InputError:
     """Return the exception to raise if a repository cannot be read from the hub."""
     option = " --repo-type dataset" if kind == "dataset" else ""
     return InputError(
-        f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "
+        f"{name}: is not a file or directory, and cannot be downloaded from the Hugging Face hub: "
         f"{first_line(error)}; where there is network, run hf download {name}{option} "
         "--local-dir DIR, and give DIR instead"
     )

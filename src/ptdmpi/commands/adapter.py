@@ -93,7 +93,7 @@ def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, em
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
 def of_peft(source: str, base: Path, target: Path) -> None:
-    """Convert the adapter SOURCE, which the package `peft` has written, to the directory TARGET.
+    """Convert the adapter SOURCE, which the package `peft` has written, and write it to TARGET.
 
     BASE is the model that the adapter was trained on. SOURCE may also be the name of an adapter on
     the Hugging Face hub, which is downloaded.

@@ -41,7 +41,8 @@ def command() -> None:
 @click.argument("target", type=PATH, required=False)
 @AS_JSON
 def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
-    """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET.
+    """Convert the model in the directory SOURCE (config.json, *.safetensors), and write it to
+    TARGET.
 
     SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded. Without
     TARGET, the converted model is stored in the user's cache, and all commands accept its name on
@@ -80,7 +81,7 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
 def to_hugging_face(
     source: Path, target: Path, *, like: Path | None, dtype: str | None, **options: Any
 ) -> None:
-    """Convert SOURCE into the model directory TARGET.
+    """Convert SOURCE to the format of Hugging Face, and write it to the directory TARGET.
 
     SOURCE is a run directory, a checkpoint or a directory that from-hf has written. A model that
     was converted from Hugging Face gets the same tensor names, files and data types again.
@@ -128,7 +129,7 @@ def to_hugging_face(
 @EMA
 @AS_JSON
 def upcycle_to_experts(source: Path, target: Path, **options: Any) -> None:
-    """Turn the dense model SOURCE into a mixture of experts, in the directory TARGET.
+    """Turn the dense model SOURCE into a mixture of experts, and write it to the directory TARGET.
 
     Every expert begins as a copy of its layer's MLP, and the routers are random. To train the
     result, set `checkpoint.initial = "TARGET"`. SOURCE is a run directory, a checkpoint or a

@@ -31,8 +31,8 @@ OF_FILE = ("items", "samples", "truncated")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return a dict of the numbers in a record, without its step. The names are such as
-    "train/loss".
+    """Return a dict of the numbers in a record, without its step. A name consists of a group and
+    the key, such as "train/loss".
 
     Each number in a list or a table has its own name, such as "data/epochs/0". Texts, and numbers
     that are the same in every record, are left out.

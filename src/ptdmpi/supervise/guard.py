@@ -43,7 +43,7 @@ class Guard:
 
     def dismiss(self) -> None:
         """End the guard. The supervisor calls this method after it has ended the ranks itself."""
-        with contextlib.suppress(OSError):  # the guard was killed
+        with contextlib.suppress(OSError):  # the guard may have been killed
             self._process.communicate(b".")
 
 

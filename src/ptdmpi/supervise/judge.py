@@ -49,7 +49,7 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     """Decide whether the ranks are restarted. The ranks have ended before the run was complete, and
     `step` is the last recorded step.
 
-    `before` is the state before this end of the ranks. `asked` is True if a stop was requested.
+    `before` is what was known before the ranks ended. `asked` is True if a stop was requested.
     `restarts` is the maximum number of consecutive restarts without a new step. If one more restart
     would be needed, the run ends.
     """

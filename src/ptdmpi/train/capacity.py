@@ -266,8 +266,8 @@ def process_bytes() -> tuple[int, int]:
 def forget_peak() -> None:
     """Reset this process's peak of resident memory to its present value.
 
-    Before that, return the free memory that glibc keeps to the operating system. Other C libraries
-    have no function for this.
+    Before that, return unused memory from glibc to the operating system. Other C libraries have no
+    function for this.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

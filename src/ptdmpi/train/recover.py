@@ -33,7 +33,7 @@ from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-# seconds between two checks of a waiting spare rank whether the attempt has ended
+# a waiting spare rank checks at this interval (in seconds) whether the attempt has ended
 SPARE_POLL_S = 0.02
 # the lowest bit of the agreed number, which means that the run has ended; the higher bits are the
 # exit code
@@ -103,8 +103,8 @@ class Survivors:
         is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # All training ranks have raised this error, but spare ranks have not. So raise an
-        # InputError, which is an error of this rank only.
+        # All training ranks have raised this error, but spare ranks have not. So raise InputError,
+        # which means an error of this rank only.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:

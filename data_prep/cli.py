@@ -232,13 +232,13 @@ def tokenize(
     "--messages-field",
     default="messages",
     show_default=True,
-    help="Field with a list of messages; a record is searched for it first.",
+    help="Field with a list of messages; tried first.",
 )
 @click.option(
     "--prompt-field",
     default="prompt",
     show_default=True,
-    help="Field with a prompt, if there are no messages.",
+    help="Field with a prompt; tried next.",
 )
 @click.option(
     "--answer-field", default="answer", show_default=True, help="Field with the prompt's answer."
@@ -283,7 +283,7 @@ def chat(
 @_SKIP
 @_SHARDS
 def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
-    """Make shards of preference pairs, for training with [preference].
+    """Make shards of preference pairs. They are for training with [preference].
 
     INPUTs are .jsonl files, one pair per line, or .json arrays. Each record has the fields "chosen"
     and "rejected": two complete conversations, or two answers to the record's "prompt" (or
@@ -329,10 +329,11 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 def score(
     model: Path, datasets: tuple[Path, ...], as_json: bool, top: int | None, **options: Any
 ) -> None:
-    """Store the log-probabilities that the reference model MODEL gives to the pairs in DATASETS.
+    """Store the outputs of a reference model or a teacher.
 
-    MODEL is a run directory, a checkpoint, or a directory that `ptdmpi convert from-hf` has
-    written. The log-probabilities are written to the folder `reference` of each dataset. An
+    By default, MODEL is the reference model for preference pairs. The log-probabilities that it
+    gives to the pairs in DATASETS are written to the folder `reference` of each dataset. MODEL is a
+    run directory, a checkpoint, or a directory that `ptdmpi convert from-hf` has written. An
     example:
 
     mpirun -n 2 ptdmpi-data score base pairs/train pairs/valid --layout t=2
@@ -363,7 +364,7 @@ def import_megatron(
     eod_id: int | None,
     **given: Any,
 ) -> None:
-    """Make token shards from Megatron's PREFIX.bin and PREFIX.idx."""
+    """Make token shards from Megatron's .bin and .idx files."""
     from data_prep.megatron_corpus import MegatronCorpus, given_vocabulary
 
     if (vocab_size is None) != (eod_id is None):
@@ -382,7 +383,7 @@ def import_megatron(
 @click.option("--output", required=True, type=PATH, help="PREFIX of the two files.")
 @_JSON
 def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
-    """Write the shards in a directory as Megatron's PREFIX.bin and PREFIX.idx."""
+    """Write shards as Megatron's PREFIX.bin and PREFIX.idx."""
     from data_prep.megatron import export
 
     _print_table(export(directory, output), as_json)
@@ -424,7 +425,7 @@ def _cell(value: Any) -> str:
 def train_tokenizer(
     inputs: tuple[str, ...], output: Path, vocab_size: int, as_json: bool, **given: Any
 ) -> None:
-    """Train a byte-level BPE tokenizer with the special token <|endoftext|>."""
+    """Train a byte-level BPE tokenizer. It has the special token <|endoftext|>."""
     from data_prep.encode import EncodeOptions
     from data_prep.state import require_writable, write_file
     from data_prep.stream import StreamOptions
@@ -458,7 +459,7 @@ def train_tokenizer(
 @click.argument("path", type=PATH)
 @_JSON
 def inspect(path: Path, as_json: bool) -> None:
-    """Show the contents of a directory of shards, or of one shard."""
+    """Show the contents of a dataset, or of one shard."""
     from data_prep.examine import describe, format_description
 
     description = describe(path)
@@ -486,8 +487,7 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Execute the command line. The exit code is 0 if the command is done, 2 for bad input, 130
-    after Ctrl-C, and 1 for other errors."""
+    """Execute the command line. Exit codes: 0 done, 2 bad input, 130 Ctrl-C, 1 other errors."""
     run(
         commands,
         "ptdmpi-data",

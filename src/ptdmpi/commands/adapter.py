@@ -28,9 +28,10 @@ def command() -> None:
 @click.argument("target", type=PATH)
 @EMA
 def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
-    """Merge ADAPTER into BASE, and write the complete model to the directory TARGET.
+    """Merge ADAPTER into BASE, and write the complete model to TARGET.
 
-    TARGET can be used with `ptdmpi train`, `evaluate`, `generate` and `convert to-hf`.
+    The directory TARGET can be used with `ptdmpi train`, `evaluate`, `generate` and `convert
+    to-hf`.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
@@ -48,9 +49,10 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("target", type=PATH)
 @click.option("--rank", type=click.IntRange(1), required=True, help="Adapter rank.")
 def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
-    """Write the difference between the models TUNED and BASE to TARGET, as an adapter.
+    """Write the difference of the models TUNED and BASE as an adapter.
 
-    The adapter is the best approximation of this difference with the given rank.
+    The adapter, in the directory TARGET, is the best approximation of this difference with the
+    given rank.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
@@ -68,11 +70,11 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @PUSH
 @EMA
 def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, ema: bool) -> None:
-    """Write ADAPTER to the directory TARGET, in the format of the package `peft`.
+    """Write ADAPTER in the format of the package `peft`.
 
-    The files contain the name of the base model. By default this is its name on the Hugging Face
-    hub, if BASE was converted from a model of the hub. If the run has a chat template, the template
-    is written, too.
+    The files are written to the directory TARGET. They contain the name of the base model. By
+    default this is its name on the Hugging Face hub, if BASE was converted from a model of the hub.
+    If the run has a chat template, the template is written, too.
     """
     if push is not None:
         require_repository(push)
@@ -93,10 +95,11 @@ def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, em
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
 def of_peft(source: str, base: Path, target: Path) -> None:
-    """Convert the adapter SOURCE, which the package `peft` has written, and write it to TARGET.
+    """Convert an adapter of the package `peft`.
 
-    BASE is the model that the adapter was trained on. SOURCE may also be the name of an adapter on
-    the Hugging Face hub, which is downloaded.
+    SOURCE is the directory of the adapter, or the name of an adapter on the Hugging Face hub, which
+    is downloaded. BASE is the model that the adapter was trained on. The result is written to the
+    directory TARGET.
     """
     launch.prepare()
     from ptdmpi.convert.peft.read import ADAPTER_FILES, import_peft

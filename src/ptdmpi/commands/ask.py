@@ -108,7 +108,7 @@ def restarts_command(
     write_gb_s: float,
     restart_minutes: float,
 ) -> Reply:
-    """Find the checkpoint interval with the highest goodput, and the cost of failures."""
+    """Find the best checkpoint interval, and the cost of failures."""
     pricer = pricer_of_names(model, cluster, batch)
     note("ptdmpi ask: searching for the fastest layout, to predict the time of a step")
     step_s = search(pricer, Space(ranks), 1)[0].step_time_s
@@ -132,7 +132,7 @@ def restarts_command(
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
 ) -> Reply:
-    """Predict step times on a slower network, a tapered network or a two-tier network."""
+    """Predict step times on slower, tapered and two-tier networks."""
     return network.answer(pricer_of_names(model, cluster, batch), ranks, pod)
 
 
@@ -175,7 +175,7 @@ def sweep_command(
 @click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="Micro-batch size.")
 @_answered
 def partition_command(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
-    """Explain why a layer's first matrix is split by columns, and its second by rows."""
+    """Explain why an MLP is split by columns first, then by rows."""
     return partition.answer(pricer_of_names(model, cluster, 1), tensor, micro_size)
 
 
@@ -227,7 +227,7 @@ def days_command(
     days: float | None,
     utilisation: float | None,
 ) -> Reply:
-    """Convert the days of a training to its utilisation, or the utilisation to days."""
+    """Convert days to utilisation, or utilisation to days."""
     pricer = pricer_of_names(model, cluster, 1)
     return inverse.days_answer(pricer, ranks, tokens, taken=days, utilisation=utilisation)
 

@@ -32,7 +32,7 @@ def command() -> None:
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @AS_JSON
 def inspect(path: Path, tensors: bool, as_json: bool) -> None:
-    """Print the contents of a checkpoint, or of each checkpoint of a run.
+    """Print the contents of one checkpoint, or of all in a run.
 
     The exit code is 1 if a checkpoint is not complete.
     """
@@ -107,7 +107,7 @@ def _shown(key: str, value: Any) -> str:
 @click.argument("path", type=PATH)
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read a checkpoint, or each checkpoint of a run, and print what is damaged.
+    """Read one checkpoint, or all in a run, and print the damage.
 
     Checks checksums, headers and sizes. Also checks that the stored blocks of each tensor cover the
     tensor without gaps or overlaps. The exit code is 0 if nothing is damaged, else 1.
@@ -181,11 +181,10 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @AS_JSON
 def prune(path: Path, dry_run: bool, as_json: bool, **keep: int) -> None:
-    """Remove the complete checkpoints of the run directory PATH, except those that the --keep
-    options select.
+    """Remove complete checkpoints that no --keep option selects.
 
-    Damaged checkpoints are neither counted nor removed. The checkpoint that the file `best` names
-    is kept.
+    PATH is a run directory. Damaged checkpoints are neither counted nor removed. The checkpoint
+    that the file `best` names is kept.
     """
     directory = check.checkpoints(path)[0].parent
     if directory not in (path, path / "checkpoints"):

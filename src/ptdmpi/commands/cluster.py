@@ -21,7 +21,8 @@ def command() -> None:
 @click.argument("file", type=PATH, default="cluster.toml")
 @click.option("--from", "source", required=True, help=f"The cluster: {legal_clusters()}.")
 def new(file: Path, source: str) -> None:
-    """Copy a predefined cluster file to FILE [default: cluster.toml], to be edited, for example
+    """Copy a predefined cluster to FILE, which you can then edit. FILE is cluster.toml by default.
+    An example:
 
     ptdmpi cluster new mine.toml --from dgx-h100
 

@@ -41,14 +41,13 @@ def command() -> None:
 @click.argument("target", type=PATH, required=False)
 @AS_JSON
 def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
-    """Convert the model in the directory SOURCE (config.json, *.safetensors), and write it to
-    TARGET.
+    """Convert the Hugging Face model SOURCE, and write it to TARGET.
 
-    SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded. Without
-    TARGET, the converted model is stored in the user's cache, and all commands accept its name on
-    the hub.
+    SOURCE is a directory with config.json and *.safetensors, or the name of a model on the Hugging
+    Face hub, which is downloaded. Without TARGET, the converted model is stored in the user's
+    cache, and all commands accept its name on the hub.
 
-    TARGET can be used with `ptdmpi train`, `evaluate` and `generate`.
+    The directory TARGET can be used with `ptdmpi train`, `evaluate` and `generate`.
     """
     launch.prepare()
     from ptdmpi.convert.from_hf import MODEL_FILES, from_hf
@@ -81,7 +80,7 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
 def to_hugging_face(
     source: Path, target: Path, *, like: Path | None, dtype: str | None, **options: Any
 ) -> None:
-    """Convert SOURCE to the format of Hugging Face, and write it to the directory TARGET.
+    """Convert SOURCE to a Hugging Face model in the directory TARGET.
 
     SOURCE is a run directory, a checkpoint or a directory that from-hf has written. A model that
     was converted from Hugging Face gets the same tensor names, files and data types again.
@@ -129,11 +128,11 @@ def to_hugging_face(
 @EMA
 @AS_JSON
 def upcycle_to_experts(source: Path, target: Path, **options: Any) -> None:
-    """Turn the dense model SOURCE into a mixture of experts, and write it to the directory TARGET.
+    """Turn the dense model SOURCE into a mixture of experts.
 
-    Every expert begins as a copy of its layer's MLP, and the routers are random. To train the
-    result, set `checkpoint.initial = "TARGET"`. SOURCE is a run directory, a checkpoint or a
-    directory that from-hf has written.
+    The result is written to the directory TARGET. Every expert begins as a copy of its layer's MLP,
+    and the routers are random. To train the result, set `checkpoint.initial = "TARGET"`. SOURCE is
+    a run directory, a checkpoint or a directory that from-hf has written.
     """
     launch.prepare()
     from ptdmpi.convert.upcycle.write import ROUTER_STD, Experts, upcycle

@@ -28,7 +28,7 @@ LAYOUT_OPTIONS = (
     click.option(
         "--schedule",
         type=click.Choice(SCHEDULES),
-        help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1 and zb-v are not searched.",
+        help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1 and zb-v only on request.",
     ),
     click.option("--recompute", type=click.Choice(RECOMPUTE_MODES), help="Default: the fastest."),
     click.option(
@@ -72,7 +72,7 @@ LAYOUT_OPTIONS = (
     click.option(
         "--shard-group",
         type=ShardGroup(),
-        help="With ZeRO: ranks that share one copy of the state: all, node or a number; default as "
+        help="With ZeRO: data ranks with one copy of the state (all, node or a number); default as "
         "for --zero.",
     ),
     click.option(

@@ -26,9 +26,8 @@ def start(
     """Start a program in a new session, so that all its processes can be found.
 
     `extra` is added to the environment. Standard input is empty, and standard output goes to
-    `output`. Standard error goes to `errors` if it is given. If `errors` is not given, standard
-    error goes to `output`. If `output` is a pipe, it goes to the standard error of this process
-    instead.
+    `output`. Standard error goes to `errors` if it is given. Otherwise it also goes to `output`,
+    or, if `output` is a pipe, to the standard error of this process.
     """
     if errors is None and output != subprocess.PIPE:
         errors_to: IO[str] | int | None = subprocess.STDOUT

@@ -20,7 +20,7 @@ def replaced(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Write `lines` between the two marks NAME in a page, and print the lines."""
+    """Write `lines` between the marks `name` of a page (see `replaced`), and print them."""
     write_whole(page, replaced(page.read_text(encoding="utf-8"), name, lines))
     print("\n".join(lines), f"\nwrote {page.relative_to(ROOT)}", flush=True)
 

@@ -257,8 +257,8 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        host = piece.values.cpu()  # `cpu` copies nothing if the tensor is on the host.
-        if host.dtype == torch.bfloat16:  # numpy has no bfloat16
+        host = piece.values.cpu()  # `cpu` copies nothing if the tensor is already on the host.
+        if host.dtype == torch.bfloat16:  # numpy has no bfloat16, so read float32 numbers
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():

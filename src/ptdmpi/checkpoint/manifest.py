@@ -166,9 +166,9 @@ class Manifest:
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Return a float32 tensor of full shape for each quantized weight. The keys are the names
-        by which the dequantized values can be read. The returned tensors have no pieces, because no
-        file contains the dequantized values."""
+        """Return the description of a float32 tensor of full shape for each quantized weight, by
+        the name with which its dequantized values can be read. The descriptions have no pieces,
+        because no file contains the dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -283,7 +283,7 @@ def checksum(manifest: Mapping[str, Any]) -> int:
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raise InputError unless the checkpoint is complete and
-    has this format version."""
+    has the format version of this module."""
     path = directory / MANIFEST
     try:
         table = json.loads(read_file(path))

@@ -92,9 +92,10 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return the progress of the copy, or None if no copy exists or can be read.
 
-        An earlier start of the same job has made the copy. That start may have begun anew, or from
-        another checkpoint that `checkpoint.resume = wanted` names. If that start has not saved a
-        checkpoint yet, the next save renames the checkpoints that the run does not continue.
+        The copy was made after an earlier start of the same job. At that start, training may have
+        begun from the initial weights, or from the checkpoint that `checkpoint.resume = wanted`
+        names. If no checkpoint was saved after that start, the next save renames the checkpoints
+        that the run does not continue.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):

@@ -247,7 +247,8 @@ class Checkpoints:
 
     def _lineage(self, loss: float | None, said: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a manifest about the origin of its tensors. `loss` is the
-        validation loss of this state. `said` has the entries that `_said` returned for it."""
+        validation loss of this state. `said` has the entries that `_said` returned for this
+        state."""
         return {**self.course.in_manifest(), **best.in_manifest(loss), **said}
 
     def _advance(self, wait: bool) -> list[Saved]:

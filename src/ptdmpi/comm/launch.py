@@ -17,7 +17,7 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 
-# The variables in which launchers pass on the number of ranks that they have started.
+# environment variables in which launchers store the number of ranks that they have started
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 

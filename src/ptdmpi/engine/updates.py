@@ -79,9 +79,9 @@ def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tens
 
 
 def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Do the update of Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2). The order is that of
-    the authors' program: first the weight decay, then the learning rate times the sign of a
-    weighted mean of momentum and gradient."""
+    """Do the update of Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2). As in the authors'
+    program, weight decay is applied first. Then the learning rate times the sign of a weighted mean
+    of momentum and gradient is subtracted."""
     (moments,) = group.moments
     for masters, gradients, momentum in zip(group.masters, group.gradients, moments, strict=True):
         pieces = (flat.split(PIECE) for flat in (masters, gradients, momentum))

@@ -396,7 +396,7 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the sum of the outputs of the experts and of the shared experts (`rest`)."""
+        """Return the sum of the experts' and the shared experts' outputs; `rest` has the latter."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 

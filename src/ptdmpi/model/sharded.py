@@ -199,8 +199,8 @@ class ReducedGradients:
                 parameter.main_grad = _placed(entry, flat, unit.start)
 
     def end(self) -> None:
-        """Begin to reduce the gradients of the shard units that the last call of `begin` named.
-        They are complete for this microbatch."""
+        """Begin to reduce the gradients of the shard units that the last call of `begin` named. The
+        backward has completed these gradients for this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
@@ -296,8 +296,9 @@ class Walk:
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """Record that the backward reaches the module `place`. It has then finished all modules
-        that follow this module in the forward. If `place` is None, it has finished all modules."""
+        """Record that the backward reaches the module `place`. The backward has then finished all
+        modules that follow this module in the forward. If `place` is None, it has finished all
+        modules."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
             self.gradients.end()

@@ -270,7 +270,7 @@ class Stage(nn.Module):
 
     def input_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
         """Run the first part of a split backward (op I), and free the activations. Return the
-        gradient of this stage's input, the same as `backward_microbatch`.
+        gradient of this stage's input, as `backward_microbatch` does.
 
         All additions to gradients of parameters, including norms and biases, are deferred until
         `weight_microbatch`. When `weight_microbatch` completes the gradient of a microbatch, the

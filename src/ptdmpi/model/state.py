@@ -184,7 +184,7 @@ class State:
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Set the given kinds to their initial values: zeros, or the present weights."""
+        """Set the given kinds to their initial values: zeros, or the current weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:
@@ -244,8 +244,8 @@ class State:
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
         """Yield all pieces of the state that this rank has, parameter by parameter, and for each
-        parameter kind by kind. If `mean` is True, the pieces are described as equal on all replicas
-        even if replicas differ; this is correct inside the context `averaged`."""
+        parameter kind by kind. If `mean` is True, the pieces are marked as equal on all replicas,
+        even in kinds in which replicas differ; this is correct inside the context `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -305,7 +305,7 @@ class State:
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
         """Return the axes along which ranks use different weights in matrix products. They are the
-        axes along which the parameter's state differs, without the axes of the shard group."""
+        axes along which the parameter's state differs, except the axes of the shard group."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)

@@ -127,8 +127,8 @@ class Nccl:
         self.core: Any = importlib.import_module("nccl.core")
 
     def describe(self) -> Described:
-        """Return version and path of libnccl, the UUID of the GPU, and whether ranks may share a
-        GPU."""
+        """Return the version and the path of libnccl, the UUID of the GPU, and whether several
+        ranks may use the same GPU."""
         version, path = loaded()
         gpu = torch.cuda.get_device_properties(self.device)
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -14,8 +14,8 @@ PUBLIC = "public"
 
 class Choco(Decentralized):
     """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2). Replica i has the
-    weights x_i, and its neighbours have a copy of them, `public`_i. After each update, replica i
-    computes
+    weights x_i. The replica and its neighbours also have an approximation of these weights: the
+    public weights `public`_i. After each update, replica i computes
 
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)

@@ -15,8 +15,8 @@ class Local(DataParallel):
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses a difference
     as its gradient: the mean of the replicas' parameters at the beginning of a round minus the mean
-    at the end of the round. `anchor` stores the parameters at the beginning of the round.
-    Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
+    at the end of the round. `anchor` stores the parameters at the beginning of the round. These
+    parameters are updated by Nesterov's method with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor, each replica encodes the change of its parameters in the round and sends the
     code. All replicas then change their parameters by the mean of the decoded changes. Averaging

@@ -75,9 +75,9 @@ class Routing:
         coefficient. They are computed from the router's outputs `logits` [T, E]. The T tokens are
         the positions [s, b] of b sequences in row-major order.
 
-        The losses have no gradient with respect to `loads` (needed only for a balance loss of each
-        sequence) and the balance numbers `balance` [E]. Each loss is a sum over tokens, so the sum
-        over the ranks that have the tokens is the same in every layout.
+        `loads` (needed only for a balance loss of each sequence) and the balance numbers `balance`
+        [E] are constants: the losses have no gradient with respect to them. Each loss is a sum over
+        tokens, so the sum over the ranks that have the tokens is the same in every layout.
         """
         model = self.model
         shares = self.scores(logits)

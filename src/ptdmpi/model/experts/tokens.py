@@ -11,13 +11,13 @@ takes the r-th block of positions. A token is sent to its experts and back, so i
 complete on the rank that has routed it. Without sequence parallelism the outputs of all tensor
 ranks are then gathered.
 
-A gradient takes the same path. The gradient of the output is complete on every rank that has the
-position, so each rank takes the gradient at its own positions, and sends it to the experts. Each
-rank then has the complete gradient of the input at its own positions. These gradients are gathered
-if every rank needs all positions. With whole experts, no activation and no gradient of an
-activation is therefore summed over the tensor axis. The gradients of the router and of the experts
-are sums over tokens, so at the end of the step they are added over all ranks that have the same
-parameters.
+In the backward, gradients are sent to the experts and back in the same way. The gradient of the
+output is complete on every rank that has the position, so each rank sends the gradient at its own
+positions to the experts. Each rank then receives the complete gradient of the input at its own
+positions. These gradients are gathered if every rank needs all positions. With whole experts, no
+activation and no gradient of an activation is therefore summed over the tensor axis. The gradients
+of the router and of the experts are sums over tokens, so at the end of the step they are added over
+all ranks that have the same parameters.
 """
 
 from dataclasses import dataclass

@@ -23,11 +23,12 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.kernels.host import HALF_TYPES
 from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 
-# number of elements of a chunk of rows; four float32 numbers for each element take 2 MiB
+# number of elements in a chunk of rows; the four float32 tensors of a chunk take 2 MiB in all
 CHUNK_ELEMENTS = 1 << 17
-# PyTorch computes tensors with fewer elements. For them, starting ten kernels instead of one would
-# take as long as the second implementation saves. From this number of elements on, the memory for a
-# chunk is not larger than the gradient, which the backward needs anyway.
+# PyTorch's implementation is used for tensors with fewer elements. For such tensors, the second
+# implementation would lose as much time by starting ten kernels instead of one as it saves. From
+# this number of elements on, the memory for a chunk is not larger than the gradient, which the
+# backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is

@@ -235,9 +235,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
     if kind in kept:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
-    # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
-    # older version multiplied 16-bit types in the form that is the fastest for the processor, which
-    # `fresh` has.
+    # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. For
+    # products of 16-bit types ("half"), the older version used the form that is the fastest on the
+    # processor; this form is in `fresh`.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -271,7 +271,7 @@ def _triton_on_devices(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the kinds of kernels that are stored as computed in Triton, and the kinds that all
     ranks compute in Triton now. `before` has the kinds that the run has recorded, which may be
-    none. A new run, for which `before` is None, takes the kinds of the table."""
+    none. A new run, for which `before` is None, uses the kinds in the table of measurements."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared
@@ -295,8 +295,8 @@ def _triton_on_devices(
 def _attention_on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the attention backends that are stored, and those of them that every rank has, in the
-    order that the run has used so far."""
+    """Return the attention backends that are stored for the run, and the backends that the run uses
+    now. The latter are the stored backends that every rank has, in the order used so far."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]

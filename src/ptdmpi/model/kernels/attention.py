@@ -320,8 +320,8 @@ def _is_limited(scores: Scores, given: Input) -> bool:
 def _shares_keys(q: Tensor) -> bool:
     """Return True if the kernel of full attention can share a key head among several query heads.
 
-    The CPU kernel and FlashAttention can share key heads. The only other GPU kernel that can share
-    key heads writes all scores to memory.
+    The CPU kernel and FlashAttention can share key heads. The only other GPU kernel that can do so
+    is not used for this, because it writes all scores to memory.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -392,9 +392,9 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
 
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
-    """Return PyTorch's attention function for concatenated sequences; None if this version of
-    PyTorch has no such function that supports grouped queries. The function returns one tensor,
-    unless further results are requested."""
+    """Return PyTorch's attention function for concatenated sequences. Return None if this version
+    of PyTorch lacks the function, or if the function does not support grouped queries. The function
+    returns one tensor, unless further results are requested."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

@@ -29,7 +29,7 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
     @wraps(ask)
     def answer(*arguments: P.args, **named: P.kwargs) -> R:
         """Return the result of `ask` for the given arguments. The result is computed only at the
-        first call."""
+        first call with these arguments."""
         result: R = known(*arguments, **named)
         return result
 
@@ -37,8 +37,8 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 
 def vendor(device_type: str) -> str:
-    """Return the name of a type of device in the table of kernels. It is "rocm" for AMD's devices,
-    which torch calls "cuda"."""
+    """Return the name that the table of kernels uses for a type of device. For AMD's devices, which
+    torch calls "cuda", this name is "rocm"."""
     if device_type == "cuda" and torch.version.hip:
         return "rocm"
     return device_type

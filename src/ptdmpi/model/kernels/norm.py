@@ -1,5 +1,5 @@
-"""The module of a norm, with the residual sum before it; also RMSNorm, and the soft cap of scores
-and logits. The latter two are autograd Functions that save few tensors."""
+"""The module of a norm, with the residual sum before it; and two autograd Functions that save few
+tensors: RMSNorm, and the soft cap of scores and logits."""
 
 from typing import Any
 

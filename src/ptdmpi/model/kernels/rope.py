@@ -8,9 +8,9 @@ from torch.autograd import Function
 
 
 class _Turn(Function):
-    """The rotation by four kernels in the forward and four in the backward. It saves no
-    activations. With plain torch operations, autograd would use five kernels and one more copy.
-    """
+    """The rotation by RoPE's angles, with four kernels in the forward and four in the backward. No
+    activations are saved. With plain torch operations, autograd would use five kernels and one more
+    copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ptdmpi.config.precision import SCALED_BLOCK
 
-MOST_EXPONENT = 100  # k of a tile of zeros; its value is still a normal number in bfloat16
+# The largest k, and the k of a tile of zeros. Even with this k, the value of every code except 0 is
+# a normal number in bfloat16.
+MOST_EXPONENT = 100
 # The largest number of both 8-bit types has the mantissa 1.75. If this constant is added to the
 # bits of a float32, it carries into the exponent exactly if the mantissa is greater than 1.75.
 _ABOVE_MANTISSA = 0x7FFFFF - 0x600000

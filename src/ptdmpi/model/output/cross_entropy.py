@@ -130,7 +130,8 @@ def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: T
 def _backward(softmax: Softmax, factors: Tensor) -> Tensor:
     """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `factors`
     [s b] are the gradients of the tokens' losses."""
-    # the factor is subtracted on the rank that has the label's column; other ranks subtract 0
+    # subtract each token's factor from the gradient of its label's logit, on the rank that has the
+    # label's column; other ranks subtract 0
     labels = -(factors * softmax.here)[:, None]
     return logit_gradient(softmax, factors, softmax.local, labels)
 
@@ -158,8 +159,8 @@ def _fused_forward(
     top = own_top
     if axis.size > 1:
         top = axis.comm.all_reduce(own_top.clone(), "max")
-        # relative to the greatest logit of all ranks, this rank's sum is 0 if all its columns are
-        # padded (-inf)
+        # make the sum of exponentials relative to the greatest logit of all ranks; the sum becomes
+        # 0 if all columns of this rank are padded (-inf)
         totals[0] *= (own_top - top).exp_()
         totals = axis.comm.all_reduce(totals)
     losses = totals[0].log() + top - totals[1]

@@ -41,7 +41,8 @@ class PreferenceLoss:
         pairs = batch.pairs
         assert pairs is not None, "a loss of pairs needs to know them"
         ratios = -token_losses(logits, batch.labels, self.tensor) - pairs.references
-        # [pairs, 2]: the sum over all tokens of each answer, on all ranks of the context axis
+        # [pairs, 2]: the sum over all tokens of each answer, added over the ranks of the context
+        # axis, which have different tokens
         sums = sum_over(pairs.summed(ratios), self.context.comm)
         rewards = self.config.beta * sums
         margins = rewards[:, 0] - rewards[:, 1]

@@ -67,9 +67,9 @@ class ColumnParts:
 
 
 class _Shared:
-    """The tensors that all parts of a pass share. In the forward this is the input at all
-    positions. In the backward these are the input, gathered again, and the sum of the input's
-    gradients."""
+    """The tensors that all parts of a pass use. In the forward there is one such tensor: the input
+    at all positions. In the backward there are two: the input, gathered again, and the sum of the
+    input's gradients."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -79,8 +79,8 @@ class _Shared:
         self._sum: Tensor | None = None
 
     def _ends(self) -> bool:
-        """Count one part. Return True if this part is the last one of the forward or of the
-        backward."""
+        """Count one computed part. Return True if this part is the last one of the forward or of
+        the backward."""
         self._left = (self._left or self._count) - 1
         return self._left == 0
 

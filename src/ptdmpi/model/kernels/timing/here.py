@@ -31,9 +31,9 @@ from ptdmpi.plan.machine.probed import KernelWays
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import Axes, World
 
-# The limit of multiplications in a timed kernel. At 50 GFLOP/s they take about 20 ms. A kernel with
-# more multiplications is timed with fewer positions or heads, for which the same kernel is the
-# fastest.
+# The largest number of multiplications in one timed call of a kernel. At 50 GFLOP/s they take about
+# 20 ms. If the layer's sizes need more multiplications, kernels are timed with fewer positions or
+# heads, for which the same kernel is the fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
 

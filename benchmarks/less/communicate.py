@@ -96,7 +96,9 @@ def _speed_up_lines(lengths: theory.Lengths) -> Iterator[str]:
         [name, *(f"{errors[n]:.3f}" for n in theory.SIZES), f"{errors[4] / errors[16]:.1f}"]
         for name, errors in theory.speed_up(lengths).items()
     ]
-    yield from _table(["method", *(f"n = {n}" for n in theory.SIZES), "n = 4 over n = 16"], rows)
+    yield from _table(
+        ["method", *(f"n = {n}" for n in theory.SIZES), "error for n = 4 / n = 16"], rows
+    )
 
 
 def _topology_lines(curves: Mapping[str, theory.TopologyCurve], steps: int) -> Iterator[str]:
@@ -107,7 +109,7 @@ def _topology_lines(curves: Mapping[str, theory.TopologyCurve], steps: int) -> I
         + [f"{curve.ratio[at - 1]:.2f}" for at in _shown_places(len(curve.ratio))]
         for name, curve in curves.items()
     ]
-    at = [f"error over PSGD's at {100 * n}" for n in _shown_places(len(curves["ring"].ratio))]
+    at = [f"error / PSGD's error, step {100 * n}" for n in _shown_places(len(curves["ring"].ratio))]
     yield from _table(["topology", "spectral gap", "transient steps", *at], rows)
 
 
@@ -122,7 +124,7 @@ def _feedback_lines(errors: Mapping[tuple[str, float], theory.Array]) -> Iterato
     rows = [["PSGD", plain, plain]]
     for name in theory.FEEDBACK:
         rows.append([name, *(_last_and_middle(errors[name, ratio]) for ratio in theory.RATIOS)])
-    yield from _table(["feedback", *(f"{ratio:.0%}" for ratio in theory.RATIOS)], rows)
+    yield from _table(["error feedback", *(f"top {ratio:.0%}" for ratio in theory.RATIOS)], rows)
 
 
 def _last_and_middle(errors: theory.Array) -> str:
@@ -193,7 +195,7 @@ def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
     yield f"**The same with SGD**, {steps} steps at a rate of {rate}, no momentum, no clipping:"
     yield ""
     yield from loss_lines(by_ranks, PLAIN)
-    yield "**Bytes** sent in a step, n = 4, mean over ranks, counted, and by formula:"
+    yield "**Bytes** that a rank sends in a step (n = 4, mean over ranks), counted and by formula:"
     yield ""
     plain = first[0]["sent_bytes"]
     rows = [
@@ -205,7 +207,10 @@ def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
         ]
         for row in first[: len(ALL)]
     ]
-    yield from _table(["method", "kB counted", "kB by formula", "all_reduce's over it"], rows)
+    yield from _table(
+        ["method", "kB counted", "kB by formula", "kB of all_reduce, divided by kB of the method"],
+        rows,
+    )
 
 
 def machine() -> str:

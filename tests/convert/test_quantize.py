@@ -102,7 +102,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
         (["--samples", "3"], "--samples belongs to --method gptq"),
         (["--nf4"], "--nf4 has 4 bits"),
         (["--asymmetric"], "--asymmetric has 4 bits"),
-        (["--nf4", "--asymmetric"], "--nf4 and --asymmetric are two kinds"),
+        (["--nf4", "--asymmetric"], "--nf4 and --asymmetric select two different formats"),
     ):
         result = CliRunner().invoke(group, ["quantize", str(source), str(tmp_path / "x"), *wrong])
         assert isinstance(result.exception, InputError) and message in str(result.exception)

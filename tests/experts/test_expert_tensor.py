@@ -126,7 +126,7 @@ WRONG: list[tuple[Changes, str]] = [
     ({"parallel.expert_tensor": 3}, 'expert_tensor = 3: .* legal: 1 or "all"'),
     (
         {"parallel.expert_tensor": 1, "model.experts": 0, "model.experts_per_token": 0},
-        'expert_tensor = 1 is about experts, .* legal: expert_tensor = "all"',
+        'expert_tensor = 1 is for experts, .* legal: expert_tensor = "all"',
     ),
     (
         whole(8, t=2, d=2),

@@ -214,7 +214,7 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
         "no_experts",
         layout.expert_tensor is not None and experts == 0,
         lambda: (
-            f"parallel.expert_tensor = {layout.expert_tensor} is about experts, but model.experts "
+            f"parallel.expert_tensor = {layout.expert_tensor} is for experts, but model.experts "
             '= 0; legal: expert_tensor = "all"'
         ),
     )
@@ -411,7 +411,7 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
         covers_gradients(layout.zero) and layout.schedule in SPLITTING,
         lambda: (
             f"parallel.zero = {layout.zero} sums a layer's gradient as soon as its backward is "
-            f'over, but schedule = "{layout.schedule}" delays the gradients of weights; legal: '
+            f'done, but schedule = "{layout.schedule}" delays the gradients of weights; legal: '
             'zero = 0 or 1, or schedule = "1f1b", "interleaved" or "gpipe"'
         ),
     )
@@ -436,7 +436,7 @@ def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule
         "partition_sequence",
         partitions and layout.sequence_parallel,
         lambda: (
-            f"{key}: parallel.sequence_parallel divides activations already; legal: one of the two"
+            f"{key}: parallel.sequence_parallel divides activations already; legal: one of these"
         ),
     )
     if model is None:

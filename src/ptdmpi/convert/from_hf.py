@@ -109,8 +109,8 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
             continue
         if model.tie_embeddings:
             raise InputError(
-                f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
-                "legal: equal ones, or tie_word_embeddings = false"
+                f"{theirs.directory}: {head} and {word} differ, but they must be one parameter; "
+                "legal: equal tensors, or tie_word_embeddings = false"
             )
         # if embeddings are not tied, `transformers` computes with the repeating tensor
         plan = plan.unused(word)

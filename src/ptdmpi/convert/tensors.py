@@ -67,14 +67,16 @@ class WeightFiles:
             self.headers[file] = header_text(directory / file)
             for name, stored in entries(self.headers[file]):
                 if index and index.get(name) != file:
-                    raise InputError(f"{directory / file} has {name}, but {INDEX} does not say so")
+                    raise InputError(
+                        f"{directory / file} has {name}, but {INDEX} does not list it there"
+                    )
                 self.tensors[name] = stored
                 self._files[name] = file
         missing = sorted(index.keys() - self.tensors.keys())
         if missing:
             raise InputError(
                 f"{directory / index[missing[0]]} does not contain {missing[0]}, though {INDEX} "
-                "says so"
+                "lists it there"
             )
 
     def _index(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ RULES = [
     ),
     (
         PARTITIONED | FULL | {"parallel.tensor": 2, "parallel.sequence_parallel": True},
-        "parallel.sequence_parallel divides activations already; legal: one of the two",
+        "parallel.sequence_parallel divides activations already; legal: one of these",
     ),
     (
         PARTITIONED | FULL | UNEVEN | {"parallel.tensor": 3, "model.seq_length": 16},

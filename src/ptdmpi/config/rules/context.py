@@ -69,7 +69,7 @@ def _excluded(sections: Sections) -> Iterator[_Excluded]:
         yield _Excluded(
             log.tasks_every_steps > 0,
             f"log.tasks_every_steps = {log.tasks_every_steps}",
-            "evaluates whole sequences with the model in training",
+            "evaluates whole sequences during training",
             "0",
         )
     if task is not None:

@@ -138,8 +138,8 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
     if section.method == "local":
         if section.error_feedback not in ("none", "mem_sgd"):
             yield (
-                f'{method} and error_feedback = "{section.error_feedback}" is a combination that '
-                'we know from no paper; legal: error_feedback = "none" or "mem_sgd"'
+                f'{method} and error_feedback = "{section.error_feedback}" is a combination '
+                'that no paper known to us uses; legal: error_feedback = "none" or "mem_sgd"'
             )
         return
     if section.compressor == "power_sgd":

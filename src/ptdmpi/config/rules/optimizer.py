@@ -116,7 +116,7 @@ def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> I
     if optimizer.ema_decay and section.method in DIFFERING:
         yield (
             "optimizer.ema_decay averages the weights after every update, but data_parallel.method "
-            f'= "{section.method}" mixes them later; legal: ema_decay = 0, or method = '
+            f'= "{section.method}" averages them later; legal: ema_decay = 0, or method = '
             '"all_reduce"'
         )
 

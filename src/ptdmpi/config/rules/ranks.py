@@ -122,7 +122,7 @@ def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Ite
         yield f"{key} gradients of data ranks, so d must be at least 2; legal: 0"
     if covers_state(parallel.zero):
         yield (
-            f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
+            f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} splits "
             "before they are summed; legal: 0, or zero = 0"
         )
 

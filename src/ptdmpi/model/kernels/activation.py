@@ -88,7 +88,7 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
         _rounded(torch.mul, (wide, sigmoid), here, room[2])
         # one third of x dz/dx, where x dz/dx = 3 z - 4 sqrt(2 / pi) x
         inner = torch.sub(z, wide, alpha=2.0 / 3.0 * SLOPE, out=room[2])
-        if exact:  # 1 - S(z) would have a rounding error, S(-z) has none
+        if exact:  # 1 - S(z) would have a rounding error, but S(-z) has none
             inner.mul_(sigmoid).mul_(z.neg_().sigmoid_())
         else:
             torch.ops.aten.sigmoid_backward.grad_input(inner, sigmoid, grad_input=inner)

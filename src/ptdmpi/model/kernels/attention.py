@@ -208,7 +208,7 @@ class PackedKernel:
             offsets = documents.offsets
             longest = documents.longest
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-        window = (-1, -1)  # (keys before a query's own, keys after it); -1 means all.
+        window = (-1, -1)  # how many keys a query sees (before its own key, after it); -1 means all
         if self.scores.causal:
             window = (self.scores.window - 1, 0)
         out = packed_attention(

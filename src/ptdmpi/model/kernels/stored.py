@@ -121,7 +121,8 @@ def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
         return OneDnnLinears()
     if name != "onednn":
         return None
-    output, input_gradient = map(_size, sizes or ("0", "0"))  # ValueError for another number
+    # this assignment raises ValueError if the number of sizes is not two
+    output, input_gradient = map(_size, sizes or ("0", "0"))
     return OneDnnLinears(output, input_gradient)
 
 

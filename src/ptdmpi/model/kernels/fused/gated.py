@@ -85,7 +85,7 @@ def _backward(
         z = SLOPE * (gate + cube)
         inner = SLOPE * (gate + 3.0 * cube)
     sigmoid = _sigmoid(z)
-    # S(-z) has no rounding error, 1 - S(z) would have one
+    # S(-z) has no rounding error, but 1 - S(z) would have one
     slope = sigmoid + inner * sigmoid * _sigmoid(-z)
     tl.store(dx + at, (slope * value * upper).to(dx.dtype.element_ty), mask=inside)
     dvalue = gate * sigmoid * upper

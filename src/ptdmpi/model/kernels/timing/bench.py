@@ -50,8 +50,8 @@ class Bench:
 
     @contextmanager
     def phase(self, what: str, measurements: int) -> Iterator[None]:
-        """Print what is measured in the block, and show its progress. The block has `measurements`
-        measurements."""
+        """Return a context that prints what is measured inside it (`what`), and shows the progress.
+        `measurements` is the number of measurements in the context."""
         note(f"probe: {what}")
         with progress(f"probe: {what}", measurements, "measurement", SOON_S) as self.advance:
             yield

@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: their entries in the manifest of a checkpoint, and the
-check whether a run may resume from a checkpoint of adapters."""
+"""Adapters and their frozen base model: the entries about them in the manifest of a checkpoint, and
+the check whether a run may resume from a checkpoint of adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# The manifest of a checkpoint stores the section [adapt] of the run under this key, with the path
-# of the frozen base model's checkpoint.
+# The key under which the manifest of a checkpoint stores the section [adapt] of the run, including
+# the path of the frozen base model.
 KEY = "adapt"
 # A key inside the entry `KEY` of the manifest. Its value is the section [task] of the run. The key
 # is missing if the run had no task.

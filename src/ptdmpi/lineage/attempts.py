@@ -1,5 +1,5 @@
-"""The attempts of a run. For each step, the attempts tell with which command and settings the step
-was trained. For each attempt, they tell why it ended.
+"""The attempts of a run. They record with which command and settings each step was trained, and why
+each attempt ended.
 
 An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
 the run directory when it begins to train, and one line when it ends. An attempt that was killed
@@ -108,7 +108,7 @@ def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
 
 
 class AttemptedSteps(NamedTuple):
-    """The steps `first` to `last`, which one attempt (one start of the training program)
+    """The steps `first` to `last`, which the attempt `attempt` (one start of the training program)
     trained."""
 
     attempt: PastAttempt

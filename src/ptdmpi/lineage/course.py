@@ -14,9 +14,9 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The training data for the next steps of one run. `now` describes the data of a new run with
-    this configuration. The course uses `now` until its method `judge` switches to the data of a
-    checkpoint."""
+    """The training data for the next steps of one run. `now` describes the training data that a new
+    run with the same configuration would have. The course uses `now` until its method `judge`
+    switches to the data of a checkpoint."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config

@@ -69,8 +69,8 @@ class Before:
 @dataclass(frozen=True)
 class Answer:
     """The data with which a run continues. `changed` has a text for each difference between this
-    start and the checkpoint, the differences in the data first. `note` is a text for the user that
-    is empty unless the checkpoint does not record its data."""
+    start and the checkpoint, the differences in the data first. `note` is a text for the user if
+    the checkpoint does not record its data, and empty otherwise."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def judge(
     kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
 ) -> Answer:
     """Return the data with which a run continues from the checkpoint `before`. If `kind` is
-    "resume", the run resumes from the checkpoint; if "initial", a new run begins with the
+    "resume", the run resumes from the checkpoint. If `kind` is "initial", a new run begins with the
     checkpoint's weights.
 
     `config` is the configuration of this start, and `now` is the data of a new run with this
@@ -138,8 +138,8 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # `balance` may differ, because it changes the model's output only if it is "bias", and no
-        # balance loss is computed for frozen routers
+        # the value of `balance` may differ, because only the value "bias" changes the model's
+        # output, and no balance loss is computed for frozen routers
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 

@@ -1,5 +1,5 @@
-"""The data on which a run was trained: a hash of its tokenizer, its datasets, and the order of its
-samples.
+"""The data on which a run was trained: the tokenizer (with a hash), the datasets, and the order of
+the samples.
 
 The steps of a run are divided into stretches. Within a stretch, all samples come from one order. A
 new stretch begins if the user changes the data, the mixture, the seed or the batch size; nearly all

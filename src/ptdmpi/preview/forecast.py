@@ -139,8 +139,8 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 class _Room:
     """The memory that a step needs, and the memory that a rank has (None if it is unknown).
 
-    `source` is a text that says to what `capacity_bytes` refers, for example to a device of the
-    cluster.
+    `source` is a text that says where `capacity_bytes` comes from, for example from the cluster
+    file.
     """
 
     step: relief.Step

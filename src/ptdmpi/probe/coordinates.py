@@ -28,7 +28,7 @@ BATCH = 16  # sequences of a step
 MOST_LAYERS = 2
 MOST_POSITIONS = 64
 VOCAB_SIZE = 256
-# Activations that grow by more than this factor, from the narrowest model to the widest, are wrong.
+# With muP, no activation may grow by more than this factor from the narrowest model to the widest.
 MOST_GROWTH = 2.0
 STANDARD, MUP = "standard", "muP"  # names of the two parametrizations
 LAST_LAYER, LOGITS = "after the last layer", "logits"
@@ -75,9 +75,9 @@ class Coordinates:
 
 
 def check(tree: Mapping[str, Any], world: World) -> Coordinates:
-    """Return the sizes of activations of models like the model of the configuration `tree`, with
-    muP and without, at several widths. Raise InputError if the configuration has mistakes or no
-    muP."""
+    """Return the sizes of activations (root mean squares) at several widths, with muP and without.
+    The models are like the model in the configuration `tree`, but small. Raise InputError if the
+    configuration has mistakes or no muP."""
     sections, mistakes, _ = parsed(tree)
     if mistakes:
         raise InputError("\n".join(mistakes))
@@ -118,8 +118,8 @@ def sizes_after(
 
 
 def _narrowed(model: ModelConfig, optimizer: OptimizerConfig, width: int, *, mup: bool) -> Config:
-    """Return the configuration of a training of a model of hidden size `width` that is otherwise
-    like `model`, with at most MOST_LAYERS layers and MOST_POSITIONS positions."""
+    """Return the configuration of a training run. Its model is like `model`, but has the hidden
+    size `width`, at most MOST_LAYERS layers, and at most MOST_POSITIONS positions."""
     heads, head_size = model.heads, width // model.heads
     if not model.mup_base_head_size:
         heads, head_size = width // model.head_size, model.head_size
@@ -154,8 +154,8 @@ def _narrowed(model: ModelConfig, optimizer: OptimizerConfig, width: int, *, mup
 
 
 def _counting(config: Config) -> Callable[[int], Microbatch]:
-    """Return a function that makes the microbatch of a step: sequences of ids that grow by 1 to 4
-    from position to position, so that the next id can be learned in part."""
+    """Return a function that makes the microbatch of a step. From one position of a sequence to the
+    next, the token id grows by 1 to 4, so that a model can partly learn to predict the next id."""
     length = config.model.seq_length
 
     def batch(step: int) -> Microbatch:
@@ -170,7 +170,7 @@ def _counting(config: Config) -> Callable[[int], Microbatch]:
 
 
 def plot(axes: "Axes", measured: Coordinates) -> None:
-    """Draw the sizes of activations by width into `axes`: dashed without muP."""
+    """Draw the sizes of activations by width into `axes`. Lines without muP are dashed."""
     names: Sequence[str] = sorted({name for _, name in measured.sizes})
     for (parametrization, name), sizes in measured.sizes.items():
         style = "-" if parametrization == MUP else "--"

@@ -76,8 +76,8 @@ def products(
     of `sides`.
 
     Each rate is computed from the mean time of the three multiplications of a linear layer, which
-    compute the output, the gradient of the input, and the gradient of the weight. `launch` is the
-    seconds of a kernel launch, which are subtracted from the mean time.
+    compute the output, the gradient of the input, and the gradient of the weight. `launch`, the
+    seconds of a kernel launch, is subtracted from the mean time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:
@@ -131,7 +131,7 @@ def streams(
     two tensors.
 
     `sizes` are the total bytes that one addition reads and writes. They should range from sizes
-    that fit into caches to sizes that do not. `launch` is the seconds of a kernel launch, which are
+    that fit into caches to sizes that do not. `launch`, the seconds of a kernel launch, is
     subtracted from each time.
     """
     times = []
@@ -155,8 +155,8 @@ def rising(times_s: Sequence[float]) -> list[float]:
 
 def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -> dict[str, Any]:
     """Return a table of the seconds per attention score (a pair of a query and a key) of causal
-    attention, forward and backward, for each head size. `launch` is the seconds of a kernel launch,
-    which are subtracted from each time."""
+    attention, forward and backward, for each head size. `launch`, the seconds of a kernel launch,
+    is subtracted from each time."""
     forward = []
     backward = []
     s = extent.seq_length
@@ -193,8 +193,8 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
 def elementwise(
     bench: Bench, axis: TensorAxis, dtype: torch.dtype, extent: Extent, *, launch: float
 ) -> dict[str, float]:
-    """Return the seconds per element of activation functions, norms and the loss. `launch` is the
-    seconds of a kernel launch, which are subtracted from each time.
+    """Return the seconds per element of activation functions, norms and the loss. `launch`, the
+    seconds of a kernel launch, is subtracted from each time.
 
     Forward and backward passes have separate times. The results are compared with results in double
     precision.

@@ -108,7 +108,7 @@ class Layers:
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return the cluster `tree` with fitted efficiency fractions and kernel launch time, and
-        with measured times: the update of a parameter, and the fixed cost of a step."""
+        with two measured times: the time to update a parameter, and the fixed cost of a step."""
         taken = self.taken()
         small = min(taken, key=lambda case: case.elements)
         large = max(taken, key=lambda case: case.elements)

@@ -23,7 +23,7 @@ def with_best_layout(
 
     All ranks call this function together. If `run.cluster` is not set, this machine is measured
     first. `overrides` has the values of the --set options. Raise InputError on every rank if an
-    override sets a part of the layout, or if no layout fits.
+    override sets a key of the layout, or if no layout fits.
     """
     world.on_root(lambda: choose.require_free(overrides))
     tree = world.on_root(lambda: dict(with_form(tree)))

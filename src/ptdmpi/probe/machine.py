@@ -44,8 +44,8 @@ UNLIMITED = 1e15
 class Effort:
     """The sizes that a measurement uses; larger sizes take more time.
 
-    If `ways` is None, the measurement does not determine the fastest implementation of each kernel.
-    On a GPU, it is None because `make gpu` determines the fastest implementations.
+    If `ways` is None, the measurement does not find the fastest implementation of each kernel. On a
+    GPU, `ways` is None, because `make gpu` finds the fastest implementations.
     """
 
     extent: kernels.Extent

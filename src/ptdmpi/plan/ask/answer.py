@@ -10,7 +10,7 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
-MOST_INSIDE = 2  # With more lines than this, the legend is outside the panel.
+MOST_INSIDE = 2  # If a panel has more lines than this, the legend is outside the panel.
 LETTERS_PER_PANEL = 56  # Maximum number of letters in a line of the title, per panel.
 MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, labels are powers of ten.
 

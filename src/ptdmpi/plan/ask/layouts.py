@@ -41,7 +41,7 @@ class LayoutRequest:
     simplest among the layouts that are almost as fast as the fastest one. If `order` is "best", the
     first layout is the fastest. If a setting of the layout is None, the search chooses it. If
     `layout` is given, a setting that is None has the default of `Layout`; only for
-    `sequence_parallel` and `scatter_gather` the faster choice is taken.
+    `sequence_parallel` and `scatter_gather`, the faster choice is taken.
     """
 
     model: str
@@ -126,7 +126,8 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The answer to a `LayoutRequest`: its best layout, the pricer, and the numbers of --json."""
+    """The answer to a `LayoutRequest`: the best layout, the pricer, and the numbers that --json
+    prints."""
 
     pricer: Pricer
     layout: Layout

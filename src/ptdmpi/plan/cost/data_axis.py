@@ -145,7 +145,7 @@ class DataAxis:
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return the messages after the pipeline as pairs (number of elements in a message, number
         of such messages). The elements are sent in a single message, or, under ZeRO 2 and 3, in one
-        message for each complete layer and one for the remaining elements."""
+        message for each complete layer and one message for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":

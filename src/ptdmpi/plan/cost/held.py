@@ -38,8 +38,8 @@ class HeldParts:
         }
 
     def _parts_of(self, place: str) -> dict[str, Part]:
-        """Return the parts (linears, norms and tables) of a place (the embedding, a layer or the
-        head)."""
+        """Return the parts (linear layers, norms and tables) of a place (the embedding, a layer or
+        the head)."""
         if place in self.ends:
             return self.ends[place]
         return self.of_kind[self.model.kind_of(int(place))]
@@ -54,11 +54,11 @@ class HeldParts:
                     yield place, name, part
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
-        """Return (name, part) for each trained part (linear, norm or table) of a stage."""
+        """Return (name, part) for each trained part (linear layer, norm or table) of a stage."""
         return ((name, part) for _, name, part in self._of_places(stage))
 
     def of_rank(self, rank: int) -> list[tuple[str, Part]]:
-        """Return (name, part) for each trained part (linear, norm or table) of a rank."""
+        """Return (name, part) for each trained part (linear layer, norm or table) of a rank."""
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:

@@ -4,7 +4,7 @@ memory.
 Parameters are counted from the same list of operators from which the model is built
 (`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
 microbatches in flight comes from the schedule's own order (`plan.schedule.flight`). Sharded state
-is counted as by Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in a
+is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in a
 half type, a float32 copy of the gradient is added. With S shards and 16-bit weights, a parameter
 takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
@@ -104,7 +104,7 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
-    """Return the sharding of a layout's state, and the name of the memory to which it is
+    """Return the sharding of a layout's state, and the name of the memory to which the state is
     offloaded."""
     return layout.sharing, layout.offload
 
@@ -171,17 +171,17 @@ class MemoryModel:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the memory model for a training on `nodes` nodes. For `wide_products` and
-        `kept_block`, see the fields of `Software` with these names."""
+        """Return the memory model for a training on `nodes` nodes. `wide_products` and `kept_block`
+        are explained in `Software`."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return some pipeline ranks, among which is the rank with the highest peak. If an earlier
-        rank of the schedule never needs less memory than a later rank with equal stages, the result
-        has only the first rank of each kind (see `_counted_distinct`); otherwise it has all
-        ranks."""
+        """Return a set of pipeline ranks that includes the rank with the highest peak. If an
+        earlier rank of the schedule never needs less memory than a later rank with equal stages,
+        the result has only the first rank of each kind (see `_counted_distinct`); otherwise it has
+        all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -330,7 +330,7 @@ class MemoryModel:
             return 0
         each = method.copied_numbers(layout.data)
         numbers = each * self.stages.trained(layout, rank)
-        if method.matrices:  # Muon stores one moment less for each element of a matrix
+        if method.matrices:  # Muon stores one moment fewer for each element of a matrix
             fewer = replace(method, moments=method.moments - 1).copied_numbers(layout.data)
             (work,) = self.stages.dealt(Cut.of(layout), layout.tensor, rank, Sharing())
             numbers -= (each - fewer) * work.elements
@@ -413,8 +413,8 @@ class MemoryModel:
         self, layout: Layout, elements: float, layers: float, tensor: int
     ) -> float:
         """Return a lower bound of the bytes that frozen weights take on one of `tensor`
-        tensor-parallel ranks. The rank has `elements` frozen weights. If weights are quantized,
-        those of `layers` layers are."""
+        tensor-parallel ranks. The rank has `elements` frozen weights. If the model is quantized,
+        the frozen weights of `layers` layers are counted as quantized."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
         return in_full / layout.sharing.weight_shards + layers * packed_bytes

@@ -14,8 +14,8 @@ and W bytes of master weights, and its codes (compressed gradients or weights) h
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-If a decentralized step sends codes instead of weights, read C for W in its row. If a local step
-sends codes, the codes are gathered.
+If a decentralized step sends codes instead of weights, each rank sends k C. If a local step sends
+codes, the codes are gathered.
 
 The bytes are means over the ranks. In this trainer's ring, every slice of the gradients starts at
 rank 0, so that the ring computes the same sums as all_reduce

@@ -62,7 +62,7 @@ class StageTimes:
 
     def _way_s(self, op: Op) -> float:
         """Return the seconds of the message that brings the input of `op`: an activation from the
-        stage before, or a gradient from the stage after. Return 0 if there is no message."""
+        previous stage, or a gradient from the next stage. Return 0 if there is no message."""
         if op.row.neighbour == 0:
             return 0.0
         if op.row.neighbour < 0:

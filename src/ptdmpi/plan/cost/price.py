@@ -133,12 +133,12 @@ class Pricer:
         return bound + sum(self.times.after_s(layout))
 
     def rough_bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of `bound_s`, which is cheaper to compute because the layers are not
-        assigned to stages.
+        """Return a lower bound of `bound_s` that is cheaper to compute, because it does not assign
+        layers to stages.
 
-        The bound is the sum of three times: the work of the mean rank, the time to fill the
-        pipeline before this work and to drain it afterwards, and the time of data axis and
-        optimizer for the mean number of parameters of a rank.
+        The bound is the sum of three times: the work of a rank (as the mean over the ranks), the
+        time to fill the pipeline before this work and to drain it afterwards, and the time of data
+        axis and optimizer for the mean number of parameters of a rank.
         """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
@@ -152,7 +152,7 @@ class Pricer:
         worked_s, passed_s = self._rough(layout)
         # averaged over the ranks, half of the other ranks compute before a rank while the pipeline
         # fills, and half compute after it while the pipeline drains; if the first stage has fewer
-        # layers, the other stages wait less long for it
+        # layers, the other stages wait for it for a shorter time
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 

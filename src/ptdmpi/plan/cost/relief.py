@@ -1,5 +1,5 @@
-"""The contents of a rank's memory in a layout, and, if a layout does not fit, the changes of
-settings with which it would."""
+"""The contents of a rank's memory in a layout, and, if the layout does not fit, the changes of
+settings with which it would fit."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ class Step:
     """A training run whose memory is computed: its layout, its global batch, and its memory model.
 
     `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if the
-    run's state may be stored outside of the device. `host_capacity_bytes` is the host memory of one
+    run's state may be stored outside the device. `host_capacity_bytes` is the host memory of one
     rank.
     """
 

@@ -160,7 +160,7 @@ class StageMemory:
         )
 
     def stage_parts(self, layout: Layout) -> tuple[ModelPart, ...]:
-        """Return the part of the model that each stage has on a tensor rank."""
+        """Return the part of the model that each stage has on a tensor-parallel rank."""
         return self._parts_of(Cut.of(layout), layout.tensor)
 
     def _counted_parts(self, cut: Cut, tensor: int) -> tuple[ModelPart, ...]:

@@ -302,8 +302,8 @@ class StepTraffic:
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
         """Return the traffic of gradients that are not sharded. The gradients of distributed
         experts are summed along one axis after the other. All other gradients are summed over all
-        ranks that have different tokens. The second gradient of a tied table is summed in a message
-        of its own, because in the buffer it comes after the gradients of experts."""
+        ranks that have different tokens. The second gradient of a tied table is summed in a
+        separate message, because in the buffer it comes after the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))

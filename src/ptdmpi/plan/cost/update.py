@@ -41,8 +41,8 @@ class UpdateTimes:
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
 
     def own_norm_s(self, elements: float, every: int) -> float:
-        """Return the seconds per step of the norm of a rank's own gradient, if the norm is computed
-        every `every` steps (0: never).
+        """Return the seconds per step, on average, that the norm of a rank's own gradient takes if
+        it is computed every `every` steps. The result is 0 if `every` is 0.
 
         Computing the norm reads the gradients once more. The messages that exchange norms are left
         out, because they are short.

@@ -108,7 +108,8 @@ Phase = Literal["forward", "backward", "inputs", "weights"]
 
 @dataclass(frozen=True)
 class Message:
-    """A collective on an activation or its gradient, over an axis of the grid.
+    """A collective over an axis of the grid, which sends an activation or the gradient of an
+    activation.
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
     kernels that run at the same time as the message on clusters that overlap kernels and messages.

@@ -130,12 +130,12 @@ class SplitHeads(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward: the bytes of the gradient of the input, and of
-        the tensors that the backward of the rotation and the backward of the norms need.
+        the tensors that the backwards of the rotation and of the norms need.
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
-        tensors of their size. The backward of the queries' norm comes last; the gradients of
-        queries and keys are then also in memory. For the published programs of 2021 the result is
-        0, as in `norm_backward`.
+        tensors of their size. The backward of the queries' norm comes last; at this point, the
+        gradients of queries and keys are also in memory. For the published programs of 2021 the
+        result is 0, as in `norm_backward`.
         """
         if not sizes.fused_attention:
             return 0

@@ -9,19 +9,20 @@ scores of one block of queries are computed at a time.
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
-# A Triton kernel sums the gradients of a norm's weights over at least so many rows at once.
+# Smallest number of rows in each partial sum of the gradients of a norm's weights in a Triton
+# kernel.
 NORM_ROWS = 16
-NORM_PROGRAMS = 256  # Largest number of such sums.
-QUERY_BLOCK = 128  # Number of queries in a block, whose scores are computed at once.
+NORM_PROGRAMS = 256  # Largest number of these partial sums.
+QUERY_BLOCK = 128  # Number of queries in a block. The scores of a block are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
-# The number of queries whose gradients are computed at once on a CPU, in a block of the backward
-# pass in which every query sees all keys of the block.
+# On a CPU, the backward pass computes the gradients of this number of queries at once if every one
+# of these queries sees all keys of the block.
 EARLIER_BLOCK = 512
 
 
 def loss_rows(columns: int, on_host: bool) -> int:
-    """Return the number of rows of `columns` logits that the loss converts to float32 at once; at
-    least 1."""
+    """Return the number of rows that the loss converts to float32 at once; at least 1. Each row has
+    `columns` logits."""
     elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
     return max(1, elements // max(1, columns))
 

@@ -2,7 +2,7 @@
 of the attention core that a rank computes, and the operators that communicate.
 
 Each method of context parallelism has its own operators. A model has the operators of all methods,
-but the operators of methods that a layout does not use have no costs.
+but only the operators of the method that a layout uses have costs.
 """
 
 import math
@@ -23,8 +23,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 SOFTMAX_PASSES = (6, 10)
 # Bytes of a query's hash, from which the dropout mask of the query's attention weights is drawn.
 HASH_BYTES = 8
-# The number of times that the output is read or written for each block of keys and values that
-# arrives: the output so far is scaled, and the block's contribution is added.
+# Number of times that the output is read or written for each block of keys and values that arrives.
+# The output so far is scaled, and the contribution of the block is added.
 MERGE_PASSES = 5
 
 

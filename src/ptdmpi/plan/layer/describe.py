@@ -49,8 +49,8 @@ OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Operators in order. The first operator reads the residual stream "x", and the last operator
-    writes the new residual stream "x"."""
+    """A list of operators, in order. The first operator reads the residual stream "x", and the last
+    operator writes the new residual stream "x"."""
 
     name: str
     operators: tuple[Operator, ...]
@@ -95,8 +95,8 @@ class LayerBuild:
         return Normalize(name, (source,), (target,), part)
 
     def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
-        """Return a sublayer that consists of `operators`, which read "y" and write "y", a norm (or
-        two) and a residual sum.
+        """Return a sublayer that consists of one or two norms, the operators `operators`, and a
+        residual sum. The first of `operators` reads "y", and the last writes "y".
 
         `model.block_norm` selects the form of the sublayer: "pre": x + f(norm(x)); "post": norm(x +
         f(x)) (Vaswani et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021,
@@ -370,7 +370,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
     """Return the operators after the last layer. These operators read the residual stream x and
     write the loss.
 
-    If the weights are tied, the weight of "head" is the table of the embedding.
+    If the weights are tied, the operator "head" uses the table of the embedding as its weight.
     """
     trains = not model.adapt.adapts
     rows: list[Operator] = []
@@ -463,8 +463,8 @@ def _task(model: ModelConfig) -> list[Operator]:
 
     BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
     decoder classifies from its last token, with a single linear layer (Radford et al. 2018). The
-    head is trained even if the rest of the model trains only adapters, because the head is new and
-    has not learned the task before.
+    head is trained even if only adapters are trained in the rest of the model, because the head is
+    new and has not learned the task yet.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

@@ -34,8 +34,8 @@ def norm_backward(sizes: Sizes, elements: int) -> int:
 
     If one kernel computes the whole backward, only the gradient of the input is needed. LayerNorm
     has such a kernel, and RMSNorm has one on devices if its weights have the type of the
-    activations. Otherwise three tensors are computed in the type of sums: the normalized input, the
-    gradient multiplied by the weights, and the product of both. On a host, a product of two
+    activations. Otherwise three tensors are computed in float32 or float64: the normalized input,
+    the gradient multiplied by the weights, and the product of both. On a host, a product of two
     different types also needs a copy of its narrower operand. The result is 0 for the published
     programs of 2021, whose published lists of tensors do not include these tensors.
     """

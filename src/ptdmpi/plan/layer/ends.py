@@ -29,7 +29,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 @dataclass(frozen=True)
 class LookUp(Operator):
     """Token ids [positions, sequences] -> rows [positions, sequences, hidden size] of the
-    vocabulary's table, summed over the tensor axis."""
+    vocabulary's table. Each tensor-parallel rank looks up the rows that it has, and the results are
+    summed over the tensor axis."""
 
     table: Table
 
@@ -95,8 +96,8 @@ class AddRows(Operator):
 
 @dataclass(frozen=True)
 class DropEmbedding(Operator):
-    """Dropout on the output of the embedding, [local rows, hidden size]. The same kernel also adds
-    the embeddings of positions."""
+    """Dropout on the output of the embedding, [local rows, hidden size]. The kernel of the dropout
+    also adds the embeddings of positions."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
@@ -112,10 +113,10 @@ class SelectPositions(Operator):
     """Activations [local rows, hidden size] -> activations at some positions of each sequence,
     [selected positions, hidden size]. Every tensor-parallel rank gets all selected positions.
 
-    If `predicted` is True, the masked positions are selected, which the head predicts. If `samples`
-    is True, one position of each sequence is selected, too. `has_backward` is True if an earlier
-    operator is trained. `feeds_trained` is True if a trained linear layer reads the selected
-    activations, so that they are kept.
+    If `predicted` is True, the masked positions are selected, whose tokens the head predicts. If
+    `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
+    earlier operator is trained. `feeds_trained` is True if a trained linear layer reads the
+    selected activations, so that they are kept.
     """
 
     predicted: bool
@@ -231,8 +232,8 @@ class Predict(Operator):
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
-        # the gradients of the logits before the cap and after the cap are in memory at the same
-        # time
+        # the gradients with respect to the logits before and after the cap are in memory at the
+        # same time
         uncapped = sizes.model.logit_softcap and sizes.predicted * columns * sizes.compute_bytes
         shape = (self.linear.inputs, columns)
         return linear_backward(sizes, shape, sizes.predicted) + int(uncapped)
@@ -289,9 +290,9 @@ class CrossEntropy(Operator):
         yield Elementwise("loss_backward", self.logits(sizes), moved)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield two messages over the tensor axis: the maximum of the logits of each token, and
-        then the sum of exponentials together with the logit of the label. Published programs split
-        the second message into two."""
+        """Yield two messages over the tensor axis. The first has the maximum of the logits of each
+        token. The second has the sum of exponentials and the logit of the label. Published programs
+        split the second message into two."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)

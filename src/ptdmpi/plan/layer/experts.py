@@ -139,7 +139,7 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
-        """Return the number of rows for which memory is reserved on a rank."""
+        """Return the number of rows for which the prediction reserves memory on a rank."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
@@ -256,7 +256,7 @@ class MixExperts(Operator):
         used, rows = self._groups(sizes)
         for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            # the gradients are set to zero before, and added to the sum after
+            # each gradient is set to zero before it is computed, and added to the sum afterwards
             if sizes.layout.expert > 1:
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
@@ -289,7 +289,8 @@ class MixExperts(Operator):
             yield summed(sizes, size)
 
     def _counts_sequences(self, sizes: Sizes) -> bool:
-        """Return True if a balance loss needs the loads of the experts in each sequence."""
+        """Return True if a balance loss needs the loads (numbers of tokens) of the experts in each
+        sequence."""
         return sizes.model.balance == "sequence" and self.router.trains
 
     def _sequence_loads(self, sizes: Sizes) -> int:
@@ -380,7 +381,7 @@ class MixExperts(Operator):
             whole += sizes.local_tokens * h * c
         scores = 8 * self._scores(sizes) * wide + 4 * self._pairs(sizes) * INDEX_BYTES
         width = (2 + self.keeps_rows) * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)
-        if self.adapters:  # the gradient of a linear's input, and the adapter's contribution to it
+        if self.adapters:  # the gradient of a linear layer's input, and what adapters add to it
             width += max(h, self._width(sizes)) + self._ranks("up") + self._ranks("down")
         expert = tokens * width * c
         if wide > c:

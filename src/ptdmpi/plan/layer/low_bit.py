@@ -27,8 +27,8 @@ CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Kinds of the two tensors that a file has for a quantized matrix, instead of one tensor of the kind
-# "weights".
+# Kinds of the two tensors that a file stores for a quantized matrix, in place of one tensor of the
+# kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed
@@ -138,8 +138,7 @@ class LowBit:
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the scales of a matrix, (rows, n), where n is the number of blocks of
-        a row times the number of float32 values of a block (its scale and, in some formats, its
-        minimum)."""
+        a row times the number of float32 values that a block stores (see `numbers`)."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -206,8 +205,8 @@ def rounding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
 
 
 def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Iterator[Item]:
-    """Yield the codes of a matrix and, if the tiles that share a scale lie along its rows, the
-    scales."""
+    """Yield the codes of a matrix and, if there is a scale for each block of a row (`scaling`
+    "block"), the scales."""
     yield Item(name, rows * columns, FLOAT8_BYTES)
     if scaling == "block":
         yield Item(name, rows * -(-columns // SCALED_BLOCK), SCALE_BYTES)

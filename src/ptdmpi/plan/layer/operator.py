@@ -35,9 +35,8 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    # True if the operator's tensors are large and cheap to compute. These tensors are then
-    # recomputed under `recompute.mode = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198,
-    # section 5).
+    # True if the operator's tensors are large and cheap to compute, so that they are recomputed
+    # under `recompute.mode = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
@@ -53,7 +52,7 @@ class Operator:
 
     @property
     def trains(self) -> bool:
-        """Return True if any part of the operator trains."""
+        """Return True if any part of the operator is trained."""
         return any(part.trains for part in self.parts().values())
 
     def refuses(self, layout: Layout) -> str | None:
@@ -70,8 +69,8 @@ class Operator:
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
-        """Return the number of multiplications with frozen weights: all `multiplications` if the
-        operator has parts and no part trains, else 0."""
+        """Return the number of multiplications with frozen weights. These are all `multiplications`
+        if the operator has parts and all of them are frozen; otherwise the result is 0."""
         return self.multiplications(model) if self.parts() and not self.trains else 0.0
 
     # -- time -------------------------------------------------------------------------------------
@@ -177,14 +176,14 @@ def weight_gradient(
 
 @dataclass(frozen=True)
 class OwnOperator(Operator):
-    """An operator of a sublayer that a user has written (`model.sublayers`). This operator also
-    makes its own torch module."""
+    """An operator of a sublayer that a user has written (`model.sublayers`). Unlike other
+    operators, it also makes its own torch module."""
 
     def module(self, build: Any) -> Any:
         """Return the `torch.nn.Module` that computes this operator on one rank.
 
-        The module's `forward(*inputs, context)` returns the outputs. `build`, of the class
-        `ptdmpi.model.operators.Build`, has the model's configuration, the tensor axis and the
+        The module's `forward(*inputs, context)` returns the outputs. `build` is a
+        `ptdmpi.model.operators.Build` with the model's configuration, the tensor axis and the
         number of the layer. Parameters are made with `ptdmpi.model.parameters.declare`.
         """
         raise NotImplementedError(f"{type(self).__name__} makes no module")

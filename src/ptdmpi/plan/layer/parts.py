@@ -154,7 +154,7 @@ class LowRankPair:
     slices, and each tensor-parallel rank computes a summand of the gradient of A. "rows" divides
     the columns of A, and each rank computes a summand of the gradient of B. `dropout` is the
     dropout rate of the adapter's input. `number` distinguishes the adapters of a layer. `output` is
-    the index of the output of the linear layer to which the adapter's output is added.
+    the index of the linear layer's output to which the adapter's output is added.
     """
 
     inputs: int
@@ -182,8 +182,8 @@ class LowRankPair:
         yield outputs * self.rank
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the number of elements whose gradient must be summed over the tensor axis: the
-        elements of A or of B, whichever is not divided."""
+        """Return the number of elements whose gradient must be summed over the tensor axis. These
+        are the elements of A or of B, whichever matrix is not divided."""
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
@@ -212,8 +212,8 @@ class Scale:
         yield -(-self.size // min(tensor, self.most or tensor))
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return 0, because each tensor rank computes the complete gradient of the factors of its
-        channels."""
+        """Return 0, because each tensor-parallel rank computes the complete gradient of the factors
+        of its channels."""
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:

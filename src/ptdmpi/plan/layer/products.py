@@ -85,8 +85,8 @@ class Multiply(Operator):
         return low_bit.cuts_blocks(self.linear, layout.tensor) if self.scaling == "block" else None
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of rows of this rank's input before the collective, number of rows of its
-        output after the collective)."""
+        """Return two numbers of rows on this rank: of the input before the collective of the
+        forward, and of the output after it."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows

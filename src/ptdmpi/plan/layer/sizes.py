@@ -22,10 +22,10 @@ Rows = Literal["whole", "local", "predicted", "samples"]
 class Sizes:
     """The sizes of a model on one rank of a layout, for one microbatch.
 
-    `precision` is the compute type ("bf16", "fp16", "fp32", "fp64" and so on). `software` is the
-    program that runs the model, and `on_host` is True if it runs on the host's processor.
-    `predictions` is the number of positions of a sample that the head predicts; if it is None, the
-    number follows from the default fraction.
+    `precision` is the compute type, for example "bf16" or "fp32". `software` is the program that
+    runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is the
+    number of positions of a sample that the head predicts; if it is None, the number follows from
+    the default fraction.
     """
 
     model: ModelConfig
@@ -92,7 +92,8 @@ class Sizes:
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 
     def rows(self, rows: Rows) -> int:
-        """Return the number of rows on this rank of a tensor whose kind of rows is `rows`."""
+        """Return the number of rows that a tensor has on this rank if its kind of rows is
+        `rows`."""
         match rows:
             case "whole":
                 return self.tokens

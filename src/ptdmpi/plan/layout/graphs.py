@@ -28,8 +28,8 @@ class Topology(ABC):
 
     @abstractmethod
     def row(self, step: int, rank: int) -> Row:
-        """Return row i = `rank` of the weights w_ij of step `step` (counted from 0), as a dict from
-        j to the weight.
+        """Return row i = `rank` of the matrix W of step `step` (counted from 0), as a dict from j
+        to the weight w_ij.
 
         These are the weights that `rank` gives to its own values and to the values of the ranks
         that send to `rank`.
@@ -37,8 +37,8 @@ class Topology(ABC):
 
     @abstractmethod
     def column(self, step: int, rank: int) -> Row:
-        """Return column j = `rank` of the weights w_ij of step `step` (counted from 0), as a dict
-        from i to the weight.
+        """Return column j = `rank` of the matrix W of step `step` (counted from 0), as a dict from
+        i to the weight w_ij.
 
         These are the weights that `rank` itself, and the ranks to which `rank` sends, give to the
         values of `rank`.
@@ -60,10 +60,10 @@ class Topology(ABC):
 
     def contraction(self) -> float:
         """Return the factor by which a step multiplies the distance of the replicas from their
-        mean.
+        mean, in the worst case.
 
-        The result is the factor of the worst case. It is the geometric mean over a period of P
-        steps, where n is the number of ranks: ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
+        The result is the geometric mean over a period of P steps, where n is the number of ranks:
+        ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
         """
         # import numpy only here, so that code that needs only neighbours works without numpy
         import numpy as np
@@ -177,8 +177,8 @@ class RandomPairs(Topology):
     column = row
 
     def contraction(self) -> float:
-        """Return the contraction in the mean square, sqrt(lambda_2(E[W^T W])), where lambda_2 is
-        the second largest eigenvalue.
+        """Return the root mean square of the contraction, sqrt(lambda_2(E[W^T W])), where E is the
+        expectation over the random matchings and lambda_2 the second largest eigenvalue.
 
         The formula is from Boyd et al. 2006, section II. For a matching, W is a projection, so W^T
         W is W. E[W] has the same weight between any two ranks, so lambda_2 of E[W] has a closed
@@ -191,8 +191,8 @@ class RandomPairs(Topology):
 
 
 def _pairs(size: int, seed: int, step: int) -> list[int]:
-    """Return the partner of each rank in a step. For a rank without a partner, the returned partner
-    is the rank itself."""
+    """Return the partner of each rank in a step. A rank without a partner is returned as its own
+    partner."""
 
     # sort by a hash, because the shuffles of Python and numpy may change between versions
     def drawn(rank: int) -> bytes:
@@ -207,7 +207,7 @@ def _pairs(size: int, seed: int, step: int) -> list[int]:
 
 
 def _completed(rank: int, row: Row) -> Row:
-    """Return `row` (weights by rank), completed by the weight of `rank` itself, so that the weights
+    """Return `row` (weights by rank) with the weight of `rank` itself added, so that the weights
     add up to 1. The result is in ascending order of ranks."""
     own = Fraction(1) - sum(row.values())
     whole = {**row, rank: own} if own else dict(row)
@@ -215,7 +215,7 @@ def _completed(rank: int, row: Row) -> Row:
 
 
 def matrix(topology: Topology, step: int) -> list[list[float]]:
-    """Return the matrix W of a step, [n][n], as floats; each weight is rounded once."""
+    """Return the matrix W of a step as n lists of n floats. Each weight is rounded only once."""
     return [list(_dense(topology.row(step, rank), topology.size)) for rank in range(topology.size)]
 
 

@@ -71,13 +71,13 @@ AXES: Mapping[str, Axis] = {
 }
 UNLISTED = Axis()  # The properties of an axis that is not in `AXES`.
 # Names of groups that are derived from the axes. WORLD: all ranks. TENSOR: ranks that have slices
-# of the same linears. REPLICAS: ranks that hold the same state. DATA: ranks that read different
-# samples for the same part of the model. CONTEXT: ranks that have different positions of the same
-# samples. SHARDS: ranks that shard the state. LOSSES: ranks that see different tokens for the same
-# part of the model. EXPERTS: ranks that send tokens to each other and hold different experts of the
-# same layers. PARAMETERS: ranks that hold parameters with different names. ENDS: the first and the
-# last rank of the pipeline axis, which both hold the embedding table if it is tied to the output
-# head.
+# of the same linear layers. REPLICAS: ranks that hold the same state. DATA: ranks that read
+# different samples for the same part of the model. CONTEXT: ranks that have different positions of
+# the same samples. SHARDS: ranks that shard the state. LOSSES: ranks that see different tokens for
+# the same part of the model. EXPERTS: ranks that send tokens to each other and hold different
+# experts of the same layers. PARAMETERS: ranks that hold parameters with different names. ENDS: the
+# first and the last rank of the pipeline axis, which both hold the embedding table if it is tied to
+# the output head.
 WORLD, TENSOR = "world", "tensor"
 REPLICAS, DATA, CONTEXT, SHARDS = "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
@@ -203,11 +203,11 @@ class Grid:
         return self.group(rank, group)
 
     def same_as(self, group: str) -> str:
-        """Return the name of the axis, or else of the first group in `ALONG`, that has the same
-        ranks as `group`.
+        """Return the name of a group that has the same ranks as `group` and can therefore share its
+        communicator.
 
-        Both groups can then use the same communicator. If no axis or earlier group has the same
-        ranks, or if `group` is an axis, "ends" or the world, the result is `group` itself.
+        The result is an axis if possible, and otherwise the first such group in `ALONG`, which may
+        be `group` itself. If `group` is an axis, "ends" or the world, the result is `group`.
         """
         axes = self.along(group)
         if not axes:
@@ -222,18 +222,18 @@ class Grid:
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
-        """Return the name under which a group is printed for users.
+        """Return the name of a group in output for users.
 
-        If one axis has all data ranks, the name is "data", whether these ranks shard the state or
-        hold copies of it. If one axis has all context ranks, the name is "context". If one axis has
-        all tensor ranks, the name is "tensor".
+        An axis that has all data-parallel ranks is called "data", whether these ranks shard the
+        state or hold copies of it. In the same way, an axis with all context-parallel ranks is
+        called "context", and an axis with all tensor-parallel ranks is called "tensor".
         """
         names = (TENSOR, DATA, CONTEXT)
         return next((name for name in names if group == self.same_as(name)), group)
 
     def along(self, group: str) -> tuple[str, ...]:
-        """Return the axes along which the ranks of a group in `ALONG` differ; () for another
-        group."""
+        """Return the axes along which the ranks of a group in `ALONG` differ. Return () for any
+        other group."""
         if group not in ALONG:
             return ()
         return tuple(axis for axis in self.axes if ALONG[group](axis_named(axis)))
@@ -245,7 +245,8 @@ class Grid:
         return self.size_of(DATA)
 
     def size_of(self, group: str) -> int:
-        """Return the number of ranks in each group of `ALONG` that has the name `group`."""
+        """Return the number of ranks in a group with the name `group`, which is a key of
+        `ALONG`."""
         return math.prod(self[axis] for axis in self.along(group))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:

@@ -73,9 +73,9 @@ class RunMethod:
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
-        """Return the number of values per parameter that a copy of the training state in the memory
-        of the nodes has, summed over all `replicas` replicas. Unlike a checkpoint, such a copy
-        always includes every replica."""
+        """Return the number of values that a copy of the training state in the memory of the nodes
+        has for each parameter. The values of all `replicas` replicas are counted. Unlike a
+        checkpoint, such a copy always includes every replica."""
         section = self.section.model_copy(update={"checkpoint": "replicas"})
         return stored_numbers(section, self.moments, replicas)
 
@@ -127,9 +127,9 @@ class RunMethod:
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of the copies of its neighbours' public weights that a rank keeps. A
-        rank keeps these copies during the whole run if neighbours exchange codes (compressed
-        weights); otherwise the result is 0."""
+        """Return the bytes of a rank's copies of its neighbours' public weights. A rank keeps these
+        copies during the whole run if neighbours exchange codes (compressed weights). Otherwise
+        there are no copies, and the result is 0."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)

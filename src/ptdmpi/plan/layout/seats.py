@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ptdmpi.plan.layout.grid import TENSOR, Coordinates, Grid
 
-# The axis that shrinks when ranks are lost. Fewer replicas then train the same batch.
+# The axis that shrinks when ranks are lost, so that fewer replicas train the same batch.
 YIELDING = "replicate"
 
 
@@ -51,9 +51,9 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]` is the node of
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
     coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
-    sent. A seat is the coordinates of a lost rank. It goes to a free survivor that holds the same
-    state; if there is none, to a free survivor on the node of the seat's tensor-parallel group; if
-    there is none either, to the first free survivor.
+    sent. A seat is a position in the grid whose rank was lost. It goes to a free survivor that
+    holds the same state. If there is none, it goes to a free survivor on the node of the seat's
+    tensor-parallel group, or else to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -94,8 +94,8 @@ def _in_replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
 
 
 def _fast(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks that should share a node with `rank`: the other ranks of its tensor group,
-    because this group communicates the most."""
+    """Return the ranks that should share a node with `rank`: the ranks of its tensor-parallel
+    group, because this group communicates the most."""
     return grid.members(rank, TENSOR)
 
 

@@ -16,7 +16,7 @@ from ptdmpi.plan.shape.flops import (
     layer_forward_flops,
 )
 
-DECIMALS = 9  # works (in units of layers) are rounded to this number of decimal places
+DECIMALS = 9  # amounts of work (in units of layers) are rounded to this number of decimal places
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
@@ -152,7 +152,7 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    # (work of a rank, the first of its stages that may take one more layer, its other such stages)
+    # (work of a rank, its first stage that may take one more layer, its other stages that may)
     free = []
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]

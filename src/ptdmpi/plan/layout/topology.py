@@ -43,7 +43,7 @@ def _torus(size: int, seed: int) -> Topology:
     _, columns = sides(size)
 
     def near(rank: int) -> set[int]:
-        first = rank - rank % columns  # the first rank of the grid's row in which `rank` is
+        first = rank - rank % columns  # the first rank in the same row of the grid
         beside = {first + (rank + step) % columns for step in (-1, 1)}
         return beside | {(rank + step) % size for step in (-columns, columns)}
 
@@ -67,9 +67,9 @@ def _exponential(size: int, seed: int) -> Topology:
 
 
 def _one_peer(size: int, seed: int) -> Topology:
-    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): the steps compute
-    # an exact average in log2 n steps if n is a power of two, and the weights are doubly stochastic
-    # for every n
+    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): log2 n steps
+    # compute an exact average if n is a power of two, and the weights are doubly stochastic for
+    # every n
     offsets = [[power] for power in _powers(size)]
     return Circulant("one_peer_exponential", size, offsets or [[]])
 

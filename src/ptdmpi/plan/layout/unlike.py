@@ -9,7 +9,7 @@ from functools import lru_cache
 from ptdmpi.plan.schedule.orders import Placement
 
 HALVINGS = 60  # Number of steps of the bisection; each step halves the interval.
-SLACK = 1e-9  # The relative rounding error that a sum of works may have.
+SLACK = 1e-9  # Largest relative rounding error that a sum of amounts of work may have.
 
 
 @lru_cache(maxsize=4096)
@@ -21,8 +21,8 @@ def split_unlike(
     `works` has the work of each layer, and `head` is the work of the head, in the same unit. The
     last stage also has the head. The first stage has `first` layers, unless `first` is None. Every
     stage has at least one layer. The split minimises the largest work of a stage. If ranks have
-    several stages, layers are then moved between neighbouring stages as long as this lowers the
-    largest work of a rank.
+    several stages, layers are afterwards moved between neighbouring stages as long as this lowers
+    the largest work of a rank.
     """
     start = first or 0
     count = placed.stages - (first is not None)
@@ -91,9 +91,9 @@ def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[i
 def _even_ranks(
     works: Sequence[float], placed: Placement, head: float, ends: list[int], *, fixed: int
 ) -> None:
-    """Move single layers between neighbouring stages. A move is made if it lowers the largest work
-    of a rank, or if it keeps this maximum and lowers the largest work of a stage. The first `fixed`
-    stages keep their ends."""
+    """Move single layers between neighbouring stages. A layer is moved if this lowers the largest
+    work of a rank, or if it leaves this maximum unchanged and lowers the largest work of a stage.
+    The first `fixed` stages keep their ends."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

@@ -110,19 +110,19 @@ class Software(FrozenTable):
     while they compute the queries. `balanced_stages`: the division of layers over stages takes the
     work of the output head into account, so that the last stage has fewer layers. `zero_unit` says
     which weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter`:
-    if a node has ranks of several groups that communicate, this number of groups chooses the same
-    network adapter, while other adapters are idle. `keeps_outputs`: a stage keeps a sent output in
-    memory until the backward pass. `adds_in_place`: matrix products add to the gradients of weights
-    in place, and an embedding adds only the rows that were looked up. `tied_gradients_apart`: if
-    one rank has both the first and the last stage, a tied table has a separate gradient for each of
-    the two stages. `wide_products`: matrices of half types are converted to float32 before they are
-    multiplied, as on a CPU without instructions for half types. `kept_block`: causal attention
-    keeps its probabilities for the backward, in blocks of this number of queries; 0 means that the
-    backward computes the probabilities again. `repeats_keys`: attention with grouped queries in
-    float32 or float64 copies the keys and values for each query head, because the kernels of GPUs
-    require this. `triton`: the kinds of kernels that this trainer computes in Triton, each in one
-    pass over memory. `launch_s` is the host's time for each kernel or message of a layer; a layer
-    takes at least the sum of these times.
+    if several groups of a node's ranks communicate at the same time, so many of these groups choose
+    the same network adapter, while other adapters are idle. `keeps_outputs`: a stage keeps a sent
+    output in memory until the backward pass. `adds_in_place`: matrix products add to the gradients
+    of weights in place, and an embedding adds only the rows that were looked up.
+    `tied_gradients_apart`: if one rank has both the first and the last stage, a tied table has a
+    separate gradient for each of the two stages. `wide_products`: matrices of half types are
+    converted to float32 before they are multiplied, as on a CPU without instructions for half
+    types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks of
+    this number of queries; 0 means that the backward computes the probabilities again.
+    `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
+    for each query head, because the kernels of GPUs require this. `triton`: the kinds of kernels
+    that this trainer computes in Triton, each in one pass over memory. `launch_s` is the host's
+    time for each kernel or message of a layer; a layer takes at least the sum of these times.
     """
 
     attention: Literal["unfused", "flash"]
@@ -147,7 +147,8 @@ class Software(FrozenTable):
     @model_validator(mode="before")
     @classmethod
     def _of_older_files(cls, values: Any) -> Any:
-        """Return the values of a cluster file, with values for the keys that older files lack.
+        """Return the values of a cluster file, completed with values for the keys that older files
+        lack.
 
         An older file whose attention is "flash" describes this trainer.
         """
@@ -262,9 +263,9 @@ def load_cluster(name: str) -> Cluster:
 
 
 def load_kernels(path: str) -> KernelWays:
-    """Return the fastest kernels in the section [kernels] of a file: a cluster file of `ptdmpi
-    probe`, or a file that a run with `run.kernels = "auto"` has written. Raises InputError if the
-    file cannot be read, or the section is not valid."""
+    """Return the fastest kernels from the section [kernels] of a file. The file is a cluster file
+    that `ptdmpi probe` has written, or a file that a run with `run.kernels = "auto"` has written.
+    Raises InputError if the file cannot be read, or the section is not valid."""
     return _validated(KernelWays, _read(Path(path)).get("kernels", {}), f"kernels {path}")
 
 
@@ -282,9 +283,9 @@ def load_model(text: str) -> Model:
     """Return the model that `text` describes.
 
     `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset
-    followed by sizes that replace its own, such as "llama-65b,s=8192". A size may also be given by
-    its key in the section [model] of a configuration, such as kv_heads=8. The defaults are 2048 for
-    s and 51200 for V. Raises InputError for unknown names and illegal sizes.
+    followed by sizes that replace those of the preset, such as "llama-65b,s=8192". A size may also
+    be given by its key in the section [model] of a configuration, such as kv_heads=8. The defaults
+    are 2048 for s and 51200 for V. Raises InputError for unknown names and illegal sizes.
     """
     name, keys = preset_and_keys(text)
     return model_of(text, {**model_presets()[name], **keys} if name else keys)

@@ -21,8 +21,8 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # Numbers of parts into which the summed dimension may be cut.
 TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 32 or 64).
 # Tensor cores need rows whose lengths are multiples of 16 bytes (NVIDIA, "Matrix multiplication
-# background", tensor core requirements). Products with other rows reach 273 of 398 TFLOP/s
-# (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
+# background", tensor core requirements). Products of matrices with other rows reach only 273 of 398
+# TFLOP/s (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
 # compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 # Bytes that are moved to prepare one element of an operand in 8-bit floating point: the bfloat16
@@ -75,7 +75,7 @@ class Machine:
     def stream_s(self, moved_bytes: float) -> float:
         """Return the seconds of a kernel that reads and writes `moved_bytes` in total.
 
-        The time in which the kernel computes is ignored.
+        The time for the kernel's computation is ignored.
         """
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
 
@@ -120,7 +120,7 @@ class Machine:
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
-                # even if the last wave has few tiles, it takes as long as every other wave
+                # the last wave takes as long as every other wave, even if it has few tiles
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
@@ -128,7 +128,7 @@ class Machine:
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
                 # there are enough tiles for all multiprocessors, so cutting the summed dimension
-                # into more parts would only add sums
+                # into more parts would only cost time
                 if tiles >= processors:
                     break
         if self.element_bytes <= 2 and any(

@@ -18,7 +18,7 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 
 
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
-    """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
+    """Return the index i and the weight w with log x = (1 - w) log places[i] + w log places[i + 1].
 
     `places` are ascending. A value x outside the range of `places` is replaced with the nearest of
     them.

@@ -26,7 +26,7 @@ class Protocol:
     """The properties of one of NCCL's protocols, "LL", "LL128" or "Simple", in a ring or in a
     tree."""
 
-    link_steps: float  # Time of a step over a link, divided by the time for a ring with LL128.
+    link_steps: float  # Time of a step over a link, as a multiple of the time in a ring with LL128.
     hop_s: float  # Time of a step over the network.
     share: float  # Fraction of the rate that the protocol reaches.
     lone_share: float  # The fraction in a group with only one rank per node.
@@ -111,7 +111,7 @@ def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
 
 def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -> float:
     summing = kind is Collective.ALL_REDUCE
-    # an all-reduce is a reduce-scatter and an all-gather, so the data go around the ring twice
+    # an all-reduce is a reduce-scatter and an all-gather, so the data travels around the ring twice
     steps = (1 + summing) * (fabric.ranks - 1)
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)

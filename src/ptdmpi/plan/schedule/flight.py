@@ -94,7 +94,7 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return the result of `fullest` with the stores of equally large stages merged.
+    """Return the result of `fullest`, in which the stores of stages with equal sizes are merged.
 
     `alike[i]` is the number of the group to which the rank's i-th stage belongs. Stages with equal
     sizes are in the same group. In the result, the number of a group replaces the number of a
@@ -132,7 +132,7 @@ def _walked(order: RankOrder) -> Flight:
             (row.works, stage) if row.works else NOTHING,
             places.get((row.keeps, stage)),
             places.get((row.frees, stage)),
-            # True if no op frees the kept inventory
+            # True if the op keeps an inventory that no op frees
             bool(row.keeps) and (row.keeps, stage) not in freed,
         )
         for (letter, stage), row in rows.items()
@@ -174,8 +174,8 @@ def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[
     """Yield the moments that no other moment dominates. A moment dominates another moment if it
     holds at least as much in every store.
 
-    A moment with working memory is compared only with moments that have the same working memory. A
-    moment without working memory is compared with all moments.
+    If a moment has working memory, it is compared only with moments that have the same working
+    memory. If it has none, it is compared with all moments.
     """
     working = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from working

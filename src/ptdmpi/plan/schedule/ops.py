@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
-# letters of the two parts of a split backward: I (gradients of inputs) and W (gradients of weights)
+# letters of the two parts into which a backward may be split: I (gradient of the input) and W
+# (gradients of the weights)
 INPUT, WEIGHT = "I", "W"
 ACTIVATIONS = "activations"
-# name of the tensors that are kept for the later computation of weight gradients
+# name of the tensors that I keeps, so that W can compute the gradients of the weights later
 OPERANDS = "operands"
 _OP_TEXT = re.compile(r"([A-Z])(\d+)\.(\d+)", re.ASCII)
 
@@ -49,10 +50,10 @@ class OpKind:
 
     Memory: an inventory is a set of tensors that a stage keeps for one microbatch. The stage keeps
     the inventory `keeps` from the start of the op, and frees the inventory `frees` at the end of
-    the op. `works` names the additional working memory of the op. If a kind has both `keeps` and
-    `frees`, its op replaces the freed inventory with the kept one, and both inventories count as
-    part of its working memory. `gradients` is True if the op adds to the gradients of its stage's
-    weights.
+    the op. `works` is the name of the additional working memory that the op needs. If a kind has
+    both `keeps` and `frees`, its op replaces the freed inventory with the kept one, and both
+    inventories count as part of its working memory. `gradients` is True if the op adds to the
+    gradients of its stage's weights.
 
     Time: the simulated time of the op is the attribute of `simulate.Costs` that `cost` names, times
     `share`. Drawings use `mark` and `ink`.
@@ -103,8 +104,8 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
-        # like a whole backward, I sends the gradient to the stage before, so it has the colour of a
-        # backward
+        # like a whole backward, I sends the gradient of its input to the previous stage, so it has
+        # the colour of a backward
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),
@@ -128,8 +129,8 @@ OP_KINDS: dict[str, OpKind] = {
 
 
 def kind_of_span(span: str) -> OpKind | None:
-    """Return the row of the table for the kind of op whose spans have the kind `span`. Return None
-    if `span` is not the kind of an op (for example, a message)."""
+    """Return the row of the table whose field `span` is the given kind of spans. Return None if
+    `span` is not the kind of an op (for example, a message)."""
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 
@@ -150,7 +151,8 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Op":
-        """Return the op that prints as `text`, such as "F2.0"; raise ValueError for other text."""
+        """Return the op whose text is `text`, for example "F2.0". Raise ValueError if `text` is not
+        the text of an op."""
         match = _OP_TEXT.fullmatch(text)
         if match is None or match[1] not in OP_KINDS:
             raise ValueError(f'"{text}" is no op: F2.0 is the forward of stage 2, microbatch 0')

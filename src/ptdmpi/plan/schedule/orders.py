@@ -114,8 +114,8 @@ class Schedule:
         return self.placement.stages_of(rank)
 
     def source(self, op: Op) -> Op | None:
-        """Return the op of another stage whose output is the input of `op`; None if there is no
-        such op."""
+        """Return the op of a neighbouring stage whose output is the input of `op`. Return None if
+        there is no such op."""
         neighbour = op.row.neighbour
         stage = op.stage + neighbour
         if neighbour == 0 or not 0 <= stage < self.stages:
@@ -145,7 +145,7 @@ class Schedule:
         time. A forward is the computation of one stage on one microbatch.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
-        schedule has no backward.
+        schedule has no backwards.
         """
         return tuple(
             int(most_held(order, lambda inventory, stage: inventory == ACTIVATIONS))
@@ -240,8 +240,8 @@ def forward_only(
 
 
 def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) -> Iterator[Op]:
-    """Yield `warm_up` forwards (or all forwards if there are fewer), then forwards and backwards in
-    alternation, and then the remaining backwards."""
+    """Yield `warm_up` forwards (or all forwards if there are fewer), then forwards and backwards
+    alternately, and then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -11,7 +11,8 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 def places_of(layers: range, model_layers: int) -> tuple[str, ...]:
-    """Return the places of a stage that holds `layers`, in the order of its forward."""
+    """Return the places of a stage that holds the layers `layers`, in the order of its forward. The
+    model has `model_layers` layers."""
     places = [*map(str, layers)]
     if layers.start == 0:
         places.insert(0, EMBEDDING)

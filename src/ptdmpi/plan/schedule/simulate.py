@@ -148,8 +148,8 @@ class Costs:
     """The times of the ops of one chunk, and of a transfer to the next rank.
 
     A split backward spends the fraction `weight_share` of its time on the gradients of weights.
-    Raises InputError unless the computing times are LEAST_COST to MOST_COST, the transfer time is 0
-    to MOST_COST, and `weight_share` is 0.001 to 0.999.
+    Raises InputError unless the computing times are between LEAST_COST and MOST_COST, the transfer
+    time is between 0 and MOST_COST, and `weight_share` is between 0.001 and 0.999.
     """
 
     forward_s: float = 1.0
@@ -194,7 +194,7 @@ class OpCosts(Protocol):
     `plan.cost.pipeline.StageTimes` implement it."""
 
     def duration_s(self, op: Op) -> float:
-        """Return the seconds that `op` computes."""
+        """Return the seconds for which `op` keeps its rank busy."""
         ...
 
     def travel_s(self, op: Op) -> float:
@@ -216,8 +216,8 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
 
     A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
     it. The transfer keeps neither rank busy. The loop visits each op once, or several times if
-    inputs of the op were still missing. Raises DeadlockError if the orders of the ranks wait for
-    each other in a circle.
+    inputs of the op were still missing. Raises DeadlockError if the ranks wait for each other in a
+    circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline
@@ -258,7 +258,7 @@ def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
     """Return the timeline of one step of `schedule`, simulated with `costs`. The timeline starts at
     time 0.
 
-    Raises DeadlockError if the orders of the ranks wait for each other in a circle.
+    Raises DeadlockError if the ranks wait for each other in a circle.
     """
     times = execute(schedule, costs)
     spans = []

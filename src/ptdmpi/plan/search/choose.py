@@ -52,7 +52,8 @@ def bare(tree: Mapping[str, Any]) -> Config:
 
 
 def require_free(overrides: Sequence[str]) -> None:
-    """Raise InputError for a `--set SECTION.KEY=VALUE` of a key that the search chooses."""
+    """Raise InputError if an override `--set SECTION.KEY=VALUE` sets a key that the search
+    chooses."""
     for override in overrides:
         section, _, key = override.partition("=")[0].strip().partition(".")
         if key in CHOSEN.get(section, ()):

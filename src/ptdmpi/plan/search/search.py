@@ -16,8 +16,8 @@ not yet visited have the first bound, visited layouts the second.) At this point
 be among the fastest, so the result is the same as if every layout were simulated.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-second pass simulates only layouts that are simpler than those found so far, and whose bounds allow
-a step time that is at most slightly longer than the shortest one.
+second pass simulates only layouts that are simpler than those found so far, and whose bounds are at
+most slightly longer than the shortest step time.
 """
 
 import bisect
@@ -226,9 +226,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield the legal variants of a layout that fit into memory. If the first variant does not fit
     into memory, no other variant fits.
 
-    If the first variant recomputes nothing and does not fit, yield it with the smallest number of
-    recomputed layers with which it fits. In a pipeline, do this only if `space.uneven` is True,
-    because the stages without recomputation would wait for those with recomputation.
+    If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
+    enough layers to fit. In a pipeline, do this only if `space.uneven` is True, because the stages
+    without recomputation would wait for those with recomputation.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):
@@ -367,8 +367,8 @@ def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     below: list[int] = []
     above: list[int] = []
     for rows in {row * d for row in model_rows for d in divisors(pricer.batch)}:
-        # the legal pipeline sizes for which the total number of ranks is nearest to `space.ranks`,
-        # below and above
+        # take the legal pipeline-parallel sizes for which the total number of ranks is nearest to
+        # `space.ranks`, below and above
         fewer = (space.ranks - 1) // rows
         more = space.ranks // rows + 1
         if fewer:

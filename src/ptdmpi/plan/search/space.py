@@ -101,8 +101,8 @@ def contradiction(space: Space) -> str:
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
     """Return the context-parallel sizes that the search tries, ascending from 1. Each size c
-    divides a sequence into 2 c equal chunks, two for each context rank, and leaves each context
-    rank at least `LEAST_POSITIONS` positions."""
+    divides a sequence into 2 c equal chunks, two for each context-parallel rank, and leaves each of
+    these ranks at least `LEAST_POSITIONS` positions."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
@@ -302,10 +302,10 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, whose stages have numbers of layers that are as equal as possible. If
-    `space.uneven` is True, also yield the layout with one and with two layers fewer on the first
-    stage. The first stage may need fewer layers, because it has the embedding and the most
-    microbatches in flight."""
+    """Yield the layout itself, in which the layers are divided among the stages as evenly as
+    possible. If `space.uneven` is True, also yield the layout with one layer fewer and with two
+    layers fewer on the first stage. The first stage may need fewer layers, because it has the
+    embedding and the most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
         own = len(pricer.memory.stages.split(layout)[0])
@@ -317,7 +317,7 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
     """Find, by bisection, the smallest number of fully recomputed layers with which a layout fits
     into memory. `layout` recomputes nothing and does not fit. Yield the layout that recomputes this
     number of layers, beginning with the model's first layer. Yield nothing if the layout fits only
-    with all layers recomputed, or not even then."""
+    if all layers are recomputed, or not even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

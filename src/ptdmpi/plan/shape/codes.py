@@ -2,7 +2,7 @@
 times of messages from these lengths, and the encoders produce codes of exactly these lengths.
 
 Each compressor divides the elements of a parameter into units of consecutive elements; each unit of
-a quantised code has one scale. The last unit of a parameter, or a unit of a bias, may be shorter
+a quantized code has one scale. The last unit of a parameter, or a unit of a bias, may be shorter
 than the others.
 """
 
@@ -13,8 +13,8 @@ from ptdmpi.config.methods import rounds_of
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The maximum numbers of elements of a unit, for sparse codes and for quantised codes. With these
-# sizes, an index in a sparse code has 12 bits, and a float32 scale in a quantised code adds 1/16
+# The maximum numbers of elements of a unit, for sparse codes and for quantized codes. With these
+# sizes, an index in a sparse code has 12 bits, and a float32 scale in a quantized code adds 1/16
 # bit per element. (The variance of QSGD grows with the size of a unit; Alistarh et al. 2017,
 # section 3.3, also use 512.) For int8 and int4, the key `block` gives the size of a unit.
 SPARSE, QUANTISED = 4096, 512

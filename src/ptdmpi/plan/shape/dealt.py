@@ -55,7 +55,7 @@ def slices(own: range, unit: range, shards: int) -> list[Slice]:
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
     """Yield, for each matrix, the shard rank that owns it. `matrices` has the slices of each
-    matrix, and the cost of making it orthogonal.
+    matrix, and the cost of orthogonalizing its update.
 
     The owner is the rank with the least work so far among the ranks that have a slice of the
     matrix. If several ranks have equally little work, the owner is the rank with the largest slice.
@@ -158,9 +158,9 @@ def _cut(
 
 
 def _groups(part: ModelPart) -> tuple[bool | None, ...]:
-    """Return a flag for each group of parameters that has its own units: False for all parameters
-    except experts, and True for experts. If experts are not distributed over ranks, all parameters
-    are one group (None)."""
+    """Return a flag for each group of parameters that has its own units. If experts are distributed
+    over ranks, there are two groups: all parameters except experts (False), and experts (True).
+    Otherwise there is one group of all parameters (None)."""
     return (False, True) if part.dealing.ranks > 1 else (None,)
 
 

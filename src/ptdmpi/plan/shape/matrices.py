@@ -32,7 +32,8 @@ class Whole(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of all matrices of the parameter, over all tensor ranks."""
+        """Return the number of elements of all matrices of the parameter, over all tensor-parallel
+        ranks."""
         return sum(map(math.prod, self.shapes))
 
 
@@ -49,7 +50,8 @@ def wholes(
 
 
 def wholes_of(parts: Iterable[Part], tensor: int) -> list[Whole]:
-    """Return the trained matrices of these parts, in order, on one of `tensor` tensor ranks."""
+    """Return the trained matrices of the parts `parts`, in order, on one of `tensor`
+    tensor-parallel ranks."""
     matrices = list[Whole]()
     for part in parts:
         if isinstance(part, Linear) and part.trains:

@@ -79,10 +79,10 @@ class Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op is shown with the number of its microbatch. The rest of the op's width is filled with
-    the letter of its kind, or, in colour, with blanks. If some op is too narrow for its number,
-    only the last digits of all numbers are shown, or no digits. In this case, an additional line
-    says how many columns would show all numbers.
+    Each op is shown as the number of its microbatch. The rest of the op's width is filled with the
+    mark of its kind, or, in colour, with blanks. If some op is too narrow for its number, only the
+    last digits of all numbers are shown, or no digits. In this case, an additional line says how
+    many columns would show all numbers.
     """
     ranks, chunks = timeline.ranks, Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -173,8 +173,7 @@ def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
     """Return two values: a function that returns the label of a span at this scale, and a list. If
-    the labels are shortened, the list has a note for the user that says so; otherwise it is
-    empty."""
+    the labels are shortened, the list has a note about this for the user; otherwise it is empty."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))

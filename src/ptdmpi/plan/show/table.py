@@ -150,8 +150,8 @@ def duration(seconds: float, of: float) -> str:
 
 
 def tflops(number: float) -> str:
-    """Return a number of TFLOP/s as text: with one decimal place, or, below 1, with two significant
-    digits."""
+    """Return a number of TFLOP/s as text. Numbers below 1 have two significant digits, and all
+    others have one decimal place."""
     if number < 1:
         return f"{number:.2g}"
     return f"{number:.1f}"

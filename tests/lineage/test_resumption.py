@@ -174,7 +174,7 @@ def test_an_older_checkpoint_says_that_its_data_are_not_known(corpora):
     first, second = _course(*_start(corpora)), _course(*_start(corpora))
     manifest = {key: _manifest(first)[key] for key in ("progress", "model")}
     second.judge("resume", Path("step-5"), manifest)
-    assert "is not known: it is a converted model, or of an older version" in second.answer.note
+    assert "is not known: it is a converted model, or an older version" in second.answer.note
     other = _course(*_start(corpora, seed=9))
     with pytest.raises(InputError, match=r"run\.seed 5 -> 9.*skipped or seen twice"):
         other.judge("resume", Path("step-5"), manifest)

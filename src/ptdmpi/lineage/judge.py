@@ -206,8 +206,8 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
 
 def _unknown(before: Before) -> str:
     return (
-        f"what {before.path} was trained on is not known: it is a converted model, or of an older "
-        "version, which did not record the data"
+        f"the training data of {before.path} is not known: it is a converted model, or an older "
+        "version of ptdmpi wrote it and did not record the data"
     )
 
 

@@ -54,7 +54,7 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{dataset['path']}: {counted(dataset['samples'], 'sample')}"
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
-    not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
+    not_read = f"opened, but not read through; to do that: ptdmpi-data verify {' '.join(paths)}"
     # Files of a task are read completely for the preview, so `not_read` would be wrong for them:
     # their entry "told" has remarks about their content, which are shown instead.
     rows.append(("", "; ".join(forecast["told"]) or not_read))

@@ -40,7 +40,7 @@ def _launch(world: World) -> list[MachineFinding]:
     launcher = next((name for key, name in LAUNCHERS.items() if key in os.environ), NO_LAUNCHER)
     threads = MachineFinding("MPI threads", "multiple")
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        text = "not multiple: the heartbeat thread needs it"
+        text = "not multiple, which the heartbeat thread needs"
         threads = MachineFinding("MPI threads", text, "bad")
     return [
         MachineFinding("MPI", f"{library.strip()}, MPI {version}"),

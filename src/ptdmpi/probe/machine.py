@@ -66,7 +66,7 @@ def probe(
     wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
-        raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
+        raise InputError(f"{world.size} ranks on {world.nodes} nodes: start equally many on each")
     if effort is None:
         effort = CPU_EFFORT if device.type == "cpu" else GPU_EFFORT
     axes = world.split(training_grid(data=world.size), wire_named(device=device))

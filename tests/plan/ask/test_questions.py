@@ -107,7 +107,7 @@ def test_lengths_keep_the_tokens_of_a_step():
     told = sweep.answer(pricers, 8, "sequence length").numbers["choices"]
     assert [one["sequence_length"] for one in told] == [1024, 4096]
     assert told[0]["tokens_per_s"] == pytest.approx(32 * 2048 / told[0]["step_time_s"])
-    with pytest.raises(InputError, match="no number of sequences of 3000"):
+    with pytest.raises(InputError, match="whole number of sequences of 3000"):
         sweep.lengths(SMALL, [3000])
     with pytest.raises(InputError, match="no layout"):  # 7 sequences on 9 ranks
         sweep.answer(sweep.batches(SMALL, [7]), 9001, "batch")

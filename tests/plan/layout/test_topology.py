@@ -189,10 +189,10 @@ def test_graphs_that_do_not_connect_are_refused(tmp_path):
     file.write_text("0 1\n2 3")
     with pytest.raises(InputError, match="ranks 2, 3 are not connected with 0, 1; legal"):
         topology(str(file), 4)
-    with pytest.raises(InputError, match=r"no file of edges \(No such file .*legal: ring, grid"):
+    with pytest.raises(InputError, match=r"nor a file of edges \(No such file .*legal: ring, grid"):
         topology("rnig", 4)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"no file of edges \(no text\)"):
+    with pytest.raises(InputError, match=r"nor a file of edges \(no text\)"):
         topology(str(tmp_path / "bytes"), 4)
 
 

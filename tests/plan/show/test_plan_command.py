@@ -192,7 +192,7 @@ def test_the_first_screen_says_what_its_words_mean_and_what_to_do_next():
         assert word in text
     for letter in ("t tensor", "bubble: idle over", "comm: messages", "MFU without recomputation"):
         assert letter in text
-    lines = text.partition("and in the configuration\n")[2]
+    lines = text.partition("and in CONFIG\n")[2]
     chosen = tomllib.loads(lines)
     assert chosen == json.loads(run(*model, "--json").stdout)["train"]
     data = {"train": [{"path": "data"}]}

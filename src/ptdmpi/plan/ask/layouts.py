@@ -110,7 +110,9 @@ class LayoutRequest:
         if self.base_bits is not None and self.lora is None:
             raise InputError("--base-bits belongs to --lora")
         if self.base_block is not None and (self.base_bits is None or self.base_block % 2):
-            raise InputError(f"--base-block {self.base_block} belongs to --base-bits, and is even")
+            raise InputError(
+                f"--base-block {self.base_block}: legal: an even number, and only with --base-bits"
+            )
         scaling = scaling_of(precision)
         if self.lora is None:
             return replace(model, config=model.config.adapted(model.config.adapt, None, scaling))

@@ -73,7 +73,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
             f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
         )
     if covers_state(layout.zero):
-        raise InputError(f"layout {layout}: methods other than a sum of all need zero = 0")
+        raise InputError(f"layout {layout}: methods other than all_reduce need zero = 0")
     plain = pricer.price(layout)
     entries, lines = _priced(pricer, layout, plain)
     best = max(entries, key=lambda entry: entry["more_steps"])

@@ -96,8 +96,8 @@ def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
         rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
     return Reply(
         short=f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP "
-        f"and a microbatch, any other way at least {second / first:.2f} times that: nothing goes "
-        f"between the two products, and nothing {columns['g']} wide.",
+        f"and a microbatch. Any other way sends at least {second / first:.2f} times as much, "
+        f"because it sends between the two products or sends tensors of {columns['g']} columns.",
         rows=rows,
         numbers={
             "tensor": tensor,

@@ -32,7 +32,9 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
     for size in sizes:
         batch, rest = divmod(tokens, size)
         if rest or not batch:
-            raise InputError(f"a step of {tokens:,} tokens is no number of sequences of {size}")
+            raise InputError(
+                f"a step of {tokens:,} tokens is not a whole number of sequences of {size}"
+            )
         config = pricer.model.config.model_copy(update={"seq_length": size})
         model = replace(pricer.model, config=config)
         pricers[size] = Pricer.of(pricer.cluster, model, batch, pricer.machine.dtype)

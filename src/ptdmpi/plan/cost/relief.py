@@ -238,7 +238,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
             settings.append("checkpoint.memory_every_steps")
         lines.append(
             f"memory of the host: with {' and '.join(settings)} a rank keeps "
-            f"{size(on_hosts)} there, and it has at most {size(step.host_capacity_bytes)}"
+            f"{size(on_hosts)} there, and may use at most {size(step.host_capacity_bytes)}"
         )
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:

@@ -84,8 +84,8 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no text"
         raise InputError(
-            f'data_parallel.topology = "{path}": no name of a topology, and no file of edges '
-            f"({why}); legal: {names}, or the path of an edge list"
+            f'data_parallel.topology = "{path}": neither the name of a topology nor a file of '
+            f"edges ({why}); legal: {names}, or the path of an edge list"
         ) from None
     for place, line in enumerate(text.splitlines(), 1):
         bare = line.partition("#")[0].strip()
@@ -115,5 +115,5 @@ def _edge(
     if first == second:
         raise InputError(f"{where}: {line!r}: a rank has no edge to itself; {FORM}")
     if weight is not None and not 0 < weight < 1:
-        raise InputError(f"{where}: {line!r}: a weight is above 0 and below 1")
+        raise InputError(f"{where}: {line!r}: legal: a weight above 0 and below 1")
     return (min(first, second), max(first, second)), weight

@@ -322,9 +322,9 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     if helps:
         advice = "would fit: " + ", or ".join(helps)
     return (
-        f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
-        f"{size(needed.total)} per rank ({', '.join(_named(least))}: {parts}) of "
-        f"{memory}; {advice}"
+        f"no layout of {pricer.model.name} fits on {where}: the smallest one needs "
+        f"{size(needed.total)} per rank ({', '.join(_named(least))}: {parts}), "
+        f"and a rank has {memory}; {advice}"
     )
 
 

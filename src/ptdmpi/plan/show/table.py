@@ -290,7 +290,7 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
         )
         return
     ranks = result["ranks"]
-    yield f"to train so: mpirun -n {ranks} ptdmpi train CONFIG, and in the configuration"
+    yield f"to train in this layout: mpirun -n {ranks} ptdmpi train CONFIG, and in CONFIG"
     for section, keys in result["train"].items():
         values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         yield f"  {section} = {{ {values} }}"

@@ -125,7 +125,7 @@ def measure(model: ModelConfig, tokens: int) -> ExpertTimes:
 
 
 class Bare:
-    """The bare matrix products of the experts of a layer. Expert e computes the tokens from
+    """The bare matrix products of the experts of a layer. Expert e processes the tokens from
     `ends[e]` to `ends[e + 1]`."""
 
     def __init__(self, model: ModelConfig, ends: Sequence[int]) -> None:

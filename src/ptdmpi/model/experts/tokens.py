@@ -1,7 +1,7 @@
-"""The tokens that one tensor rank computes in a mixture of experts: their selection from the input,
-and their combination to the output.
+"""The tokens that one tensor rank processes in a mixture of experts: their selection from the
+input, and their combination to the output.
 
-If the tensor axis divides each expert, every tensor rank computes all tokens. The rank has a part
+If the tensor axis divides each expert, every tensor rank processes all tokens. The rank has a part
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
 If experts are whole, each of the t tensor ranks routes 1/t of the tokens of its context rank, and

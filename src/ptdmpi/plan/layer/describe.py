@@ -224,7 +224,7 @@ def _feed_forward(
 
 def _mixture(build: LayerBuild) -> Sublayer:
     """Return the sublayer of a mixture of experts: the router and the experts. If there are shared
-    experts, the sublayer also has their MLP, which computes every token (Dai et al. 2024, arXiv
+    experts, the sublayer also has their MLP, which processes every token (Dai et al. 2024, arXiv
     2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()

@@ -2,8 +2,8 @@
 each attempt ended.
 
 An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
-the run directory when it begins to train, and one line when it ends. An attempt that was killed
-wrote no line at its end; its last step is recorded in `metrics.jsonl`.
+the run directory when it begins to train, and one line when it ends. If an attempt was killed, its
+second line is missing, and its last step is known only from `metrics.jsonl`.
 """
 
 import contextlib

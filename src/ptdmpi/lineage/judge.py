@@ -239,8 +239,8 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Return, for each dataset, its hash and its weight in the mixture divided by the sum of all
-    weights."""
+    """Return, for each dataset, its hash and its normalized weight, which is its weight in the
+    mixture divided by the sum of all weights."""
     total = sum(Fraction(source.weight) for source in sources)
     return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 

@@ -21,8 +21,8 @@ LEAST_STATE_BYTES = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a whole training on some number of ranks, in the best layout. `megawatt_hours` is
-    None if the cluster file has no power."""
+    """The cost of a whole training in a layout, for example in the best layout on a given number of
+    ranks. `megawatt_hours` is None if the cluster file has no power."""
 
     price: Price
     days: float

@@ -125,8 +125,8 @@ class TensorRank:
 
     def message_s(self, message: Message) -> float:
         """Return the seconds for which kernels wait for a message. If the training program computes
-        some kernels during the message, return only the part of the message's time by which the
-        message takes longer than these kernels."""
+        some kernels during the message, return only the time by which the message takes longer than
+        these kernels."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
         if message.to_next:

@@ -109,8 +109,8 @@ class StageTimes:
 class _Numbered:
     """A schedule in which integers represent the ops. For each rank, `orders` has three integers
     per op: the number of the op, the number of the op on another stage that produces its input (-1
-    if there is none), and the index in `ops` of an op with the same kind and stage. `count` is the
-    number of all ops."""
+    if there is none), and the index in `ops` of an op of the same kind in the same stage. `count`
+    is the number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]

@@ -193,9 +193,9 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, ends.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """Return two times, in seconds, of the work after the pipeline's last backward: the time of
-        the messages over the data axis, as far as it does not overlap with computation, and the
-        time of the optimizer.
+        """Return two times, in seconds, of the work after the pipeline's last backward: the time
+        for which messages over the data axis do not overlap with computation, and the time of the
+        optimizer.
 
         Both times are for the rank with the most parameters. The first time includes the norm of a
         rank's own gradient, because the measured times of a run count it in the same way.

@@ -11,7 +11,7 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 class UpdateTimes:
     """The times, in seconds, of the optimizer's update. The argument `elements` of the methods is
-    always the number of parameters of one rank, of which the rank updates its shard."""
+    always the number of parameters of one rank. The rank updates only its shard of them."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine. `moments` is the number of moments that the optimizer keeps per

@@ -344,7 +344,7 @@ class Attend(Operator):
         width = _core_shape(sizes).heads * sizes.model.head_size
         scores = capped_block_bytes(sizes)
         if sizes.model.attention_dropout > 0.0:
-            # while the mask is drawn, the softmax of the scores is in the type of sums
+            # while the mask is drawn, the softmax of the scores is in float32 or float64
             count = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
             scores = self.drawing_bytes(sizes) + count * (sizes.wide_bytes - sizes.compute_bytes)
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
@@ -401,7 +401,7 @@ class Attend(Operator):
     def _capped_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of three groups of tensors: contiguous copies of the operands and of the
         output's gradient; the gradients of the operands; and the queries and output gradients of
-        one block. The gradients of keys and values are in the type of sums."""
+        one block. The gradients of keys and values are in float32 or float64."""
         shape, d, c = _core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (3 * _rows(sizes) + 2 * block)
@@ -485,9 +485,9 @@ def capped_block_bytes(sizes: Sizes) -> int:
     """Return the working bytes of attention with capped scores, for one block of queries with all
     keys.
 
-    Four of the tensors are in the type of sums (float32 or wider): the scores, their tanh and the
-    gradients of both. The attention weights are in the type of matrix products, or, on a host, in
-    the type of sums.
+    Four of the tensors are in float32 or float64: the scores, their tanh and the gradients of both.
+    The attention weights are in the type of matrix products, or, on a host, also in float32 or
+    float64.
     """
     model = sizes.model
     if not model.attention_softcap:

@@ -239,7 +239,7 @@ class RingCore:
     """Ring attention: this rank's queries attend to the keys and values of all ranks, which arrive
     one block after the other.
 
-    Scores are computed by matrix products in float32 or wider, for a block of queries and a chunk
+    Scores are computed by matrix products in float32 or float64, for a block of queries and a chunk
     of keys at a time, and are not kept. A block of keys and values visits each rank. A rank has two
     chunks of queries, and a block has two chunks of keys, so a visit has four pairs of a query
     chunk and a key chunk. Under a causal mask, the rank computes the scores of only two of the four
@@ -334,16 +334,16 @@ class RingCore:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes)
 
     def forward_bytes(self) -> int:
-        """Return the working bytes of the forward: the bytes of the inputs and the output, of the
-        queries and the output in the type of sums, of two blocks of keys and values (the present
-        and the next block), and of the scores."""
+        """Return the working bytes of the forward: the bytes of the inputs and the output, of
+        copies of the queries and the output in float32 or float64, of two blocks of keys and values
+        (the present and the next block), and of the scores."""
         narrow = 2 * self.query_elements + 3 * self.key_elements
         wide = 2 * self.query_elements * self.sizes.wide_bytes
         return narrow * self.sizes.compute_bytes + wide + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
         """Return the working bytes of the backward. They are the bytes of the gradient of the
-        output; of the queries and their gradient in the type of sums; of two blocks of keys and
+        output; of the queries and their gradient in float32 or float64; of two blocks of keys and
         values; of three blocks of their gradients (this rank's contribution, the sum that arrives,
         and the new sum); and of the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements

@@ -251,8 +251,8 @@ class Multiply(Operator):
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_items(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that are kept of the input for the backward: the input itself, or its
-        codes and their scales."""
+        """Yield the tensors from which the backward gets the input: the input itself, or its codes
+        and their scales."""
         name = f"{self.name}.input"
         if self.keeps_codes:
             rows, width = self._rows_of_ends(sizes)[0], self.linear.local(sizes.layout.tensor)[0]
@@ -379,9 +379,8 @@ class Multiply(Operator):
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the elementwise products whose sum over the rows is the gradient of
-        the widest (IA)^3 scale. The products are computed in the type of sums (float32 or float64).
-        For half types, one operand is converted to this type, and a host also converts the other
-        operand."""
+        the widest (IA)^3 scale. The products are computed in float32 or float64. For half types,
+        one operand is converted to float32, and a host also converts the other operand."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host

@@ -124,8 +124,8 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 
     If the layout of `price` fits into memory, the best layouts are the fastest ones that are faster
     after a single change. If it does not fit, the best layouts are the fastest ones that fit after
-    one or two changes. If none fits after two changes, the best layouts are those that need the
-    least memory after a single change.
+    one or two changes. If no layout fits after two changes, the best layouts are those that need
+    the least memory after a single change.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:

@@ -188,8 +188,7 @@ def places(
 ) -> list[list[int]]:
     """Return the number of elements of each unit of a stage on one tensor-parallel rank. A unit is
     a set of parameters that are gathered or summed in one message if state is sharded. The result
-    has one list of units for the embedding, for each layer and for the head, as far as the stage
-    has them.
+    has a list of units for each place of the stage (the embedding, each layer, and the head).
 
     A table that embedding and head share is a separate unit in the lists of both. If `trains` is
     True, the units contain the trained parameters. If `trains` is False, the units contain the

@@ -101,7 +101,7 @@ def test_receivers_are_checked_without_printing_a_secret():
     require_receivers(log, {"HOOK": "https://a.org/x"})
     with pytest.raises(InputError, match="HOOK is not set"):
         require_receivers(log, {})
-    with pytest.raises(InputError, match="no web address") as error:
+    with pytest.raises(InputError, match="is not a web address") as error:
         require_receivers(log, {"HOOK": TOKEN})
     assert TOKEN not in str(error.value)
 

@@ -106,7 +106,7 @@ def test_a_new_cluster_file_predicts_as_its_model(tmp_path, monkeypatch):
     assert "# NVIDIA H100 SXM data sheet" in (tmp_path / "mine.toml").read_text()
     for words, text in (
         (("mine.toml", "--from", "h100"), "mine.toml exists already"),
-        (("mine", "--from", "h100"), "ends in .toml"),
+        (("mine", "--from", "h100"), "must end in .toml"),
         (("--from", "h10"), 'did you mean "dgx-h100"'),
     ):
         with pytest.raises(InputError, match=text):

@@ -389,7 +389,7 @@ def test_inputs_that_are_no_files(tmp_path, monkeypatch, capsys):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "cut.txt.zst").touch()
     for name, message in (
-        (tmp_path / "pipe.txt", "no regular file"),
+        (tmp_path / "pipe.txt", "is not a regular file"),
         (tmp_path / "cut.txt.zst", "is empty, so it is not a .zst file"),
         ("", "an input without a name"),
     ):

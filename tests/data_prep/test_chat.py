@@ -177,7 +177,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
 BAD = {
     "[1]": "no JSON object",
     '{"prompt": "x"}': "no conversation: legal are",
-    '{"messages": []}': "no list of messages",
+    '{"messages": []}': "not a list of messages",
     '{"messages": [{"role": "user"}]}': "a message is not",
     '{"messages": [1]}': "a message is not",
     '{"messages": [{"role": "user", "content": "x"}]}': "no turn of the role 'assistant'",

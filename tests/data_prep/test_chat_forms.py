@@ -128,7 +128,7 @@ def test_an_answer_of_weight_0_is_context_only(tmp_path, monkeypatch):
         ({"instruction": "q", "history": ["x"], "output": "a"}, '"history" is not a list'),
         ({"system": "x", "messages": MESSAGES}, 'both "system" and the first message'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a"),
-        ({"messages": [{"role": "user", "content": None}]}, 'no {"role": TEXT, "content": TEXT}'),
+        ({"messages": [{"role": "user", "content": None}]}, 'not {"role": TEXT, "content": TEXT}'),
     ],
 )
 def test_what_is_no_conversation_is_refused(record, message):

@@ -283,7 +283,7 @@ def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
         ["--no-scatter-gather"],
         ["--png", "x.png"],
     ):
-        with pytest.raises(InputError, match=f"^{wrong[0].replace('no-', '')}: c.toml says what"):
+        with pytest.raises(InputError, match=f"^{wrong[0].replace('no-', '')}: cannot be combined"):
             CliRunner().invoke(plan, ["c.toml", "--ranks", "1", *wrong], catch_exceptions=False)
     with pytest.raises(InputError, match=r"gpt3-125m is a preset.*: ptdmpi plan --model gpt3-125m"):
         CliRunner().invoke(plan, ["gpt3-125m", "--batch", "8"], catch_exceptions=False)

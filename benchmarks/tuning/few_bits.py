@@ -121,9 +121,9 @@ def after_training(
     """Yield rows with the perplexities in bf16 and in int4 of the base model, and of the base model
     after further training without and with rounded weights."""
     models = {
-        "before": base,
-        "trained without": trained("plain"),
-        'trained with `quantize.weights = "int4"`': trained("aware", "quantize.weights=int4"),
+        "none": base,
+        "without rounded weights": trained("plain"),
+        'with `quantize.weights = "int4"`': trained("aware", "quantize.weights=int4"),
     }
     for title, model in models.items():
         for method in METHODS:
@@ -169,7 +169,12 @@ def main() -> None:
         further = partial(demo_on, model)
     if not options.further:
         put(PAGE, options.mark, list(table(HEAD, rows(model, options.data, more))))
-    head = (f"{steps} more steps", "method", "perplexity in bf16", "perplexity in int4")
+    head = (
+        f"further training of {steps} steps",
+        "method",
+        "perplexity in bf16",
+        "perplexity in int4",
+    )
     lines = table(head, after_training(model, further, options.data, more))
     put(PAGE, f"{options.mark}-aware", list(lines))
 

@@ -2,9 +2,9 @@
 
 Both models are small, and are trained on the text of `make demo` with the same batches, learning
 rates and number of steps. The experts of a token together are as wide as the MLP of the dense
-model, so both models have equally many active parameters, except for the routers. The table is
-written between marks in docs/how-to/experts.md, and docs/pictures/experts.png is drawn. Training
-runs are kept in FOLDER, and are not repeated.
+model, so both models have equally many active parameters, except for the routers. The benchmark
+writes a table of the losses of both models into docs/how-to/experts.md, and draws
+docs/pictures/experts.png. Training runs are kept in FOLDER, and are not repeated.
 """
 
 import json

@@ -1,11 +1,12 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
 Each layout, and `peft`, tunes a pretrained model from the same initial adapters, on the same data,
-in float32 with one thread per rank. The module `smol` says what MODEL may be. Two results are
-written between marks in docs/how-to/fine-tuning.md: a table with the loss of the first and of the
-last step in each layout, and the greatest relative difference from the losses on one rank; and the
-difference between the logits of merged adapters and the logits of adapters on their base model. The
-benchmark takes about ten minutes for SmolLM2-135M on two cores.
+in float32 with one thread per rank. The module `smol` says what MODEL may be. The benchmark writes
+two results into docs/how-to/fine-tuning.md. The first result is a table: for each layout, the
+losses of the first and of the last step, and the greatest relative difference from the losses on
+one rank. The second result is the greatest difference between the logits of the merged model and
+the logits of the base model with separate adapters. The benchmark takes about ten minutes for
+SmolLM2-135M on two cores.
 """
 
 import json

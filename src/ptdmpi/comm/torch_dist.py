@@ -130,8 +130,9 @@ class Begun:
 
 
 class Attendant:
-    """A thread that waits for gloo's messages. Gloo reports the end of a message only to a thread
-    that waits for this message, so without an extra thread `done` could not work."""
+    """A thread that waits for gloo's messages. Gloo reports that a message is complete only to a
+    thread that waits for it. `Handle.done` must not wait, so this extra thread waits in its
+    place."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()

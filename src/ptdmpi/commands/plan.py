@@ -183,8 +183,8 @@ def command(
 
 
 def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
-    """Print the preview of a configuration. Raise InputError if the command line has an option that
-    only the search for layouts uses."""
+    """Print the predicted step time, memory and traffic of a configuration, without starting a run.
+    Raise InputError if the command line has an option that only the search for layouts uses."""
     if str(config) in model_presets() and not config.exists():
         raise InputError(
             f"{config} is a preset, not a configuration file; for its layouts: ptdmpi plan --model "

@@ -125,7 +125,7 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
 
 
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
-    """Return the samples of a file as texts.
+    """Return the samples of a file, not yet tokenized.
 
     If `task.choices` is 0, all questions must have as many candidates as the first question. If a
     line is not a legal sample, raise an InputError that names the line.

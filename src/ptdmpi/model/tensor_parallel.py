@@ -208,8 +208,8 @@ class LinearPass:
         """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
         immediately or in the second part of a split backward. `x` and `dy` are functions that
         return the input and the gradient of the output; they are called when the gradients are
-        computed. If `alone` is True, each gradient is rounded separately before it is added (see
-        `Parameter.accumulate`)."""
+        computed. If `alone` is True, the gradients of this microbatch are rounded to the type of
+        `main_grad` before they are added (see `Parameter.accumulate`)."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(

@@ -45,8 +45,9 @@ class CompressedTiles:
         self.batch.write(self.state.kinds[kind].parts[0], values)
 
     def code_bytes(self) -> int:
-        """Return the number of bytes that this replica sends for the tiles. For low-rank
-        compression this is the size of the tensors that are all-reduced."""
+        """Return the number of bytes that this replica sends per step for these tiles (blocks of a
+        parameter that are compressed together). For low-rank compression this is the size of the
+        tensors that are all-reduced."""
         size = self.batch.tiles * self.batch.width
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
@@ -152,8 +153,8 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 class Compression:
     """The compression of a flat tensor of all parameters of a rank, batch by batch.
 
-    `bits_per_element` is the average size of the last codes, in bits per element; None if nothing
-    is encoded.
+    `bits_per_element` is the average number of bits per element in the codes of the last step; None
+    if the last step sent no codes.
     """
 
     def __init__(self, replica: Replica) -> None:

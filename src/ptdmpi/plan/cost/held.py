@@ -62,9 +62,9 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of weights and biases for which a rank contributes a norm to the norm
-        of the whole gradient. For a tied table, only the rank with the first stage contributes a
-        norm."""
+        """Return the number of weights and biases whose gradient norms a rank contributes to the
+        norm of the whole gradient. For a tied table, only the rank with the first stage contributes
+        a norm."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied

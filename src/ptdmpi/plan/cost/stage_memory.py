@@ -228,8 +228,8 @@ class StageMemory:
         return kept + parts.sent
 
     def operand_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes that one microbatch keeps in a stage from I (gradient of the input) to W
-        (gradients of the weights)."""
+        """Return the bytes that a stage keeps for one microbatch after op I (the gradient of the
+        input) until op W (the gradients of the weights)."""
         parts = self.parts(layout)
         split = parts.split
         runs = self.runs_of(self._backward(layout, stage))
@@ -391,8 +391,8 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
-    that the stage keeps of its microbatch, because the caller adds the kept bytes. The result is at
+    """Return the peak memory, in bytes, of the forward of a layer that has no backward, without the
+    bytes that the stage keeps for the microbatch. The caller adds the kept bytes. The result is at
     least 0."""
     layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}

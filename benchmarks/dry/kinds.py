@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from benchmarks.dry.bounds import PEAK, PLANNED_PEAK
 from benchmarks.dry.steps import DEVICE, Counts, begin, counted, planned_bytes
 from benchmarks.gpu.timing import Numbers, Row
 from benchmarks.gpu.training import drawn_there, engine_on
@@ -51,8 +52,8 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
         "GB moved": counts.moved_bytes / 1e9,
         "GB outside of products": counts.other_bytes / 1e9,
         "TFLOP": counts.flops / 1e12,
-        "peak, GB": counts.peak_bytes / 1e9,
-        "planned peak, GB": planned / 1e9,
+        PEAK: counts.peak_bytes / 1e9,
+        PLANNED_PEAK: planned / 1e9,
         "peak / planned": counts.peak_bytes / planned,
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from benchmarks.dry.bounds import OURS, PEAK, PLANNED_PEAK
 from benchmarks.dry.steps import (
     DEVICE,
     Counts,
@@ -53,7 +54,9 @@ def shown(layer: Layer) -> Numbers:
         "roofline, ms": 1e3 * once.roofline_s,
         "step: launches": round(step.launches),
         "step: GB moved": step.moved_bytes / 1e9,
-        "peak, GB": step.peak_bytes / 1e9,
+        "state, GB": step.state_bytes / 1e9,
+        "activations, GB": (step.peak_bytes - step.state_bytes) / 1e9,
+        PEAK: step.peak_bytes / 1e9,
     }
 
 
@@ -83,7 +86,7 @@ def of_ours(name: str, shape: Shape) -> Numbers:
         planned_bytes(_config(name, shape, layers, 2), shape.vocab_size)
         for layers in (LEAST, LEAST + 1)
     )
-    return shown(layer) | {"planned peak, GB": (more - less) / 1e9}
+    return shown(layer) | {PLANNED_PEAK: (more - less) / 1e9}
 
 
 def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
@@ -114,7 +117,7 @@ def of_torchtitan(name: str, shape: Shape) -> Numbers:
 def rows() -> Iterator[Row]:
     """Yield the rows of the table of layers, with the functions that count them."""
     for name, shape in MODELS.items():
-        yield f"{name}: ptdmpi", partial(of_ours, name, shape)
+        yield f"{name}: {OURS}", partial(of_ours, name, shape)
         for way in SETTINGS:
             yield f"{name}: transformers, {way}", partial(of_transformers, name, shape, way)
         if shape.model.get("kind") == "llama":  # torchtitan has no GPT model

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.dry.bounds import missed
 from benchmarks.dry.build import build, environment
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import done, reasons
@@ -41,7 +42,7 @@ def of_part(name: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run the command line: either all parts, or one part, whose rows are printed for the parent
-    process. The exit code is 1 if anything could not be counted."""
+    process. The exit code is 1 if a row could not be counted or misses a bound of the page."""
     launch.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="count one part and print its rows")
@@ -59,7 +60,8 @@ def main() -> None:
         if ranks > 1:
             command = mpirun(ranks, command[1:])
         rows = answer(command, LIMIT_S, environment())
-        failed |= {f"{name}: {where or 'as a whole'}": why for where, why in reasons(rows).items()}
+        whys = missed(rows) | reasons(rows)
+        failed |= {f"{name}: {where or 'as a whole'}": why for where, why in whys.items()}
         put(PAGE, name, lines(rows))
     for where, why in failed.items():
         print(f"{where}: {why}", file=sys.stderr)

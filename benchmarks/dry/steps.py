@@ -24,7 +24,8 @@ class Counts(NamedTuple):
     `launches`, `moved_bytes`, `other_bytes`, `flops` and `roofline_s` are those of `DeviceWork`.
     `outside` is the number of launches outside of the operators of PyTorch's dispatcher. `syncs` is
     the number of calls in which the host waits for the device. `peak_bytes` is the peak memory of
-    all tensors during the step.
+    all tensors during the step, and `state_bytes` is the memory of weights, gradients and optimizer
+    states after the backward.
     """
 
     launches: float
@@ -35,6 +36,7 @@ class Counts(NamedTuple):
     flops: float
     roofline_s: float
     peak_bytes: float
+    state_bytes: float
 
     def minus(self, other: "Counts") -> "Counts":
         """Return the difference of two counts."""
@@ -47,9 +49,12 @@ def begin() -> None:
     fresh(DEVICE)
 
 
-def counted(step: Callable[[], object]) -> Counts:
+def counted(
+    step: Callable[[], object], state_bytes: Callable[[], int] = torch.cuda.memory_allocated
+) -> Counts:
     """Run a training step twice, and return the counts of the second one. In the first one, PyTorch
-    allocates its working memory, and the optimizer its states."""
+    allocates its working memory, and the optimizer its states. After the step, `state_bytes`
+    returns `Counts.state_bytes`; the default is for a trainer that frees no gradients."""
     gpu = NullGpu()
     step()
     torch.cuda.reset_peak_memory_stats()
@@ -67,6 +72,7 @@ def counted(step: Callable[[], object]) -> Counts:
         flops=work.flops,
         roofline_s=work.roofline_s,
         peak_bytes=torch.cuda.max_memory_allocated(),
+        state_bytes=state_bytes(),
     )
 
 
@@ -104,7 +110,11 @@ def theirs(
     which returns the times of the same steps."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     microbatches = peers.ids_of(workload, size[0], 0)
-    return counted(lambda: peers.one_step(microbatches, loss_of, update))
+    allocated: list[int] = []
+    update.register_step_pre_hook(lambda *_: allocated.append(torch.cuda.memory_allocated()))
+    return counted(
+        lambda: peers.one_step(microbatches, loss_of, update), state_bytes=lambda: allocated[-1]
+    )
 
 
 def planned_bytes(config: Config, vocab_size: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.dry import build, kinds, run
+from benchmarks.dry.bounds import missed
 from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
@@ -133,3 +134,33 @@ def test_every_part_has_a_place_on_the_page():
     text = run.PAGE.read_text(encoding="utf-8")
     for name in run.PARTS:
         assert replaced(text, name, []) != replaced(text, name, ["a row"])
+
+
+BEST = {"launches": 100, "GB outside of products": 2.0, "activations, GB": 0.5}
+PLANNED = {"peak, GB": 1.04, "planned peak, GB": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"launches": 81}, "launches = 81, above 0.8 of 100"),
+        ({"GB outside of products": 1.61}, "GB outside of products = 1.61, above 0.8 of 2"),
+        ({"activations, GB": 0.51}, "activations, GB = 0.51, above 1 of 0.5"),
+        ({"peak, GB": 1.06}, "its peak is 1.060 of the planned peak"),
+        ({"peak, GB": 0.94}, "its peak is 0.940 of the planned peak"),
+    ],
+)
+def test_a_layer_beside_the_best_of_the_others(change, words):
+    """Those of another model do not count, and neither does a row that failed."""
+    ours = {"launches": 80, "GB outside of products": 1.6, "activations, GB": 0.5} | PLANNED
+    worse = {name: 2 * value for name, value in BEST.items()}
+    better = {name: value / 2 for name, value in BEST.items()}
+    rows = {"gpt: ptdmpi": ours | change, "gpt: a": worse, "gpt: b": BEST, "llama: a": better}
+    rows["gpt: c"] = {"failed": "no"}
+    assert missed(rows) == ({"gpt: ptdmpi": words} if words else {})
+
+
+def test_every_bound_that_a_kind_misses_is_named():
+    rows = {"gpt": PLANNED, "fp64": PLANNED | {"peak, GB": 1.2}, "failed": "exit code 1"}
+    assert missed(rows) == {"fp64": "its peak is 1.200 of the planned peak"}

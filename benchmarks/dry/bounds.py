@@ -1,0 +1,46 @@
+"""The bounds of docs/reference/gpu-dry.md: what ptdmpi's layer may launch, move and keep in memory,
+relative to other trainers, and how far a counted peak may be from the planner's."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OURS = "ptdmpi"
+# Largest ratios of ptdmpi's layer to the best of the other trainers.
+OF_BEST = {"launches": 0.8, "GB outside of products": 0.8, "activations, GB": 1.0}
+PLANNED = 0.05  # largest relative difference of a counted peak from the planned peak
+PEAK, PLANNED_PEAK = "peak, GB", "planned peak, GB"
+
+Rows = Mapping[str, Any]
+
+
+def missed(rows: Rows) -> dict[str, str]:
+    """Return, for each row of a part that misses a bound, the bound and the counted value.
+
+    In the part of layers, the name of a row is "MODEL: TRAINER". A row without counts misses no
+    bound, because its failure is reported elsewhere.
+    """
+    of_row: dict[str, list[str]] = {}
+    for name, why in [*_beside_others(rows), *_beside_planner(rows)]:
+        of_row.setdefault(name, []).append(why)
+    return {name: "; ".join(whys) for name, whys in of_row.items()}
+
+
+def _beside_others(rows: Rows) -> Iterator[tuple[str, str]]:
+    for name, row in rows.items():
+        model, _, trainer = name.partition(": ")
+        if trainer != OURS:
+            continue
+        others = [rows[other] for other in rows if other.startswith(f"{model}: ") and other != name]
+        for column, ratio in OF_BEST.items():
+            best = min((other[column] for other in others if column in other), default=None)
+            if best is not None and row.get(column, 0.0) > ratio * best:
+                yield name, f"{column} = {row[column]:.3g}, above {ratio:g} of {best:.3g}"
+
+
+def _beside_planner(rows: Rows) -> Iterator[tuple[str, str]]:
+    for name, row in rows.items():
+        if not isinstance(row, dict) or PLANNED_PEAK not in row:
+            continue
+        ratio = row[PEAK] / row[PLANNED_PEAK]
+        if abs(ratio - 1.0) > PLANNED:
+            yield name, f"its peak is {ratio:.3f} of the planned peak"

@@ -307,7 +307,6 @@ def closed_forms(engine: Engine) -> StepTraffic:
         config.layout,
         config.batch.global_size,
         config.precision.compute,
-        reproducible=config.run.reproducible,
         method=RunMethod.of(config),
     )
 

@@ -4,12 +4,16 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import Layout
+from ptdmpi.engine.data_parallel.reduce import TreeSum
+from ptdmpi.plan.cost import tree
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.account import kept, total_bytes
+from ptdmpi.plan.layer.low_bit import CHUNK_BYTES
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
 from ptdmpi.plan.layout.stages import placement_of
@@ -261,3 +265,74 @@ def test_copies_in_memory_count_on_the_host(nodes, files):
     assert apart.host_bytes(config.layout, 0) == files * share
     beside = apart.peak(config.layout, 0, 1)
     assert (beside.host, beside.copies, beside.total) == (files * share, 0, without.total)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_device_keeps_probabilities_in_float64(mode):
+    """No kernel of PyTorch's for devices fuses attention in float64: they take the place of the
+    log-sum-exp."""
+    config = _small({"precision.compute": "fp64", "batch.micro_size": 2, "recompute.mode": mode})
+    host = _sizes(config)
+    layers = [layer_items(sizes, mode) for sizes in (host, replace(host, on_host=False))]
+    before, after = ({item.name: item.bytes for item in kept(layer, mode)} for layer in layers)
+    rows = 2 * 4 * 16
+    swapped = {"attention.logsumexp": rows * 8}, {"attention.softmax": rows * 16 * 8}
+    if mode == "none":
+        assert dict(before.items() - after.items()) == swapped[0]
+        assert dict(after.items() - before.items()) == swapped[1]
+    else:
+        assert before == after
+    capped = _small({"precision.compute": "fp64", "model.attention_softcap": 5.0})
+    names = {item.name for item in layer_items(replace(_sizes(capped), on_host=False), "none")}
+    assert "attention.softmax" not in names
+
+
+def test_a_dequantized_weight_is_there_in_layers_but_not_at_the_loss():
+    """The largest is that of the MLP, of 4 x 32 x 32 elements."""
+    low_bit = {"adapt.method": "lora", "quantize.weights": "int8", "quantize.block": 8}
+    for vocab_size, more in ((1, 4 * 32 * 32 * (4 + CHUNK_BYTES)), (10**6, 0)):
+        plain, packed = (
+            MemoryModel.of(config, vocab_size).peak(config.layout, 0, 1).working
+            for config in (_small({"adapt.method": "lora"}), _small(low_bit))
+        )
+        assert packed - plain == more
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
+def test_sums_of_the_tree_are_those_that_the_engine_stores(microbatches, replicas):
+    method = object.__new__(TreeSum)
+    method.leaves = microbatches * replicas
+    during, own, merged, after = 0, [], {}, []
+    for rank in range(replicas):
+        nodes = {}
+        for number in range(microbatches):
+            during = max(during, len(nodes))
+            method._merge(nodes, (0, rank * microbatches + number), torch.zeros(1))
+        own.append(nodes)
+    most = max(map(len, own))
+    for nodes in own:
+        for key, value in nodes.items():
+            after.append(most + len(merged) + 1)
+            method._merge(merged, key, value)
+    assert len(merged) == 1
+    found = tree.most_sums(microbatches, replicas)
+    if replicas == 1:
+        assert found == (during, during + 1)
+    else:
+        assert found[0] == during and found[1] <= max(during + 1, *after)
+
+
+def test_the_tree_stores_gradients_of_the_step():
+    """In the last of seven backwards there are two sums, of the microbatches 0 to 3 and of 4 and 5;
+    after it, when activations are free, there is a third."""
+    for length, vocab_size in ((256, 1), (16, 10**5)):
+        changes = {"batch.global_size": 7, "model.seq_length": length}
+        plain, summed = (
+            MemoryModel.of(config, vocab_size).peak(config.layout, 0, 7)
+            for config in (_small(changes), _small(changes | {"run.reproducible": True}))
+        )
+        in_backward = plain.total + 2 * plain.gradients
+        after_it = plain.standing + 3 * plain.gradients
+        assert summed.total == max(in_backward, after_it)
+        assert (after_it > in_backward) == (length == 16)

@@ -6,7 +6,8 @@ import pytest
 
 from ptdmpi.config import Layout
 from ptdmpi.plan.cost.held import HeldParts
-from ptdmpi.plan.cost.traffic import StepTraffic, tree_nodes
+from ptdmpi.plan.cost.traffic import StepTraffic
+from ptdmpi.plan.cost.tree import nodes_of
 from ptdmpi.plan.machine.cluster import Model
 from tests._configs import layout, small
 
@@ -115,7 +116,7 @@ def test_activations_between_stages():
     ],
 )
 def test_nodes_of_the_tree(leaves, first, end, nodes):
-    assert tree_nodes(leaves, first, end) == nodes
+    assert nodes_of(leaves, first, end) == nodes
 
 
 def test_a_frozen_tied_table_is_one_unit_and_has_no_second_gradient():

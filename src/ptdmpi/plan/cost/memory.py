@@ -18,9 +18,8 @@ from ptdmpi.config import Config, Layout, ModelConfig
 from ptdmpi.config.kinds import LayerKind, Runs
 from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.config.zero import Sharing
+from ptdmpi.plan.cost import tree
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
-from ptdmpi.plan.layer import describe, folds
-from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
@@ -152,7 +151,6 @@ class MemoryModel:
         self.compute_bytes = PRECISIONS[precision].compute.bytes
         self.wide_bytes = PRECISIONS[precision].master.bytes
         self.tile = largest_tile(model, vocab_size)
-        self.value_bytes = cache(self._counted_values)
         self._distinct = cache(self._counted_distinct)
         self.sorts = cache(self._counted_sorts)
         self._standing = cache(self._counted_standing)
@@ -243,7 +241,7 @@ class MemoryModel:
             gradients=gradients,
             optimizer=optimizer,
             activations=kept,
-            working=_beside(self, layout, rank, kept=kept, working=working),
+            working=_beside(self, layout, (rank, microbatches), kept=kept, working=working),
             runtime=self.runtime_bytes,
             copies=copies * self.on_host,
             host=host + copies * (not self.on_host),
@@ -305,9 +303,10 @@ class MemoryModel:
         if any(stands + kept > room for stands, kept in zip(standing, least, strict=True)):
             return False
         return all(
-            stands + kept + _beside(self, layout, rank, kept=kept, working=working) <= room
+            stands + kept + _beside(self, layout, key, kept=kept, working=working) <= room
             for rank, stands in zip(ranks, standing, strict=True)
-            for kept, working in (self._held(layout, rank, microbatches),)
+            for key in ((rank, microbatches),)
+            for kept, working in (self._held(layout, *key),)
         )
 
     def uses_host(self, layout: Layout) -> bool:
@@ -340,6 +339,10 @@ class MemoryModel:
     def _state(self, layout: Layout, rank: int) -> "StateBytes":
         """Return the bytes of a pipeline rank's state."""
         return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
+
+    def gradient_bytes(self, layout: Layout, rank: int) -> int:
+        """Return the bytes of a pipeline rank's gradients."""
+        return self._state(layout, rank).gradients
 
     def _counted_stands(
         self, cut: Cut, tensor: int, how: tuple[Sharing, str], ranks: tuple[int, ...]
@@ -395,19 +398,6 @@ class MemoryModel:
         )
         optimizer -= self.method.matrices * self.wide_bytes / layout.shards
         return weights + summed + widened + optimizer * (layout.offload == "none")
-
-    def _counted_values(self, tensor: int) -> int:
-        """Return the bytes that are needed to dequantize the largest quantized weight on one of
-        `tensor` tensor-parallel ranks: the bytes of its dequantized values, and working memory."""
-        layout = Layout(tensor, 1, 1)
-        sizes = Sizes(
-            model=self.model,
-            layout=layout,
-            precision=self.precision,
-            software=self.software,
-            on_host=self.on_host,
-        )
-        return folds.value_bytes(folds.operators(describe.layer(self.model)), sizes)
 
     def least_frozen_bytes(
         self, layout: Layout, elements: float, layers: float, tensor: int
@@ -469,18 +459,29 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
     return memory.least_flights[key]
 
 
-def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
+def _beside(
+    memory: MemoryModel, layout: Layout, at: tuple[int, int], *, kept: int, working: int
+) -> int:
     """Return the working memory of a rank, in bytes, in addition to the `kept` bytes of
-    activations. It is the larger of two amounts. The first amount is needed during a backward
-    (`working` and `beside_bytes`). The second amount is needed after the last backward, by messages
-    of data-parallel ranks or by an update of whole matrices; the memory of the activations is free
-    then. If the messages overlap with the forwards, their memory is added to the first amount. The
-    rank's copies of its neighbours' weights are added in any case."""
+    activations. `at` is (pipeline rank, microbatches of a step).
+
+    The result is the larger of two amounts. The first amount is needed during a backward
+    (`working`, `beside_bytes`, and sums of gradients in the tree of `run.reproducible`). The second
+    amount is needed after the last backward, by messages of data-parallel ranks, by the tree, or by
+    an update of whole matrices; the memory of the activations is free then. If the messages overlap
+    with the forwards, their memory is added to the first amount. The rank's copies of its
+    neighbours' weights are added in any case."""
+    rank, microbatches = at
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
     messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
-    working += memory.value_bytes(layout.tensor)
+    if method.reproducible:
+        during, after = tree.most_sums(microbatches, layout.data)
+        each = memory.gradient_bytes(layout, rank)
+        # the leaf of a microbatch is made when its activations are free
+        free = kept if layout.pipeline == 1 else 0
+        working = max(working + during * each, after * each - free)
     if method.matrices:
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products

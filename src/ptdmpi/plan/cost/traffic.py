@@ -19,6 +19,7 @@ from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import encodes
 from ptdmpi.plan.cost.held import SECOND, HeldParts, of_experts
 from ptdmpi.plan.cost.methods import code_messages, told_of
+from ptdmpi.plan.cost.tree import nodes_of
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Message, Phase
 from ptdmpi.plan.layer.folds import messages, operators, recomputed
@@ -54,8 +55,7 @@ class StepTraffic:
     """The traffic of one step, for a model, a layout, a global batch and a compute type.
 
     `predictions` is the number of masked positions of a sample; if it is None, it follows from the
-    default fraction. If `reproducible` is True, gradients are summed along the tree of
-    `run.reproducible`. `method` describes the messages of data-parallel ranks; by default they sum
+    default fraction. `method` describes the messages of data-parallel ranks; by default they sum
     the gradients once. All counts are exact, with two exceptions: the bytes of codes (compressed
     gradients), whose length depends on random draws and on the division of parameters, and the
     bytes of tokens that are sent to experts.
@@ -69,10 +69,9 @@ class StepTraffic:
         precision: str,
         *,
         predictions: int | None = None,
-        reproducible: bool = False,
         method: RunMethod | None = None,
     ) -> None:
-        self.model, self.layout, self.reproducible = model.config, layout, reproducible
+        self.model, self.layout = model.config, layout
         self.method, self.vocab_size = method or RunMethod(), model.vocab_size
         self.sizes = Sizes(self.model, layout, precision, predictions=predictions)
         self.whole = self.sizes.tokens * self.model.hidden * self.sizes.compute_bytes
@@ -89,7 +88,6 @@ class StepTraffic:
             config.batch.global_size,
             config.precision.compute,
             predictions=config.model.predictions(config.data.mask_fraction),
-            reproducible=config.run.reproducible,
             method=RunMethod.of(config),
         )
 
@@ -265,7 +263,7 @@ class StepTraffic:
         updated slices are sent back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
-        if self.reproducible:
+        if self.method.reproducible:
             return {DATA: self._tree(rank)}
         element = self.sizes.wide_bytes
         grid = layout_grid(layout)
@@ -325,7 +323,7 @@ class StepTraffic:
         stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
-        nodes = sum(tree_nodes(m * d, r * m, (r + 1) * m) for r in range(d))
+        nodes = sum(nodes_of(m * d, r * m, (r + 1) * m) for r in range(d))
         for stage in self.placed.stages_of(rank):
             sizes = (sum(part.weights(self.layout.tensor)) for _, part in self.held.of_stage(stage))
             if elements := sum(sizes):
@@ -383,16 +381,3 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
             element_bytes=element,
         )
     return tally
-
-
-def tree_nodes(leaves: int, first: int, end: int) -> int:
-    """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
-    cover the leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count
-    as one."""
-    nodes = 0
-    while first < end:
-        span = 1
-        while first % (2 * span) == 0 and min(first + 2 * span, leaves) <= end and span < leaves:
-            span *= 2
-        first, nodes = first + span, nodes + 1
-    return nodes

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.layer.account import (
     Elementwise,
     FusedAttention,
@@ -16,8 +17,15 @@ from ptdmpi.plan.layer.account import (
     Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK, scores_at_once
-from ptdmpi.plan.layer.context import CoreShape, RingCore, keeps_outputs
+from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK
+from ptdmpi.plan.layer.context import (
+    CoreShape,
+    RingCore,
+    capped_block_bytes,
+    core_shape,
+    keeps_outputs,
+    kept_probabilities,
+)
 from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
@@ -244,7 +252,7 @@ class Attend(Operator):
         next linear layer keeps it as its input, or if the backward of the attention kernel reads
         it."""
         model, c = sizes.model, sizes.compute_bytes
-        heads, kv_heads, _ = _core_shape(sizes)
+        heads, kv_heads, _ = core_shape(sizes)
         explicit = model.attention_dropout > 0.0
         if sizes.layout.exchange != "ulysses" and (
             self.feeds_kept or self._keeps_own_output(sizes, mode)
@@ -303,11 +311,9 @@ class Attend(Operator):
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the scores and probabilities that explicit attention keeps. Attention is explicit,
         which means that its scores are stored, if attention weights have dropout."""
-        model = sizes.model
-        shape = _core_shape(sizes)
-        scores = shape.heads * _rows(sizes) * model.seq_length
+        model, scores = sizes.model, _scores(sizes)
         if model.attention == "causal":
-            queries = shape.queries
+            queries = core_shape(sizes).queries
             yield Item("attention.future", queries * model.seq_length, 1, "none")
         if model.attention_softcap:
             yield Item("attention.tangents", scores, sizes.compute_bytes, "none")
@@ -316,12 +322,14 @@ class Attend(Operator):
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that an attention kernel without stored scores (FlashAttention) keeps
-        in addition to queries, keys and values."""
+        """Yield the tensors that PyTorch's attention keeps in addition to queries, keys and values.
+        It keeps probabilities only where no kernel is fused (`_stores_scores`)."""
         model, c = sizes.model, sizes.compute_bytes
-        heads, kv_heads, _ = _core_shape(sizes)
+        heads, kv_heads, _ = core_shape(sizes)
         rows = _rows(sizes)
-        if not model.attention_softcap:  # the backward recomputes a capped softmax
+        if _stores_scores(sizes):
+            yield Item("attention.softmax", _scores(sizes), sizes.wide_bytes, "none")
+        elif not model.attention_softcap:  # the backward recomputes a capped softmax
             yield Item("attention.logsumexp", rows * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
@@ -341,12 +349,14 @@ class Attend(Operator):
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
-        width = _core_shape(sizes).heads * sizes.model.head_size
+        width = core_shape(sizes).heads * sizes.model.head_size
         scores = capped_block_bytes(sizes)
         if sizes.model.attention_dropout > 0.0:
             # while the mask is drawn, the softmax of the scores is in float32 or float64
-            count = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
-            scores = self.drawing_bytes(sizes) + count * (sizes.wide_bytes - sizes.compute_bytes)
+            scores = self.drawing_bytes(sizes)
+            scores += _scores(sizes) * (sizes.wide_bytes - sizes.compute_bytes)
+        elif _stores_scores(sizes):
+            scores = 2 * _scores(sizes) * sizes.wide_bytes  # scores and probabilities
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
@@ -358,16 +368,20 @@ class Attend(Operator):
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
-        heads = _core_shape(sizes).heads
+        heads = core_shape(sizes).heads
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
-            scores = rows * model.seq_length * (2 + sizes.on_host) * sizes.wide_bytes
+            scores = _scores(sizes) * (2 + sizes.on_host) * sizes.wide_bytes
             # the published lists of tensors do not include the gradient of the values
             if not sizes.fused_attention:
                 return scores
             return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
         keys = heads * sizes.keys
         operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
+        if _stores_scores(sizes):
+            # three tensors of the softmax's backward, and the gradient of the values
+            stored = 3 * _scores(sizes) + keys * model.head_size
+            operands = max(operands, stored * sizes.wide_bytes)
         if _in_blocks(sizes):
             operands = max(operands, self._blocked_bytes(sizes))
         if self._has_output_again(sizes):
@@ -391,7 +405,7 @@ class Attend(Operator):
         """Return the bytes of all gradients if a host computes attention in blocks of queries:
         those of the operands, the output and one block (with up to all keys), and a copy of output
         gradients."""
-        shape, d = _core_shape(sizes), sizes.model.head_size
+        shape, d = core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:
             block = min(EARLIER_BLOCK, shape.queries // 2)  # this rank has two runs of queries
@@ -402,7 +416,7 @@ class Attend(Operator):
         """Return the bytes of three groups of tensors: contiguous copies of the operands and of the
         output's gradient; the gradients of the operands; and the queries and output gradients of
         one block. The gradients of keys and values are in float32 or float64."""
-        shape, d, c = _core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
+        shape, d, c = core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (3 * _rows(sizes) + 2 * block)
         keys = 2 * shape.kv_heads * sizes.keys
@@ -413,14 +427,8 @@ class Attend(Operator):
         tensors as large as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
-        scores = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
+        scores = _scores(sizes)
         return hash_bytes(scores) + 2 * scores * sizes.compute_bytes
-
-
-def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the part of the attention core that a rank computes. If the tensor-parallel size does
-    not divide the number of heads, the rank's number of heads is rounded up."""
-    return CoreShape.of(sizes, sizes.local_heads)
 
 
 def _in_ring(sizes: Sizes) -> bool:
@@ -431,14 +439,26 @@ def _in_blocks(sizes: Sizes) -> bool:
     """Return True if a host computes attention in blocks of queries, with one kernel for each
     block."""
     model = sizes.model
-    is_cut = _core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
+    is_cut = core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
     is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
     return sizes.on_host and sizes.fused_attention and (is_cut or is_long)
 
 
 def _rows(sizes: Sizes) -> int:
     """Return the number of queries that this rank has for each of its heads in a microbatch."""
-    return _core_shape(sizes).queries * sizes.layout.micro_size
+    return core_shape(sizes).queries * sizes.layout.micro_size
+
+
+def _scores(sizes: Sizes) -> int:
+    """Return the number of scores that this rank's heads have in a microbatch."""
+    return core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
+
+
+def _stores_scores(sizes: Sizes) -> bool:
+    """Return True if PyTorch's attention stores scores, because no kernel of a device fuses
+    attention in float64. Capped scores are computed in blocks in every type."""
+    wide = sizes.compute_bytes > FLOAT32.bytes and not sizes.model.attention_softcap
+    return wide and sizes.fused_attention and not sizes.on_host
 
 
 def seen_share(sizes: Sizes) -> float:
@@ -452,49 +472,6 @@ def seen_share(sizes: Sizes) -> float:
     sliding = (s - model.mean_keys) / (s - window)
     hidden = (1.0 - window / s) ** 2
     # with "ulysses" each rank has all queries of its heads, so all ranks have equally many scores
-    ranks = s // _core_shape(sizes).queries
+    ranks = s // core_shape(sizes).queries
     hidden -= (1.0 - hidden) * (imbalance(s, window, ranks) - 1.0)
     return 1.0 - sliding * hidden
-
-
-def kept_probabilities(sizes: Sizes) -> int:
-    """Return the number of attention probabilities per head that the forward of a microbatch keeps
-    for the backward.
-
-    The probabilities are kept in blocks of queries. A block has all keys up to the position of its
-    last query, including keys that are outside the window or in other documents.
-    """
-    model, block = sizes.model, sizes.software.kept_block
-    if model.attention != "causal" or model.attention_softcap:
-        return 0
-    count = 0
-    # count the queries of the first context-parallel rank; in zigzag order all ranks have equally
-    # many
-    runs = [range(model.seq_length)]
-    if _core_shape(sizes).queries < model.seq_length:
-        chunk = model.seq_length // (2 * sizes.layout.context)
-        runs = [range(chunk), range(model.seq_length - chunk, model.seq_length)]
-    for run in runs:
-        for first in range(run.start, run.stop, block):
-            end = min(first + block, run.stop)
-            count += end * (end - first)
-    return count * sizes.layout.micro_size
-
-
-def capped_block_bytes(sizes: Sizes) -> int:
-    """Return the working bytes of attention with capped scores, for one block of queries with all
-    keys.
-
-    Four of the tensors are in float32 or float64: the scores, their tanh and the gradients of both.
-    The attention weights are in the type of matrix products, or, on a host, also in float32 or
-    float64.
-    """
-    model = sizes.model
-    if not model.attention_softcap:
-        return 0
-    micro_size, length = sizes.layout.micro_size, model.seq_length
-    heads = _core_shape(sizes).heads * micro_size
-    group = model.heads // model.kv_heads * micro_size
-    scores = scores_at_once(length, length, heads=heads, group=group)
-    weights = sizes.wide_bytes if sizes.on_host else sizes.operand_bytes
-    return scores * (4 * sizes.wide_bytes + weights)

@@ -72,6 +72,55 @@ class CoreShape(NamedTuple):
         return cls(-(-heads // c), -(-kv_heads * key_copies(kv_heads, c) // c), length)
 
 
+def core_shape(sizes: Sizes) -> CoreShape:
+    """Return the part of the attention core that a rank computes. If the tensor-parallel size does
+    not divide the number of heads, the rank's number of heads is rounded up."""
+    return CoreShape.of(sizes, sizes.local_heads)
+
+
+def kept_probabilities(sizes: Sizes) -> int:
+    """Return the number of attention probabilities per head that the forward of a microbatch keeps
+    for the backward.
+
+    The probabilities are kept in blocks of queries. A block has all keys up to the position of its
+    last query, including keys that are outside the window or in other documents.
+    """
+    model, block = sizes.model, sizes.software.kept_block
+    if model.attention != "causal" or model.attention_softcap:
+        return 0
+    count = 0
+    # count the queries of the first context-parallel rank; in zigzag order all ranks have equally
+    # many
+    runs = [range(model.seq_length)]
+    if core_shape(sizes).queries < model.seq_length:
+        chunk = model.seq_length // (2 * sizes.layout.context)
+        runs = [range(chunk), range(model.seq_length - chunk, model.seq_length)]
+    for run in runs:
+        for first in range(run.start, run.stop, block):
+            end = min(first + block, run.stop)
+            count += end * (end - first)
+    return count * sizes.layout.micro_size
+
+
+def capped_block_bytes(sizes: Sizes) -> int:
+    """Return the working bytes of attention with capped scores, for one block of queries with all
+    keys.
+
+    Four of the tensors are in float32 or float64: the scores, their tanh and the gradients of both.
+    The attention weights are in the type of matrix products, or, on a host, also in float32 or
+    float64.
+    """
+    model = sizes.model
+    if not model.attention_softcap:
+        return 0
+    micro_size, length = sizes.layout.micro_size, model.seq_length
+    heads = core_shape(sizes).heads * micro_size
+    group = model.heads // model.kv_heads * micro_size
+    scores = scores_at_once(length, length, heads=heads, group=group)
+    weights = sizes.wide_bytes if sizes.on_host else sizes.operand_bytes
+    return scores * (4 * sizes.wide_bytes + weights)
+
+
 @dataclass(frozen=True)
 class _Exchange(Operator, ABC):
     """Messages over the context axis before or after the attention core, and the copies that these

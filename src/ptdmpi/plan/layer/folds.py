@@ -143,20 +143,14 @@ def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
     return max((row.adding_bytes(sizes) for row in rows), default=0)
 
 
-def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes of the largest quantized weight after dequantization, plus the working
-    memory of the dequantization; 0 if no weight is quantized."""
-    products = [row for row in rows if isinstance(row, Multiply)]
-    largest = max((row.quantized_elements(sizes) for row in products), default=0)
-    return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
-
-
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. The result is the
-    larger of two amounts. One is the bytes of the tensors that the layer would keep for a backward.
-    The other is the bytes of the residual stream and of the tensors of one operator."""
+    larger of two amounts, plus the bytes of a dequantized weight. One amount is the bytes of the
+    tensors that the layer would keep for a backward. The other is the bytes of the residual stream
+    and of the tensors of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
-    return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
+    most = max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
+    return most + _value_bytes(rows, sizes)
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,16 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         operands += operand_bytes(sublayer.operators, sizes)
     if mode == "full":  # the recomputation ends when the last dropout mask is drawn
         works = max(works, again + rows[-1].drawing_bytes(sizes))
-    return LayerBytes(stays, works, max(works, input_works))
+    values = _value_bytes(rows, sizes)
+    return LayerBytes(stays, works + values, max(works, input_works) + values)
+
+
+def _value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
+    """Return the bytes of the largest quantized weight after dequantization, plus the working
+    memory of the dequantization; 0 if no weight is quantized."""
+    products = [row for row in rows if isinstance(row, Multiply)]
+    largest = max((row.quantized_elements(sizes) for row in products), default=0)
+    return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:

@@ -42,7 +42,8 @@ class RunMethod:
     measures the consensus distance in some steps, it also does so in its last step. The norm of
     each rank's own gradient is computed every `noise_every` steps, or never if `noise_every` is 0.
     `copies` is the number of files that a node keeps in its memory for each of its ranks; each file
-    is a rank's shard of a checkpoint.
+    is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`, with which
+    gradients are summed along a tree over the microbatches.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -52,6 +53,7 @@ class RunMethod:
     matrices: bool = False
     noise_every: int = 0
     copies: int = 0
+    reproducible: bool = False
 
     @classmethod
     def of(cls, config: Config, nodes: int = 1) -> "RunMethod":
@@ -64,6 +66,7 @@ class RunMethod:
             matrices=config.optimizer.has_matrices,
             noise_every=config.log.gradient_noise_every_steps,
             copies=copies_at_once(config, nodes),
+            reproducible=config.run.reproducible,
         )
 
     @property

@@ -82,6 +82,8 @@ def yarn(number: int, frequency: float, model: ModelConfig) -> float:
 
 def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:
     """Return attention of x [b, s, h], computed by its formula on one rank."""
+    if model.latent:
+        return latent_attention(weights, name, x, model)
     b, s, _ = x.shape
     size, groups = model.head_size, model.kv_heads
     widths = (model.heads * size, groups * size, groups * size)
@@ -105,6 +107,38 @@ def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer:
         hidden = hidden | (distance >= model.sliding_window)
     out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
     return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(b, s, -1))
+
+
+def latent_attention(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+    """Return multi-head latent attention of x [b, s, h] (arXiv 2405.04434, equations 37 to 47)."""
+    rotated = model.rope_head_size
+    down = linear(weights, f"{name}.down", x)
+    latent, key = down[..., model.q_lora_rank :].split((model.kv_lora_rank, rotated), -1)
+    latent = norm(weights, f"{name}.kv_norm", latent, model)
+    if model.q_lora_rank:
+        queries = norm(weights, f"{name}.q_norm", down[..., : model.q_lora_rank], model)
+        q = linear(weights, f"{name}.q_up", queries)
+    else:
+        q = linear(weights, f"{name}.q", x)
+    plain = model.head_size - rotated
+
+    def by_head(y: Tensor) -> Tensor:
+        return y.unflatten(-1, (model.heads, -1)).transpose(1, 2)
+
+    k, v = (by_head(linear(weights, f"{name}.kv_up", latent))).tensor_split([plain], -1)
+    q, turning = by_head(q).tensor_split([plain], -1)
+    scores = q @ k.mT + rope_of_pairs(turning, model) @ rope_of_pairs(key[:, None], model).mT
+    growth = 1 + 0.1 * model.rope_mscale * math.log(model.rope_factor)
+    scores = scores * growth**2 / (model.query_scalar or model.head_size) ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return linear(weights, f"{name}.out", out.transpose(1, 2).flatten(2))
+
+
+def rope_of_pairs(x: Tensor, model: ModelConfig) -> Tensor:
+    """Rotate x [b, a, s, r], whose pairs of elements are neighbours."""
+    sizes = model.model_copy(update={"head_size": model.rope_head_size})
+    return rope(torch.cat((x[..., 0::2], x[..., 1::2]), -1), sizes)
 
 
 def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:

@@ -49,6 +49,15 @@ SHAPES = {
         "model.shared_experts": 1,
     },
 }
+# a rotary key of as many numbers as a kernel must have to be counted
+SHAPES["latent"] = LATENT = {
+    "model.kind": "deepseek",
+    "model.head_size": 32,
+    "model.rope_head_size": 24,
+    "model.value_head_size": 8,
+    "model.q_lora_rank": 24,
+    "model.kv_lora_rank": 16,
+}
 LORA = {"adapt.method": "lora", "adapt.rank": 2}
 ADAPTED = {  # frozen layers next to what trains
     "lora": {"model.kind": "llama", **LORA},

@@ -216,6 +216,21 @@ ROWS |= {
     "ring c2 p2 zero bubble": (4, ring(2, layout(p=2), {"parallel.schedule": "zb-h1"}, LLAMA)),
     "ring c2 d2 zero 3": (4, ring(2, layout(d=2), {"parallel.zero": 3}, LLAMA)),
 }
+LATENT = {
+    "model.kind": "deepseek",
+    "model.kv_heads": None,
+    "model.head_size": 12,
+    "model.rope_head_size": 4,
+    "model.value_head_size": 6,
+    "model.q_lora_rank": 14,
+    "model.kv_lora_rank": 10,
+}
+ROWS |= {
+    "c2 latent documents": (2, context("all_gather", 2, LATENT, DOCUMENTS)),
+    "t2 c2 latent sequence": (4, context("all_gather", 2, layout(t=2), DIVIDED, LATENT)),
+    "ulysses t2 c2 latent": (4, ulysses(2, layout(t=2), LATENT)),
+    "ring c2 latent selective": (2, ring(2, LATENT, {"recompute.mode": "selective"})),
+}
 MEAN_DOCUMENT = 6
 
 

@@ -35,6 +35,14 @@ EXPERTS = {
     "model.shared_experts": 1,
 }
 # every token has all experts, so that every rank sends as many rows to each rank
+LATENT = {
+    "model.kind": "deepseek",
+    "model.head_size": 12,
+    "model.rope_head_size": 4,
+    "model.value_head_size": 6,
+    "model.q_lora_rank": 14,
+    "model.kv_lora_rank": 10,
+}
 ALL_EXPERTS = {**EXPERTS, "model.experts_per_token": 4}
 # no expert is divided
 UNDIVIDED = {"parallel.expert_tensor": 1}
@@ -225,6 +233,9 @@ CASES = {
     "c2 d2 e2 zero 2": layout(d=2)
     | ALL_EXPERTS
     | {"parallel.context": 2, "parallel.expert": 2, "parallel.zero": 2},
+    "t2 latent": layout(t=2) | LATENT,
+    "t2 latent divided full": layout(t=2) | LATENT | DIVIDED | {"recompute.mode": "full"},
+    "t2 p2 latent zb-h1": layout(t=2, p=2) | LATENT | {"parallel.schedule": "zb-h1"},
     "p2": layout(p=2),
     "p2 untied": layout(p=2) | {"model.tie_embeddings": False},
     "p2 v2": layout(p=2, v=2) | {"model.layers": 4},
@@ -278,6 +289,7 @@ FEW += ("t2 p2 lora of experts zb-h1",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")
+FEW += ("t2 latent divided full",)
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

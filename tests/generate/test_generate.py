@@ -29,6 +29,14 @@ MODELS = {
     "gpt": {},
     "llama": _stored.LLAMA,
     "qwen3": {**_stored.LLAMA, "kind": "qwen3", "head_size": 6},
+    "latent": {
+        "kind": "deepseek",
+        "head_size": 10,
+        "rope_head_size": 4,
+        "value_head_size": 6,
+        "kv_lora_rank": 8,
+        "ffn_hidden": 48,
+    },
     "gemma2": {
         **_stored.LLAMA,
         "kind": "gemma2",

@@ -57,6 +57,25 @@ SHAPES = {
         "model.experts_per_token": 1,
         "model.router_normalize": False,
     },
+    "latent": {
+        "model.kind": "deepseek",
+        "model.head_size": 10,
+        "model.rope_head_size": 4,
+        "model.value_head_size": 7,
+        "model.q_lora_rank": 14,
+        "model.kv_lora_rank": 12,
+    },
+    # queries that are not compressed, biases, and values as large as queries
+    "latent-direct": {
+        "model.kind": "deepseek",
+        "model.head_size": 10,
+        "model.rope_head_size": 6,
+        "model.kv_lora_rank": 12,
+        "model.bias": "attention",
+        "model.rope_scaling": "yarn",
+        "model.rope_original_length": 4,
+        "model.rope_mscale": 0.7,
+    },
     # as in DeepSeek-V3: experts of the best groups, next to one that is shared
     "grouped-experts": {
         **EXPERTS,
@@ -149,7 +168,9 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
 
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @each_way
-@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2", "experts"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2", "experts", "latent"]
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)

@@ -31,7 +31,16 @@ KINDS = {
     "gpt": {},
     "llama": {"model.kind": "llama", "model.kv_heads": 2},
 }
-ALL_KINDS = KINDS | {"bert": {"model.kind": "bert"}}
+LATENT = {
+    "model.kind": "deepseek",
+    "model.head_size": 24,
+    "model.rope_head_size": 8,
+    "model.value_head_size": 16,
+    "model.q_lora_rank": 32,
+    "model.kv_lora_rank": 24,
+}
+ALL_KINDS = KINDS | {"bert": {"model.kind": "bert"}, "latent": LATENT}
+ALL_KINDS["latent queries"] = LATENT | {"model.q_lora_rank": 0}
 MODES = {
     "none": {},
     "selective": {"recompute.mode": "selective"},
@@ -166,6 +175,10 @@ def let_go_of_units(engine: Engine) -> None:
         pytest.param("llama", "bf16", False, "two layers", marks=pytest.mark.long),
         pytest.param("bert", "bf16", False, "none", marks=pytest.mark.long),
         pytest.param("bert", "bf16", True, "full", marks=pytest.mark.long),
+        pytest.param("latent", "fp32", False, "none", marks=pytest.mark.long),
+        pytest.param("latent queries", "bf16", False, "none", marks=pytest.mark.long),
+        pytest.param("latent", "bf16", True, "selective", marks=pytest.mark.long),
+        pytest.param("latent", "fp64", False, "full", marks=pytest.mark.long),
     ],
 )
 def test_one_rank(comm, kind, compute, dropout, mode):
@@ -323,6 +336,8 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
         pytest.param(True, "llama", "full", marks=LONG),
         pytest.param(False, "llama", "two layers", marks=LONG),
         pytest.param(True, "bert", "selective", marks=LONG),
+        pytest.param(True, "latent", "none", marks=LONG),
+        pytest.param(False, "latent", "full", marks=LONG),
     ],
 )
 def test_tensor_axis(comm, sequence_parallel, kind, mode):

@@ -279,8 +279,9 @@ def _blocks(layout: Layout, model: ModelConfig) -> Rule:
     of tensor ranks divides the widths; other rules check this assumption."""
     tensor = layout.tensor
     block = model.quantize.block
-    divided = (model.attention_width, model.ffn_hidden)
+    divided = (model.values_width, model.ffn_hidden)
     widths = (model.hidden, *(width // tensor for width in divided))
+    widths += tuple(filter(None, (model.q_lora_rank, model.kv_lora_rank)))
 
     def text() -> str:
         """Return the message, with legal values nearby."""

@@ -11,7 +11,15 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from ptdmpi.config.adapt import EXPERTS, MLP, AdaptConfig
 from ptdmpi.config.choices import CodesName
-from ptdmpi.config.kinds import LayerKind, LayerRun, Runs, merged, mixing_layers
+from ptdmpi.config.kinds import (
+    LATENT,
+    MODEL_KINDS,
+    LayerKind,
+    LayerRun,
+    Runs,
+    merged,
+    mixing_layers,
+)
 from ptdmpi.config.precision import Scaling
 from ptdmpi.config.section import (
     MOST,
@@ -30,75 +38,8 @@ from ptdmpi.config.section import (
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",
     "mlp": "ptdmpi.plan.layer.describe:mlp",
+    LATENT: "ptdmpi.plan.layer.latent.sublayer:latent_attention",
 }
-# Default values that several kinds of model share.
-_DECODER = {
-    "attention": "causal",
-    "block_norm": "pre",
-    "embedding_norm": False,
-    "output_head": "linear",
-    "token_types": 0,
-    "sentence_order": False,
-    "norm_eps": 1e-5,
-}
-_LLAMA = {
-    **_DECODER,
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "positions": "rope",
-    "bias": False,
-    "tie_embeddings": False,
-}
-_QWEN = {**_LLAMA, "norm_eps": 1e-6, "rope_theta": 1e6}
-# Kind of model (`model.kind`) -> the default values of other keys of [model]. Values that the user
-# gives override these defaults.
-MODEL_KINDS: dict[str, dict[str, Any]] = {
-    "gpt": {
-        **_DECODER,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "positions": "learned",
-        "bias": True,
-        "tie_embeddings": True,
-    },
-    "llama": _LLAMA,
-    # Jiang et al. 2023 (arXiv 2310.06825)
-    "mistral": {**_LLAMA, "sliding_window": 4096},
-    # Yang et al. 2024 (arXiv 2407.10671; 2.5: 2412.15115), and 2025 (arXiv 2505.09388)
-    "qwen2": {**_QWEN, "bias": "qkv"},
-    "qwen3": {**_QWEN, "qk_norm": True},
-    # Gemma Team 2024 (arXiv 2408.00118), section 2 and Table 1
-    "gemma2": {
-        **_LLAMA,
-        "norm_eps": 1e-6,
-        "zero_centered_norm": True,
-        "block_norm": "sandwich",
-        "activation": "geglu",
-        "tie_embeddings": True,
-        "scale_embedding": True,
-        "sliding_window": 4096,
-        "sliding_layers": "even",
-        "attention_softcap": 50.0,
-        "logit_softcap": 30.0,
-    },
-    # Devlin et al. 2019 (arXiv 1810.04805), with the sentence order of Lan et al. 2020
-    "bert": {
-        "norm": "layernorm",
-        "activation": "gelu_exact",
-        "positions": "learned",
-        "bias": True,
-        "tie_embeddings": True,
-        "attention": "bidirectional",
-        "block_norm": "post",
-        "embedding_norm": True,
-        "output_head": "mlm",
-        "token_types": 2,
-        "sentence_order": True,
-        "norm_eps": 1e-12,
-    },
-}
-
-
 # The maximum number of layers. The number is limited, because every layer is a separate torch
 # module. The deepest trained Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555),
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
@@ -128,12 +69,18 @@ class ModelConfig(Section):
     `heads` attention heads (a), for sequences of `seq_length` tokens (s).
     """
 
-    kind: Bound[Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"]] = "gpt"
+    kind: Bound[
+        Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "deepseek", "gemma2", "bert"]
+    ] = "gpt"
     layers: Bound[Annotated[int, Field(ge=1, le=MOST_LAYERS)]]
     hidden: Bound[Positive]
     heads: Bound[Positive]
     kv_heads: Bound[Positive]
     head_size: Bound[NonNegative]
+    q_lora_rank: Bound[NonNegative] = 0
+    kv_lora_rank: Bound[NonNegative] = 0
+    rope_head_size: Bound[NonNegative] = 0
+    value_head_size: Bound[NonNegative] = 0
     ffn_hidden: Bound[Positive]
     seq_length: Bound[Positive]
     vocab_size: Bound[NonNegative] = 0
@@ -185,6 +132,7 @@ class ModelConfig(Section):
     rope_high_factor: Bound[Number]
     rope_original_length: Bound[Positive] = 8192
     rope_attention_factor: Bound[Cap] = 0.0
+    rope_mscale: Bound[Cap] = 0.0
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
@@ -316,9 +264,25 @@ class ModelConfig(Section):
 
     @property
     def attention_width(self) -> int:
-        """Return the number of heads times the head size: the width of all queries, and the number
-        of inputs of the linear after attention."""
+        """Return the number of heads times the head size: the width of all queries."""
         return self.heads * self.head_size
+
+    @property
+    def latent(self) -> bool:
+        """Return True if the layers have multi-head latent attention, whose keys and values are
+        computed from a vector of `kv_lora_rank` elements for each position."""
+        return LATENT in self.sublayers
+
+    @property
+    def rotary_size(self) -> int:
+        """Return the number of elements of a head that the rotary embedding turns."""
+        return self.rope_head_size or self.head_size
+
+    @property
+    def values_width(self) -> int:
+        """Return the number of heads times the size of a head's values: the number of inputs of the
+        linear after attention."""
+        return self.heads * (self.value_head_size or self.head_size)
 
     @property
     def gates(self) -> int:
@@ -360,9 +324,12 @@ class ModelConfig(Section):
         """Return the factor by which the products of queries and keys are multiplied before the
         softmax. Without muP the factor is 1 / sqrt(head size). With muP it is the factor of the
         base model, multiplied by (head size of the base model / head size). If the key
-        `query_scalar` is set, its value replaces the head size in 1 / sqrt(head size)."""
+        `query_scalar` is set, its value replaces the head size in 1 / sqrt(head size). With
+        `rope_mscale` = m the result is multiplied by (0.1 m ln(rope_factor) + 1)^2 (DeepSeek-AI
+        2024, V2: arXiv 2405.04434, section 3.1.4)."""
         base = self.mup_base_head_size or self.head_size
-        return base / self.head_size / math.sqrt(self.query_scalar or base)
+        growth = 0.1 * self.rope_mscale * math.log(max(1.0, self.rope_factor)) + 1.0
+        return growth**2 * base / self.head_size / math.sqrt(self.query_scalar or base)
 
     @property
     def width_ratio(self) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter
@@ -26,6 +27,17 @@ from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import is_of_expert
+
+
+def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | RowParallelLinear:
+    """Return the linear layer that `parts[name]` describes, with its adapters. Raise TypeError if
+    `parts[name]` does not describe a linear layer."""
+    part = parts[name]
+    if isinstance(part, Linear) and part.split is None:
+        return whole_linear(parts, name)
+    if isinstance(part, Linear) and part.split == "rows":
+        return row_linear(parts, name, axis)
+    return column_linear(parts, name, axis)
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
@@ -54,6 +66,24 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
         axis, linear.inputs, outputs, bias=linear.bias, init_std=linear.init_std
     )
     _adapt(module, parts, name, [slice(None)])
+    return module
+
+
+def whole_linear(parts: Parts, name: str) -> ColumnParallelLinear:
+    """Return a linear layer whose full weight is on every tensor rank. Each rank applies it to the
+    positions that the rank has between blocks."""
+    linear = as_linear(parts[name], None)
+    module = ColumnParallelLinear(
+        TensorAxis(OneRank()),
+        linear.inputs,
+        linear.outputs,
+        bias=linear.bias,
+        init_std=linear.init_std,
+    )
+    for weight in _declared(module):
+        weight.declaration = replace(
+            weight.declaration, split=None, parts=linear.outputs, shared_gradient=True
+        )
     return module
 
 

@@ -22,11 +22,12 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture, Router
 from ptdmpi.model.experts.routing import Chosen, Routing
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.activation import gated, gelu
+from ptdmpi.model.kernels.activation import Activation
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.latent.heads import FilledValues, LatentHeads, Latents
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
@@ -38,6 +39,7 @@ from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
+from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents, TakeValues
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
@@ -232,22 +234,6 @@ class SelfAttention(Computing):
         return self.kernels.product(dropout(weights, keep, self.rate), v)
 
 
-class Activation(Computing):
-    """An activation function such as GELU, [..., w] -> [..., w], or a gated unit, [..., 2 w] ->
-    [..., w] (Shazeer 2020, arXiv 2002.05202)."""
-
-    def __init__(self, row: Activate) -> None:
-        super().__init__()
-        self.function = row.function
-        self.gated = row.gates == 2
-
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """Return the activations, [..., w] (see the class)."""
-        if self.gated:
-            return gated(x, self.function, self.kernels)
-        return gelu(x, self.function, self.kernels)
-
-
 def drop_hidden(
     x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
 ) -> Tensor:
@@ -307,8 +293,7 @@ def _norm(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor
 
 def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Multiply)
-    make = built.column_linear if row.is_column else built.row_linear
-    linear = make(row.parts(), row.name, build.axis)
+    linear = built.linear(row.parts(), row.name, build.axis)
     linear.keeps_codes = row.keeps_codes
     linear.scaling = row.scaling
     add(owner, row.name, linear)
@@ -381,6 +366,14 @@ def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tens
     return compute
 
 
+def _latents(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+    assert isinstance(row, SplitLatents)
+    norms = [Norm(build.model, size=part.size) for _, part in row.norms]
+    for (name, _), norm in zip(row.norms, norms, strict=True):
+        add(owner, name, norm)
+    return Latents(norms)
+
+
 def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Activate)
     function = Activation(row)
@@ -427,6 +420,9 @@ MAKERS: Mapping[type[Operator], Maker] = {
     DealHeads: _dealt,
     Attend: _attention,
     JoinHeads: _joined,
+    SplitLatents: _latents,
+    JoinLatents: lambda owner, row, build: LatentHeads(build.model, build.axis),
+    TakeValues: lambda owner, row, build: FilledValues(build.model),
     Activate: _activation,
     MixExperts: _experts,
     AddResidual: _residual,

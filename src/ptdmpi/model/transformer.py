@@ -24,6 +24,7 @@ from ptdmpi.model.kernels import Computing, Kernels, compiler
 from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.kernels.fused.steps import with_sums
 from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.latent.heads import LatentHeads
 from ptdmpi.model.operators import Build, Context, Heads, drop_hidden, install, run
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -35,12 +36,13 @@ from ptdmpi.plan.shape import parameters
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
+    """Return cos and sin [s, 1, 1, d] of RoPE's angles (Su et al. 2021, arXiv 2104.09864), where d
+    is the number of rotated elements of a head.
 
-    Both returned tensors are float32. The rotated pairs are the channels (i, i + head size / 2), as
-    in the LLaMA weights in Hugging Face's format.
+    Both returned tensors are float32. The rotated pairs are the channels (i, i + d / 2), as in the
+    LLaMA weights in Hugging Face's format; in latent attention they are neighbours.
     """
-    size = model.head_size
+    size = model.rotary_size
     # compute in float32 for every compute type, because bfloat16 cannot represent large positions,
     # such as 257, exactly
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
@@ -87,10 +89,10 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
         """Return the index of the frequency that makes `turns` turns within the original length. In
         general this index is not an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
-        return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
+        return model.rotary_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
     first = max(0, math.floor(dimension(model.rope_high_factor)))
-    last = min(model.head_size - 1, math.ceil(dimension(model.rope_low_factor)))
+    last = min(model.rotary_size - 1, math.ceil(dimension(model.rope_low_factor)))
     numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
     divided = ((numbers - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     return frequencies * (1.0 - divided) + frequencies / model.rope_factor * divided
@@ -138,10 +140,10 @@ class Block(Computing):
             self.steps = with_sums(self.plain_steps, kernels)
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1, head
-        size] each."""
+        """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1,
+        rotated elements] each."""
         for step in self.steps:
-            if isinstance(step.compute, Heads):
+            if isinstance(step.compute, Heads | LatentHeads):
                 step.compute.rotary = rotary
 
     def compiled_by(self, backend: str) -> None:

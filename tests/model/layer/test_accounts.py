@@ -31,6 +31,7 @@ from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import Predict
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import operators
+from ptdmpi.plan.layer.latent.operators import SplitLatents
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
@@ -87,6 +88,12 @@ def of_heads(row: Operator, sizes: Sizes) -> int:
     return heads * sizes.wide_bytes
 
 
+def of_latents(row: SplitLatents, sizes: Sizes) -> int:
+    """Statistics, and the gradients of the weights with their copies."""
+    sizes_of_norms = sum(norm.size for _, norm in row.norms)
+    return (len(row.norms) * sizes.tokens + 4 * sizes_of_norms) * sizes.wide_bytes
+
+
 def of_linear(row: Multiply, sizes: Sizes) -> int:
     """The gradient of a bias, or of a scale."""
     return max(row.linear.inputs, sum(row.linear.outputs)) * sizes.wide_bytes
@@ -108,6 +115,7 @@ BACKWARD = {
     # 0.86: copies to float32 are counted all together, but the operands' are freed earlier
     Multiply: Bar(0.85, narrow=of_linear),
     SplitHeads: Bar(1.0, narrow=of_heads),
+    SplitLatents: Bar(1.0, narrow=of_latents),
     # 0.4: four tensors of all query heads are counted, of which grouped keys and values have fewer,
     # and a fifth is the output, which is there before
     Attend: Bar(0.4, narrow=of_heads),
@@ -117,12 +125,14 @@ BACKWARD = {
     MixExperts: Bar(0.5),
 }
 # A linear with adapters has a backward, and is no row of a layer without one.
-FORWARD = {Multiply: Bar(0.85, narrow=of_blocks), Attend: Bar(0.7, narrow=of_heads)}
+# 0.81: of a narrow input and a wide output, the copies are not in memory together
+FORWARD = {Multiply: Bar(0.8, narrow=of_blocks), Attend: Bar(0.7, narrow=of_heads)}
 ADDING = {
     # 0: adapters are counted as if inputs were gathered and dropped from
     Multiply: Bar(0.0, narrow=of_linear),
     Normalize: Bar(0.0, narrow=of_norm),
     SplitHeads: Bar(0.0, narrow=of_heads),
+    SplitLatents: Bar(0.0, narrow=of_latents),
     MixExperts: Bar(0.4),
 }
 EXACT = Bar(1.0)
@@ -251,11 +261,12 @@ def wrong_multiplications(row: Operator, sizes: Sizes, work: RowWork) -> Iterato
     """Yield a row's multiplications if they are not those that its kernels computed.
 
     Over scores outside of a sliding window the kernels compute, and the account is a mean over the
-    layers.
+    layers. They also multiply the zeros that fill the values of latent attention up.
     """
     said = row.multiplications(sizes.model) * sizes.tokens
     if isinstance(row, Attend):
-        said *= sizes.model.seq_length / sizes.model.mean_keys
+        queries, values = sizes.model.attention_width, sizes.model.values_width
+        said *= sizes.model.seq_length / sizes.model.mean_keys * 2 * queries / (queries + values)
     if said != work.works[0].multiplications:
         yield f"multiplies {work.works[0].multiplications} times, not {said}"
 

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import USED, AdaptConfig, targets_of
 from ptdmpi.config.configuration import Sections
+from ptdmpi.config.kinds import LATENT
 from ptdmpi.config.methods import toml_text
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules.known import where_known
@@ -70,6 +71,12 @@ def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> It
             f'adapt.method = "{adapt.method}": adapters are not supported in models in which only '
             "some layers have experts; legal: model.dense_layers = 0 with model.moe_every = 1"
         )
+    if model.latent:
+        yield (
+            f'adapt.method = "{adapt.method}": adapters are not supported in models with the '
+            f'sublayer {LATENT}; legal: method = "none" or "full"'
+        )
+        return
     if adapt.targets == "all":
         return
     every = adapt.model_copy(update={"targets": ("*",)})

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from ptdmpi.config.configuration import Sections
+from ptdmpi.config.kinds import LATENT
 from ptdmpi.config.methods import (
     COMPRESSED_BY,
     COMPRESSING,
@@ -166,6 +167,12 @@ def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str
     if section.method == "all_reduce":
         return
     if section.compressor != "power_sgd" or not encodes(section):
+        return
+    if model.latent:
+        yield (
+            f'data_parallel.compressor = "power_sgd" is not supported with the sublayer {LATENT}; '
+            "legal: another compressor"
+        )
         return
     cut = math.gcd(model.heads, model.ffn_hidden)
     tiles = ((model.head_size, model.hidden), (model.ffn_hidden // cut, model.hidden))

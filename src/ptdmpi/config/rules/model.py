@@ -6,6 +6,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config.model import SUBLAYERS, ModelConfig, QuantizeConfig
+from ptdmpi.config.rules.latent import latent_rules
 from ptdmpi.config.sections import LogConfig
 
 MIN_MASKED_LENGTH = 8
@@ -20,7 +21,7 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
             f"legal nearby: heads {nearest(model.heads, divisors(model.hidden))}, or a "
             "model.head_size of its own"
         )
-    elif model.positions == "rope" and model.head_size % 2:
+    elif model.positions == "rope" and model.head_size % 2 and not model.latent:
         yield f"model.head_size = {model.head_size} must be even for rope positions"
     if model.heads % model.kv_heads:
         yield (
@@ -41,7 +42,10 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
         )
     if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
         yield f'model.rope_theta = {model.rope_theta}: rope_scaling = "yarn" needs more than 1'
+    if model.rope_mscale and model.rope_scaling != "yarn":
+        yield f'model.rope_mscale = {model.rope_mscale} needs rope_scaling = "yarn"; legal: 0.0'
     yield from _sublayer_rules(model)
+    yield from latent_rules(model)
     yield from _objective_rules(model)
 
 

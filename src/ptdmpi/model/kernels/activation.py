@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ptdmpi.model.kernels import USUAL, Kernels
+from ptdmpi.model.kernels import USUAL, Computing, Kernels
 from ptdmpi.model.kernels.host import HALF_TYPES
 from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
+from ptdmpi.plan.layer.elementwise import Activate
 
 # number of elements in a chunk of rows; the four float32 tensors of a chunk take 2 MiB in all
 CHUNK_ELEMENTS = 1 << 17
@@ -244,3 +245,19 @@ def _opened(gate: Tensor, activation: str) -> Tensor:
     if activation == "swiglu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh")
+
+
+class Activation(Computing):
+    """An activation function such as GELU, [..., w] -> [..., w], or a gated unit, [..., 2 w] ->
+    [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, row: Activate) -> None:
+        super().__init__()
+        self.function = row.function
+        self.gated = row.gates == 2
+
+    def forward(self, x: Tensor, context: object = None) -> Tensor:
+        """Return the activations, [..., w] (see the class)."""
+        if self.gated:
+            return gated(x, self.function, self.kernels)
+        return gelu(x, self.function, self.kernels)

@@ -183,8 +183,8 @@ class Attend(Operator):
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per position in Q K^T and P V, where P is the
         softmax of the scores. All positions of the sequence count as keys of a query, or, with a
-        sliding window, only the positions in the window. The result is the mean over layers."""
-        return 2 * model.attention_width * model.mean_keys
+        window, only those in the window. The mean over layers, without zeros that fill values."""
+        return (model.attention_width + model.values_width) * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 

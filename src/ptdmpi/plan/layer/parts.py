@@ -31,6 +31,8 @@ class Linear:
     the standard deviation of the initial weights. `trains` is False for a frozen part, which has
     weights but no gradients, master weights or moments. If `partial_gradient` is True, each
     tensor-parallel rank computes only a summand of the gradient of W, and the bias has no gradient.
+    If `shared_gradient` is True, each tensor-parallel rank multiplies only its own positions under
+    sequence parallelism, and computes only a summand of the gradients of W and of the bias.
     """
 
     inputs: int
@@ -41,6 +43,7 @@ class Linear:
     most: tuple[int, ...] | None = None
     trains: bool = True
     partial_gradient: bool = False
+    shared_gradient: bool = False
 
     def local(self, tensor: int) -> tuple[int, int]:
         """Return (inputs, outputs) of one of `tensor` tensor-parallel ranks. If `tensor` does not
@@ -67,6 +70,8 @@ class Linear:
         """Return the number of elements whose gradient must be summed over the tensor axis."""
         if self.partial_gradient:
             return self.inputs * sum(self.outputs)
+        if self.shared_gradient and sequence_parallel:
+            return sum(self.weights(1))
         adds_after_sum = self.split == "rows" and self.bias
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 

@@ -327,14 +327,15 @@ class Multiply(Operator):
         """Return the bytes of the gradient of the input, and of the gradient of the weight until it
         is added to the sum of gradients.
 
-        A column-parallel linear layer computes the gradient of the input first, and a row-parallel
-        one computes the gradient of the weight first. The result includes the bytes that the
+        A row-parallel linear layer computes the gradient of the weight first, and any other linear
+        layer computes the gradient of the input first. The result includes the bytes that the
         gradients of the adapters need.
         """
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
+            first = self.linear.split != "rows"
             result = low_bit.scaled_backward_bytes(
-                sizes, shape, rows, keeps_codes=self.keeps_codes, input_first=self.is_column
+                sizes, shape, rows, keeps_codes=self.keeps_codes, input_first=first
             )
             return result + self.gathered_bytes(sizes)
         result = linear_backward(

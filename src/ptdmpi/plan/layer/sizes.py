@@ -81,7 +81,7 @@ class Sizes:
         """Return True if keys and values are gathered over the context axis while the queries are
         computed."""
         gathers = self.layout.exchange == "all_gather" and self.software.overlap_context
-        return gathers and self.model.divides_products
+        return gathers and self.model.divides_products and not self.model.latent
 
     @property
     def priced_heads(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch
 
 from ptdmpi.base.disk import read_file, user_cache, write_whole
 from ptdmpi.base.toml import tables_of
-from ptdmpi.config import Config
+from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.kernels.choice import Entries
 from ptdmpi.model.kernels.timing.bench import Bench, ProbeError
 from ptdmpi.model.kernels.timing.quickest import TimedSizes, entries
@@ -43,11 +43,9 @@ def sizes_of(config: Config) -> TimedSizes:
     multiplications for each kernel."""
     model, tensor = config.model, config.parallel.tensor
     positions = config.batch.micro_size * model.seq_length // config.parallel.context
-    queries = model.attention_width // tensor
-    keys = max(1, model.kv_heads // tensor) * model.head_size
     width = (model.expert_hidden if model.experts else model.ffn_hidden) // tensor
     hidden = model.hidden
-    shapes = ((hidden, queries + 2 * keys), (queries, hidden), (hidden, width), (width, hidden))
+    shapes = (*_of_attention(model, tensor), (hidden, width), (width, hidden))
     linears = sorted({(_fewer(positions, i * o), i, o) for i, o in shapes}, key=math.prod)
     length = min(model.seq_length, math.isqrt(int(MOST) // model.head_size))
     heads = int(MOST // (length**2 * model.head_size))
@@ -58,6 +56,20 @@ def sizes_of(config: Config) -> TimedSizes:
         linears=tuple(linears),
         gelu=(_fewer(positions, width), width),
     )
+
+
+def _of_attention(model: ModelConfig, tensor: int) -> Iterator[tuple[int, int]]:
+    """Yield (inputs, outputs) of each linear of attention on one of `tensor` tensor ranks."""
+    hidden, queries = model.hidden, model.attention_width // tensor
+    yield model.values_width // tensor, hidden
+    if not model.latent:
+        keys = max(1, model.kv_heads // tensor) * model.head_size
+        yield hidden, queries + 2 * keys
+        return
+    rank, rope = model.kv_lora_rank, model.rope_head_size
+    yield hidden, model.q_lora_rank + rank + rope
+    yield model.q_lora_rank or hidden, queries
+    yield rank, (model.heads * (model.head_size - rope) + model.values_width) // tensor
 
 
 def _fewer(positions: int, each: int) -> int:

@@ -36,7 +36,7 @@ class DeviceWork(NamedTuple):
     roofline_s: float = 0.0
 
     def plus(self, other: "DeviceWork") -> "DeviceWork":
-        """Return the work of both."""
+        """Return the sum of both works, field by field."""
         return DeviceWork(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
@@ -66,7 +66,7 @@ class Counting(TorchDispatchMode):
         return result
 
     def work(self) -> DeviceWork:
-        """Return the work of all operators."""
+        """Return the total work of all operators that were counted."""
         total = DeviceWork()
         for work in self.by_operator.values():
             total = total.plus(work)

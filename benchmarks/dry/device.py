@@ -1,4 +1,5 @@
-"""The counters of the null GPU in this process."""
+"""Counters of the launches, waits and allocations that this process made on the null GPU, a
+stand-in for a GPU that computes nothing."""
 
 import ctypes
 from typing import NamedTuple
@@ -17,7 +18,7 @@ class Events(NamedTuple):
 
 
 class NullGpu:
-    """The null GPU that this process has loaded."""
+    """The counters of the null GPU whose libraries this process has loaded."""
 
     def __init__(self) -> None:
         """Open the library of the counters. Raises OSError outside of the null GPU's
@@ -26,9 +27,9 @@ class NullGpu:
         self._library.null_count.restype = ctypes.c_ulong
 
     def events(self) -> Events:
-        """Return the events so far."""
+        """Return the numbers of events so far."""
         return Events(*(self._library.null_count(number) for number in range(len(Events._fields))))
 
     def launched(self) -> int:
-        """Return how many kernels, copies and fills the device was given so far."""
+        """Return the number of kernels, copies and fills that the host has launched so far."""
         return self._library.null_count(0) + self._library.null_count(1)

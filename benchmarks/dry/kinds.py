@@ -1,5 +1,5 @@
-"""The counts of one step of training, for every kind of training that the tests run on a simulated
-device."""
+"""Counts of launches, waits, bytes, FLOPs and memory in one training step on the null GPU, for
+every kind of training that the tests run on a simulated device."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -27,7 +27,8 @@ LARGE_VOCAB = 32000
 
 
 def of_step(config: Config, vocab_size: int) -> Counts:
-    """Return the counts of a step on this rank."""
+    """Run a training step twice on this rank, and return the counts of the second one (see
+    `counted`)."""
     begin()
     with drawn_there():
         engine = engine_on(config, vocab_size, DEVICE, wire="mpi")
@@ -41,8 +42,8 @@ def of_step(config: Config, vocab_size: int) -> Counts:
 
 
 def alone(changes: Mapping[str, Any]) -> Numbers:
-    """Return the row of a kind of training on one rank. `changes` are the keys of the configuration
-    that differ from the default model."""
+    """Count a step of one kind of training on one rank, and return the row of the table. `changes`
+    are the keys of the configuration in which this kind differs from the default model."""
     config = resolve(tree(LARGE | changes), 1)
     counts = of_step(config, LARGE_VOCAB)
     planned = planned_bytes(config, LARGE_VOCAB)
@@ -59,20 +60,23 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
 
 
 def of_two(changes: Mapping[str, Any]) -> Numbers:
-    """Return the row of a kind of training on two ranks. The model is the small model of the tests,
-    because messages between ranks are really sent, which takes time."""
+    """Count a step of one kind of training on two ranks, and return the row of the table. The model
+    is the small model of the tests, because messages between ranks are really sent, which takes
+    time."""
     counts = of_step(small(changes, 2), VOCAB_SIZE)
     return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the kinds that need one rank."""
+    """Yield, for each kind of training that needs one rank, its name and a function that counts its
+    row."""
     for name, changes in (test_engine.KINDS | test_kinds.KINDS).items():
         yield name, partial(alone, changes)
 
 
 def rows_of_two() -> Iterator[Row]:
-    """Yield the rows of the kinds that need two ranks. All ranks call this function.
+    """Yield, for each kind of training that needs two ranks, its name and a function that counts
+    its row. All ranks call this function.
 
     Kinds that compress messages are left out, because the null GPU computes no codes.
     """

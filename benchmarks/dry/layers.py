@@ -1,4 +1,5 @@
-"""The counts of one layer of ptdmpi and of other trainers, without compilation."""
+"""Counts of launches, waits, bytes, FLOPs and memory that one layer of a model adds to a training
+step, for ptdmpi and for other trainers, without compilation."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,15 +36,16 @@ class Layer(NamedTuple):
 
 
 def of_layer(count: Count) -> Layer:
-    """Return the counts of one layer: the differences between models of two and three layers. The
-    counts of one microbatch are the differences between steps of two microbatches and of one."""
+    """Return the counts of one layer: the counts of a model with three layers minus the counts of a
+    model with two. The counts for one microbatch are the counts of a step of two microbatches minus
+    the counts of a step of one."""
     step = count(LEAST + 1, 2).minus(count(LEAST, 2))
     less = count(LEAST + 1, 1).minus(count(LEAST, 1))
     return Layer(microbatch=step.minus(less), step=step)
 
 
 def shown(layer: Layer) -> Numbers:
-    """Return the row of a layer in the table."""
+    """Return the counts of a layer as a row of the table."""
     once, step = layer
     return {
         "launches": round(once.launches),
@@ -76,7 +78,7 @@ def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.
 
 
 def of_ours(name: str, shape: Shape) -> Numbers:
-    """Return ptdmpi's row in the table of layers."""
+    """Count a layer of ptdmpi, and return its row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
@@ -90,7 +92,7 @@ def of_ours(name: str, shape: Shape) -> Numbers:
 
 
 def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
-    """Return the row of transformers in one setting, in the table of layers."""
+    """Count a layer of transformers in the setting `way`, and return its row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -102,7 +104,7 @@ def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
 
 
 def of_torchtitan(name: str, shape: Shape) -> Numbers:
-    """Return the row of torchtitan in the table of layers."""
+    """Count a layer of torchtitan, and return its row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -115,7 +117,7 @@ def of_torchtitan(name: str, shape: Shape) -> Numbers:
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the table of layers, with the functions that count them."""
+    """Yield, for each row of the table, its name and a function that counts it."""
     for name, shape in MODELS.items():
         yield f"{name}: {OURS}", partial(of_ours, name, shape)
         for way in SETTINGS:

@@ -1,5 +1,5 @@
-"""A check that the parts of `make gpu` run on the null GPU, where their measured numbers mean
-nothing."""
+"""A check that the parts of `make gpu` (the measurements of one GPU) run on the null GPU, which
+computes nothing, so that the measured numbers mean nothing."""
 
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LEFT_OUT = (COMPILED, "in turn", "by transformers", "by torchtitan", "small kern
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the parts that compile nothing."""
+    """Yield, for each part that compiles no kernels, its name and a function that runs it."""
     begin()
     with tempfile.TemporaryDirectory() as folder:
         for part in parts(DEVICE, Path(folder)):
@@ -27,8 +27,8 @@ def rows() -> Iterator[Row]:
 
 
 def of_part(part: Measurement) -> Numbers:
-    """Run a part. Return the numbers of launches and syncs of the complete part, and the reasons
-    why rows of it were not measured."""
+    """Run a part of `make gpu`. Return the numbers of launches and syncs (waits for the device) in
+    the complete part, and the reasons why some of its rows were not measured."""
     gpu = NullGpu()
     launched, before = gpu.launched(), gpu.events()
     measured = part.measure()

@@ -39,12 +39,12 @@ class Counts(NamedTuple):
     state_bytes: float
 
     def minus(self, other: "Counts") -> "Counts":
-        """Return the difference of two counts."""
+        """Return these counts minus the counts `other`, field by field."""
         return Counts(*(mine - less for mine, less in zip(self, other, strict=True)))
 
 
 def begin() -> None:
-    """Free the memory of earlier models."""
+    """Free the device memory of earlier models."""
     torch.cuda.init()
     fresh(DEVICE)
 

@@ -42,7 +42,7 @@ class Clock(Protocol):
         must wait for the device anyway."""
 
     def asked_from_here(self) -> None:
-        """Prepare the calling thread for calls of `Mark.done`."""
+        """Prepare the calling thread, so that it can call `done` of this clock's marks."""
 
 
 class HostMark(float):
@@ -125,7 +125,8 @@ class DeviceClock:
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
-        """Prepare the calling thread for queries of this device."""
+        """Let the calling thread use this device, so that the thread can query the events of the
+        device."""
         # CUDA lets a new thread use the first GPU that the process sees. If the thread queried an
         # event of another GPU, CUDA would create a context of half a GB on the first GPU, which
         # belongs to another rank.

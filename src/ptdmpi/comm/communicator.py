@@ -87,7 +87,8 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """From now on, add the time of collectives to `waits`. None: measure no time."""
+        """From now on, add the time that this rank spends in collectives to `waits`. If `waits` is
+        None, do not measure this time."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -184,7 +185,8 @@ class Communicator(WireTraits, ABC):
     def _rows(
         self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return (rows sent to each rank, rows received from each rank); equal rows by default."""
+        """Return two lists: the number of rows that this rank sends to each rank, and the number of
+        rows that it receives from each rank. By default, all these numbers are equal."""
         if sent is None and received is None:
             self._has_parts(tensor)
             equal = [tensor.shape[0] // self.size] * self.size
@@ -202,14 +204,15 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin to fill part k of `whole`, [size n, ...], with the part k of rank k, for each k."""
+        """Begin to gather `whole`, [size n, ...], which has one part [n, ...] for each rank. When
+        the handle is complete, part k has the values that rank k had in its own part k."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
 
     def reduce_scatter_in_place(self, whole: Tensor) -> Handle:
-        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks. All
-        other parts are undefined afterwards."""
+        """Begin to sum `whole`, [size n, ...], over the ranks. When the handle is complete, this
+        rank's part [n, ...] of `whole` has the sum of this part; all other parts are undefined."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("reduce_scatter", self._reduce_scatter, self._own(whole), whole.view(-1))
@@ -221,7 +224,8 @@ class Communicator(WireTraits, ABC):
         return self.size > 1 and whole.numel() > 0
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return part `rank` of `whole`, which belongs to this rank, as a flat view."""
+        """Return this rank's part of `whole` as a flat view. `whole` has one part for each rank, in
+        rank order."""
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -476,10 +480,11 @@ def _require(tensor: Tensor) -> Tensor:
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """Write the sum or max of two or more tensors [n], combined in ascending order, to `result`.
+    """Write the sum or the maximum of two or more tensors [n] to `result`. The tensors are combined
+    in the order of `pieces`.
 
-    Tensors in fp16 or bf16 are summed in float32 and rounded once. For two tensors, one addition in
-    the type of the tensors gives the same bits. `result` may be the first tensor.
+    Tensors in fp16 or bf16 are summed in float32 and rounded once. The sum of only two tensors is
+    one addition in their own type, which gives the same bits. `result` may be the first tensor.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

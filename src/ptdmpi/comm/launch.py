@@ -61,9 +61,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Suspend the garbage collector while modules are imported, and exclude the objects of these
-    modules from later collections. Objects of modules are never freed, and the collector spent a
-    tenth of PyTorch's import time on scanning them again and again."""
+    """Return a context for imports: it suspends the garbage collector, and excludes the objects of
+    the imported modules from later collections. Objects of modules are never freed, and the
+    collector spent a tenth of PyTorch's import time on scanning them again and again."""
     collects = gc.isenabled()
     known = len(sys.modules)
     gc.disable()
@@ -102,7 +102,7 @@ def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) ->
     """Raise InputError if the launcher has started several ranks, but each rank is alone in an MPI
     world of one rank.
 
-    The message has the reason and the remedy.
+    The error message names the reason and the remedy.
     """
     if world_size > 1:
         return

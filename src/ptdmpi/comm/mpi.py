@@ -23,13 +23,14 @@ from ptdmpi.comm.communicator import (
     combine,
 )
 
-# An all-reduce of up to this size is faster if the ranks exchange full tensors than if they use a
-# reduce-scatter and an all-gather.
+# Up to this number of bytes, an all-reduce is faster if the ranks exchange full tensors than if
+# they use a reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
 # The same limit for an all-reduce in a group of two ranks. Two ranks send the same number of bytes
 # with both methods, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
-# Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
+# Larger tensors are reduced in buckets of this number of bytes, so that temporary memory stays in
+# the cache of the processor.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 

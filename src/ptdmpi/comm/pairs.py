@@ -6,8 +6,8 @@ from collections.abc import Sequence
 def pair_order(
     rank: int, size: int, sources: Sequence[int], destinations: Sequence[int]
 ) -> list[tuple[bool, int]]:
-    """Return (True for a send or False for a receive, other rank) for each message of `rank` in a
-    group of `size` ranks.
+    """Return the messages of `rank` in a group of `size` ranks, in the order in which `rank` must
+    begin them. Each message is (True for a send or False for a receive, other rank).
 
     An exchange in this order cannot deadlock, even if the transport begins a message only after the
     previous message of the same rank is complete (as NCCL does). The reason is that all ranks

@@ -48,7 +48,8 @@ class Carrier(Protocol):
         """Begin to receive `flat` from rank `peer`."""
 
     def pending(self) -> str:
-        """Return the name of the collective on the device; see `Communicator.pending`."""
+        """Return the name of the collective that the device executes, or ""; see
+        `Communicator.pending`."""
 
     def failure(self) -> str:
         """Return the error of the connection, or ""; see `Communicator.failure`."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-LOOK_S = 0.5  # pause between two checks of the ranks.
+LOOK_S = 0.5  # pause in seconds between two checks of the ranks.
 # Time limit in seconds for the launcher to start all ranks of a node; the launcher needs some
 # milliseconds for each rank.
 COMPLETE_S = 10.0

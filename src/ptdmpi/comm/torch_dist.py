@@ -58,8 +58,9 @@ class Session:
 
     @classmethod
     def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
-        """Begin a session for the ranks of `everyone`, unless exactly these ranks already have one.
-        First close a session of other ranks. All ranks of `everyone` call this method."""
+        """Begin a session for the ranks of `everyone`. Do nothing if exactly these ranks already
+        have a session on `device`; close any other session first. All ranks of `everyone` call this
+        method."""
         if everyone.Get_size() == 1:
             return
         known = cls.now
@@ -86,8 +87,8 @@ class Session:
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a process group of the world ranks `ranks`, in ascending order. Only the ranks of
-        the new group call this method. The function `most` returns the maximum of its argument over
-        these ranks."""
+        the new group call this method. `most` is a function of a number: it returns the maximum of
+        this number over the ranks of the new group."""
         # torch names a group after its ranks and the number of groups that the process has made.
         # That number must therefore be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):

@@ -128,8 +128,8 @@ class TransportGroup(ProcessGroup):
         return _done(list(outputs))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce the tensor `given` over the ranks. Each rank receives an equal part of the result
-        in `output`."""
+        """Reduce the tensor `given` over the ranks. Each rank receives one part of the result in
+        `output`; all parts have the same size."""
         self._scattered(output, given, _op(opts))
         return _done([output])
 
@@ -363,8 +363,9 @@ def _op(opts: Any) -> Any:
 
 
 def _kind(op: Any, size: int) -> tuple[Any, Any]:
-    """Return the kind of the reduction `op` (such as SUM), and the factor by which PREMUL_SUM
-    multiplies each tensor; for all other kinds the factor is None."""
+    """Return the kind of the reduction `op` (such as SUM), and a factor. For the kind PREMUL_SUM,
+    each tensor is multiplied by this factor before the sum; for all other kinds, the factor is
+    None."""
     for kind in (*REDUCED, Kind.AVG):
         if op == kind:
             return kind, None

@@ -186,8 +186,9 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
-    """Return one combined hash for each group of at least two ranks that should have the same
-    values. The hash covers all tensors that the ranks of the group have in common."""
+    """Combine the hashes `values` of this rank's tensors. `members` has, for each tensor, the ranks
+    that should have the same values in it. Return one combined hash for each such group of at least
+    two ranks; it covers all tensors that the group shares."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:

@@ -206,9 +206,9 @@ class Engine:
     def _update(
         self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
     ) -> float | None:
-        """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients. If
-        replicas differ and the run measures the distance of the replicas in this step, return the
-        distance; otherwise return None."""
+        """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients.
+        Return the distance of the replicas if they differ and the run measures their distance in
+        this step; otherwise return None."""
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. A rank
         # therefore updates its state completely or not at all. So if a rank is lost, the state of
@@ -390,7 +390,8 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's part of a schedule, with its sends and receives."""
+    """Return this rank's part of a schedule as a program, in which the sends and receives are
+    inserted."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:
         return post_early(program)

@@ -2,8 +2,8 @@
 that the update uses, and their norm.
 
 The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
-data-parallel method reduces over the data axis. If each tensor rank has only one term of the sum
-that is a gradient, the terms are added over the tensor axis, or over some neighbours on this axis.
+data-parallel method reduces over the data axis. If each tensor rank has computed only one term of a
+gradient, the terms are added over the tensor axis, or over some neighbouring ranks of this axis.
 The gradients of the two uses of a tied embedding table, as embedding and as head, are added over
 the first and the last pipeline rank.
 """

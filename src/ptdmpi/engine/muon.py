@@ -134,8 +134,8 @@ class Muon:
 
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
         """Orthogonalize the momentum of a matrix, and add the result to this rank's part of the
-        matrix. Write the other ranks' parts of the result into `arrived`, where they replace the
-        momentum that these ranks have sent."""
+        matrix. `arrived` has the parts of the momentum that other ranks have sent; overwrite each
+        of them with the same part of the result."""
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):

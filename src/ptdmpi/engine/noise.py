@@ -33,14 +33,15 @@ class OwnGradient:
 
     @classmethod
     def of(cls, norm: float, batches: Sequence[Microbatch]) -> "OwnGradient":
-        """Return the object for a rank with the microbatches `batches`, whose gradient has the norm
-        `norm`."""
+        """Return the `OwnGradient` of a rank with the microbatches `batches`. `norm` is the norm of
+        the rank's gradient."""
         return cls(norm, sum(batch.tokens for batch in batches))
 
     def noise(self, data: Communicator, norm: float, tokens: float) -> GradientNoise | None:
         """Return the noise, estimated from the gradients of all data ranks. `norm` is the norm of
         the sum of all ranks' gradients, and `tokens` is the number of valid tokens of all ranks.
-        All data ranks call this method together, and get the same result."""
+        All data ranks call this method together, and get the same result. Return None in the same
+        cases as `gradient_noise`."""
         every = data.all_gather_object((self.norm, self.tokens))
         means = [(own * tokens / count if count else 0.0, count) for own, count in every]
         return gradient_noise(means, norm, tokens)

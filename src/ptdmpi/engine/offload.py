@@ -100,8 +100,9 @@ class HostUpdate:
 
     def parts(self, factor: float) -> Iterator[Alike]:
         """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
-        caller updates a chunk before it requests the next one. The request sends the new weights of
-        the updated chunk to the device, and stores the chunk's new state."""
+        caller updates a chunk before it requests the next one. When the caller requests the next
+        chunk, the new weights of the updated chunk are sent to the device, and its new state is
+        stored."""
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
             (arrived, room) = self._rooms[number]

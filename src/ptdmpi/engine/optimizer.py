@@ -134,8 +134,9 @@ class Optimizer:
         return self._host is not None
 
     def expect(self, scale: float) -> None:
-        """Divide the gradients by `scale`, which includes the loss scale. If the host does the
-        update, begin to copy the inputs of the update from the device."""
+        """Divide the gradients by `scale`, the factor by which the gradient of the mean loss was
+        multiplied (it includes the loss scale). If the host does the update, begin to copy the
+        inputs of the update from the device."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)

@@ -1,10 +1,10 @@
-"""Delayed scales (`precision.fp8 = "delayed"`): the scales of products in 8-bit floating point that
-are computed from the magnitudes in earlier steps.
+"""Delayed scales (`precision.fp8 = "delayed"`) for products in 8-bit floating point: the scale of
+an operand is computed from its magnitudes in earlier steps.
 
 Once per step, all ranks agree on the greatest magnitude of each operand of each linear, over all
-ranks and all microbatches. The scales are therefore the same in every layout, except for effects of
-the rounding of the operands. The counters of the state on every rank have the exponents of the last
-steps for all linears of the model, so that a run may resume in another layout.
+ranks and all microbatches. The scales are therefore the same in every layout, unless a layout
+rounds the operands differently. The state of every rank stores the exponents of the last steps for
+all linears of the model (`Counters`), so that a run may resume in another layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,8 @@ class ScaleHistory:
                     self._mine[name] = module.delayed
 
     def begin(self) -> None:
-        """Give each linear of this rank the scales that follow from the state."""
+        """Set the scales of each linear of this rank. They follow from the exponents that the state
+        stores."""
         histories = self.state.counters.exponents
         for name, scales in self._mine.items():
             known: dict[Operand, int] = {}
@@ -75,8 +76,8 @@ class ScaleHistory:
         return every
 
     def update(self, sent: Tensor | None) -> None:
-        """Add the magnitudes of this step to the state. `sent` is the tensor that the method of
-        the same name has returned."""
+        """Compute exponents from the greatest magnitudes in this step, and add them to the state.
+        `sent` has these magnitudes; it is the result of the method `sent`."""
         if sent is None:
             return
         host = sent.cpu()

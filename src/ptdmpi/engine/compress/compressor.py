@@ -26,9 +26,10 @@ def unit_number(name: str, line: int, run: int) -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for some compression blocks. Each number is a hash of (seed, step, round),
-    data rank, block and element, so no random generator is needed. The same numbers are therefore
-    computed in every layout, in every resumed run and by every receiver.
+    """Random numbers for some compression blocks. Each number is a hash of the seed, the step, the
+    round of the code (see `Coder`), the data rank, the block and the element, so no random
+    generator is needed. The same numbers are therefore computed in every layout, in every resumed
+    run and by every receiver.
 
     `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
     round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`
@@ -75,14 +76,15 @@ class Draws:
 
 
 class Compressor(ABC):
-    """The base class of compressors, which encode rows of numbers as bytes and decode them. C(x)
-    denotes the values that are decoded from the code of x.
+    """The base class of compressors. A compressor encodes rows of numbers as bytes, which are
+    called a code, and decodes the code. C(x) denotes the values that are decoded from the code of
+    x.
 
     Each row is a compression block. It has at most `longest` numbers, and is compressed
     independently of other rows. An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <=
-    omega ||x||^2, where E is the expected value. Any other compressor has E ||C(x) - x||^2 <=
-    (1 - delta) ||x||^2. The length of a code depends only on random numbers that are the same on
-    all data ranks.
+    omega ||x||^2, where E is the expected value. Any other compressor has E ||C(x) - x||^2 <= (1 -
+    delta) ||x||^2; it contracts if delta > 0. The length of a code depends only on random numbers
+    that are the same on all data ranks.
     """
 
     unbiased = False

@@ -48,8 +48,7 @@ class Coder:
     tiles: Numbers | None = None
 
     def of(self, tiles: Numbers) -> "Coder":
-        """Return a coder for some tiles of the same batch. `tiles` has the indices of these tiles
-        in the batch."""
+        """Return a coder for the tiles whose indices in the batch are `tiles`."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
@@ -149,10 +148,10 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return two values: C(x), the decoded code of this rank's x [tiles, width], and C(y), the
-    decoded code that the servers send. The tensor y is the mean of C(x) over all ranks plus the
-    server's `error` [tiles, width]. C(y) is bitwise equal on all ranks. After the exchange, `error`
-    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
+    """Return C(x), the decoded code of this rank's x [tiles, width], and C(y), the decoded code
+    that the servers send. Here y is the mean of C(x) over all ranks plus the server's `error`
+    [tiles, width]. C(y) is bitwise equal on all ranks. After the exchange, `error` is y - C(y)
+    (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
     rank sends the code of each tile to the server of the tile. Each server averages its tiles, adds

@@ -26,6 +26,7 @@ def joined_bytes(floats: int, packed: int) -> int:
 
 
 def part(code: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the first `count` floats of a code, and all bytes that follow them."""
+    """Split a code that `join` has made. Return its first `count` numbers, which have the float
+    type `dtype`, and all bytes that follow them."""
     size = count * dtype.itemsize
     return code[:size].clone().view(dtype), code[size:]

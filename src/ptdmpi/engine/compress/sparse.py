@@ -1,9 +1,9 @@
 """Sparse compressors: they send some elements of each compression block, and all other elements
 become zero.
 
-The `ratio` of sent elements times the block's length d is in general not an integer. Therefore
-floor(ratio d + u) elements of the block are sent, where u is a uniform random number in [0, 1) that
-is the same on all data ranks. For blocks of any length d, the average number of sent elements is
+Let d be the length of a block, and `ratio` the fraction of its elements that is sent. Because ratio
+d need not be an integer, floor(ratio d + u) elements of the block are sent, where u is a uniform
+random number in [0, 1) that is the same on all data ranks. The expected number of sent elements is
 then exactly ratio d.
 """
 
@@ -32,7 +32,7 @@ class Sparse(Compressor):
         """Return the scores [n, length] of the elements, in any data type that can be sorted."""
 
     def counts(self, draws: Draws, length: int) -> Tensor:
-        """Return [n] int64: the number of elements of each block that are sent."""
+        """Return the number of elements that are sent from each block, [n] int64."""
         kept = torch.floor(self.ratio * length + draws.shared())
         return kept.to(torch.int64).clamp_(max=length)
 
@@ -50,7 +50,8 @@ class Sparse(Compressor):
         return rows, columns
 
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return [n, length] bool, True at the `counts` greatest scores of each row."""
+        """Return a bool mask [n, length]. In row i, it is True at the `counts[i]` greatest of the
+        `scores` [n, length]."""
         length = scores.shape[1]
         most = min(length, math.floor(self.ratio * length) + 1)  # the most elements a block sends
         # use only the values that topk returns, not its indices: torch does not specify which of

@@ -1,5 +1,5 @@
-"""Data parallelism with compressed gradients: each replica encodes its gradient and sends the code,
-and all replicas update their weights with the same mean of the decoded gradients.
+"""Data parallelism with compressed gradients: each replica sends its gradient in compressed form,
+and all replicas update their weights with the same mean of the decompressed gradients.
 
 The gradient of the global batch is the sum of the contributions of the n replicas. Each replica
 multiplies its own contribution by n and compresses the product, and the update uses the mean over
@@ -38,8 +38,8 @@ class Compressed(DataParallel):
         """Replace the gradients by the mean of the compressed gradients of all replicas.
 
         If the gradient of any replica is not finite, or its square overflows, set all gradients to
-        NaN instead. In this case no code is sent, the error-feedback state does not change, and
-        every rank skips the step.
+        NaN instead. In this case no compressed gradient is sent, the error-feedback state does not
+        change, and every rank skips the step.
         """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:
@@ -75,8 +75,8 @@ class Compressed(DataParallel):
         # if any element is NaN, torch's minimum and maximum are NaN, too; computing them needs no
         # temporary tensor
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # The code must not be sent if a gradient overflows. To know whether one does, the host must
-        # wait for the device, a second time in this step.
+        # A compressed gradient must not be sent if any gradient overflows. To know this, the host
+        # must wait for the device, a second time in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -19,10 +19,10 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange of values with the neighbours in the graph that is not complete. The tensor `own`
-    is a slice of this rank's state, inside shard unit `number`. `terms` has a pair for this rank
-    and for each neighbour from which it receives: the index of the neighbour's values in `arrived`
-    (None for this rank), and the weight of the rank in the sum.
+    """An unfinished exchange of values with the neighbours in the graph. The tensor `own` is a
+    slice of this rank's state, inside shard unit `number`. `terms` has a pair for this rank and for
+    each neighbour from which it receives: the index of the neighbour's values in `arrived` (None
+    for this rank), and the weight of the rank in the sum.
     """
 
     number: int
@@ -108,8 +108,8 @@ class Decentralized(DataParallel):
 
     def begin(self, op: Op) -> None:
         """Let the exchanges make progress. MPI makes progress only while one of its functions is
-        called. This method therefore tests whether the exchanges are complete, and ignores the
-        result."""
+        called. This method therefore asks MPI whether the exchanges are complete; only the call
+        matters, not the answer."""
         for exchange in self._under_way:
             exchange.handle.done()
 

@@ -1,5 +1,5 @@
-"""The mean over replicas of compressed gradients, with error feedback. The key `error_feedback`
-names the rule that determines how later steps use the compression error of a step."""
+"""The mean over replicas of compressed gradients, with error feedback: later steps use the
+compression error of a step, by the rule that the key `error_feedback` names."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +19,8 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# This number is part of the hash of compression's random numbers, so that they differ from the
-# random numbers of all other uses of the same seed.
+# The hash that yields the random numbers of compression includes this number. Without it, they
+# could equal other random numbers of the same seed.
 PURPOSE = 1_000_003
 
 

@@ -18,10 +18,10 @@ class Local(DataParallel):
     at the end of the round. `anchor` stores the parameters at the beginning of the round. These
     parameters are updated by Nesterov's method with `outer_learning_rate` and `outer_momentum`.
 
-    With a compressor, each replica encodes the change of its parameters in the round and sends the
-    code. All replicas then change their parameters by the mean of the decoded changes. Averaging
-    compressed changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). If
-    `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv
+    With a compressor, each replica sends the change of its parameters in the round in compressed
+    form. All replicas then change their parameters by the mean of the decompressed changes.
+    Averaging compressed changes is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1).
+    If `error_feedback` is "mem_sgd", the method is Qsparse-local-SGD (Basu et al. 2019, arXiv
     1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, even after a resume. Every operation of this method

@@ -99,14 +99,15 @@ class DataParallel(OpHook):
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
-        gradients with which this replica updates its weights. The gradients in the buffer are
-        already weighted by 1 / (number of valid tokens of the global batch), so the gradient of the
-        global batch is their plain sum over data ranks."""
+        gradients with which this replica updates its weights. Each gradient is already divided by
+        the number of valid tokens of the global batch, so the gradient of the global batch is the
+        plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Do the method's work after step `step` (from 0). The optimizer has then updated the
-        master weights of this replica, or all replicas have `skipped` the step. The method may
-        change the master weights, because they are copied to the weights only afterwards."""
+        """Do the method's work after step `step` (from 0). When this method is called, the
+        optimizer has updated the master weights of this replica, or all replicas have `skipped` the
+        step. The method may change the master weights, because they are copied to the weights only
+        after the call."""
 
     @property
     def settled(self) -> bool:
@@ -115,8 +116,8 @@ class DataParallel(OpHook):
         return True
 
     def replicas_lost(self) -> None:
-        """After a loss of ranks, recompute the state that depends on all replicas. There are then
-        fewer replicas, or some replicas are copies of other replicas. All ranks call this
+        """After a loss of ranks, recompute the state that depends on all replicas. After the loss
+        there are fewer replicas, or some replicas are copies of other replicas. All ranks call this
         method."""
 
     def settle(self) -> None:

@@ -21,8 +21,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of the gradients of all shard units of a rank. Each sum begins once per step, by a
-    call of the function `begin` with the gradients and the shard unit.
+    """The sums over ranks of the gradients of all shard units. Each sum begins once per step, by a
+    call of the function `begin` with two arguments: the gradients and the shard unit.
     """
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
@@ -70,7 +70,7 @@ class BegunSums:
         self.end()
 
     def forget(self) -> None:
-        """Do nothing, because no sum is in progress: `wait` was called before the gradients were
+        """Do nothing. No sum is in progress, because `wait` was called before the gradients were
         set to zero."""
 
     @contextlib.contextmanager

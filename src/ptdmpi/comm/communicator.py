@@ -87,8 +87,7 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """From now on, add the time that this rank spends in collectives to `waits`. If `waits` is
-        None, do not measure this time."""
+        """Add the time of all later collectives to `waits`; if it is None, measure no time."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -185,8 +184,7 @@ class Communicator(WireTraits, ABC):
     def _rows(
         self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return two lists: the number of rows that this rank sends to each rank, and the number of
-        rows that it receives from each rank. By default, all these numbers are equal."""
+        """Return the numbers of rows to send to each rank, and to receive from each rank."""
         if sent is None and received is None:
             self._has_parts(tensor)
             equal = [tensor.shape[0] // self.size] * self.size
@@ -224,8 +222,7 @@ class Communicator(WireTraits, ABC):
         return self.size > 1 and whole.numel() > 0
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole` as a flat view. `whole` has one part for each rank, in
-        rank order."""
+        """Return this rank's part of `whole`, which has one part for each rank, as a flat view."""
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -480,8 +477,7 @@ def _require(tensor: Tensor) -> Tensor:
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """Write the sum or the maximum of two or more tensors [n] to `result`. The tensors are combined
-    in the order of `pieces`.
+    """Write the sum or the maximum of two or more tensors [n], taken in their order, to `result`.
 
     Tensors in fp16 or bf16 are summed in float32 and rounded once. The sum of only two tensors is
     one addition in their own type, which gives the same bits. `result` may be the first tensor.

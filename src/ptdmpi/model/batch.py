@@ -156,12 +156,12 @@ class MicrobatchPass:
     total: Tensor | None = None
 
     def factors(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the factors by which the gradients of the losses `names` are multiplied, by name
-        of the loss. A loss without a weight has no entry."""
+        """Return, for each of the losses `names`, the factor by which its gradient is multiplied.
+        The result is a dict by name; a loss without a weight has no entry."""
         return {name: self.scale * self.weights[name] for name in names if name in self.weights}
 
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Store the values of the given losses. Return the weighted sum of these losses, with its
+        """Store the values of the given losses. Return their weighted sum as a tensor with an
         autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
@@ -176,8 +176,8 @@ class MicrobatchPass:
 
 @dataclass
 class _Slot:
-    """Memory for the microbatches of one step: `host` on the host and `there` on the device. Once
-    the device has passed the mark `free`, it no longer uses this memory. Once it has passed
+    """Memory for the microbatches of one step: `host` is on the host, and `there` is on the device.
+    Once the device has passed the mark `free`, it no longer uses this memory. Once it has passed
     `copied`, the copy from host to device is complete."""
 
     host: Tensor

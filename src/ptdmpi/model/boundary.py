@@ -53,8 +53,8 @@ class Arrival:
 
     def begin(self, x: Tensor) -> Tensor:
         """Return the input `x` as a non-leaf tensor of the stage's own autograd graph. If `x` were
-        a leaf, autograd would keep it in memory until its gradient exists, although the first layer
-        may need only a part of it."""
+        a leaf, autograd would keep `x` in memory until its gradient exists, although the first
+        layer may need only a part of `x` for its backward."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
@@ -75,7 +75,7 @@ class _Arrive(Function):
 
 class Departure:
     """The output end of a stage's autograd graph. It keeps no reference to the output's values, so
-    their memory can be freed once they have been sent."""
+    their memory can be freed once the values have been sent."""
 
     gradient: Tensor | None = None
 
@@ -85,7 +85,7 @@ class Departure:
     def backward(self, dy: Tensor | None) -> None:
         """Run the backward of the graph, beginning with the output's gradient `dy`. If `dy` were an
         argument of torch.autograd.backward, torch would import SymPy to compare two shapes, which
-        takes a second at the start of every rank. `_Depart` therefore reads it from this
+        takes a second at the start of every rank. `_Depart` therefore reads `dy` from this
         object."""
         assert self._end is not None, "a graph runs back once"
         # remove the reference to the graph: the graph refers to this object, and such a cycle of

@@ -37,9 +37,9 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each group of tensors in `rows`, after reading it into memory. The caller may read
-        and change these tensors. When the caller requests the next group, the previous group may be
-        written back."""
+        """Yield the groups of stored tensors in `rows`, one after the other, each after it was read
+        into memory. The caller may read and change the tensors of a group until it requests the
+        next group; then they may be written back to the storage."""
         yield from rows
 
     def let_go(self) -> None:

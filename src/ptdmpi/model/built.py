@@ -170,8 +170,9 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield (prefix of names, descriptions of parameters) for each layer in `layers`, and for the
-    embedding and the head if the pipeline stage with these layers has them."""
+    """Yield (prefix of the parameters' names, descriptions of the parameters) for each layer in
+    `layers`, and for the embedding and the head if they are on the same pipeline stage as these
+    layers."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, model.kind_of(number))
     if layers.start == 0:

@@ -32,8 +32,8 @@ class KeyValueCache:
         self._places = torch.empty(0)
 
     def at(self, positions: Tensor) -> None:
-        """Set the positions [s, b] of the tokens that are computed next, each within its own
-        sequence."""
+        """Set the positions [s, b] of the tokens that are computed next. A position is counted
+        within the token's own sequence."""
         self.positions = positions
         # the positions from 0 to the last of these tokens; later positions of the cache are not
         # read
@@ -41,8 +41,8 @@ class KeyValueCache:
 
     def _seen(self, window: int) -> Tensor:
         """Return a bool mask [b, 1, s, cached positions] for s new tokens of each sequence. An
-        element is True if the new token sees the cached position. If `window` is not 0, a token
-        sees only the last `window` positions up to its own."""
+        element is True if the new token sees the key at the cached position. A token sees the
+        positions up to its own; if `window` is not 0, only the last `window` of them."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         if window:

@@ -105,8 +105,9 @@ class Pairs:
         return cls(answers.t().contiguous(), references.t().contiguous(), len(known), len(known))
 
     def summed(self, values: Tensor) -> Tensor:
-        """Add the `values` [s, b] of all labels that belong to the same answer. Return the sums of
-        both answers of each pair, [pairs, 2]."""
+        """Sum the `values` [s, b] of the labels over the tokens of each answer. Return the sums
+        [pairs, 2]: for each pair, the sum of the preferred answer and the sum of the other
+        answer."""
         numbers = torch.arange(2 * self.size, device=values.device)[:, None, None]
         # index_add is not used, because its order of additions on GPUs changes from run to run
         sums = torch.where(self.answers == numbers, values, 0.0).sum((1, 2))

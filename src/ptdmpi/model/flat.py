@@ -89,8 +89,8 @@ class LogicalPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnPart:
     """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
-    row-major order. They begin at index `offset` of this rank's part of shard unit number `unit`.
-    Shard units of frozen weights are numbered separately."""
+    row-major order. The owned elements begin at index `offset` of this rank's part of shard unit
+    number `unit`. Shard units of frozen weights are numbered separately."""
 
     entry: Entry
     begin: int
@@ -109,7 +109,7 @@ class OwnPart:
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the same view as the method `view`, extended by the padding after the owned
+        """Return the view that `view` returns, extended by the padding that follows the owned
         elements."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 

@@ -259,7 +259,7 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Residual:
-    """The function x + dropout(y). `place` is the argument of the same name of `drop_hidden`."""
+    """The function x + dropout(y). `place` identifies the dropout (see `drop_hidden`)."""
 
     rate: float
     place: tuple[int, ...]
@@ -389,7 +389,7 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the sum of the experts' and the shared experts' outputs; `rest` has the latter."""
+        """Return the sum of all experts' outputs; `rest` has the shared experts' outputs."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 

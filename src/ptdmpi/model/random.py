@@ -176,7 +176,8 @@ def kept_keys(hashes: Tensor, keys: range, rate: float) -> Tensor:
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return a bool mask [..., columns], computed from the hashes `rows` [..., 1] and the numbers
+    """Return a bool mask [..., columns] in which each element is True with probability 1 - rate. An
+    element is computed from the hash of its row, in `rows` [..., 1], and its number in
     `columns`."""
     # compare the upper half of the hash as an integer, because integer comparisons, unlike floats,
     # are exact on every device

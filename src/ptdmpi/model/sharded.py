@@ -129,8 +129,8 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """The interface of an object that follows the progress of the backward. The stage tells the
-    object for which shard units gradients are computed."""
+    """The interface of an object that follows the progress of the backward: the stage notifies it
+    before and after the gradients of shard units are computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Record that gradients are now computed only for the shard units `numbers`."""

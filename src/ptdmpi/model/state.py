@@ -228,8 +228,8 @@ class State:
             torch.sub(part, room, out=room)
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
-        """Return the number of elements of the gradients that are not in `parts`. These elements
-        are the gradient of the second use of a tied table."""
+        """Return how many elements the flat tensor of gradients has in addition to the elements of
+        `parts`. The additional elements are the gradient of the second use of a tied table."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property

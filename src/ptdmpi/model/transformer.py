@@ -1,5 +1,5 @@
-"""The modules of a transformer. Models such as GPT, LLaMA and BERT all use one class of layers,
-which computes the operators that are listed in a table.
+"""The modules of a transformer. Models such as GPT, LLaMA and BERT all use one class of layers
+(`Block`), which computes the operators that `plan.layer.describe` lists.
 
 All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
 h], for b sequences of s positions and the hidden size h. Under sequence parallelism, activations

@@ -33,10 +33,10 @@ class RowCounts(NamedTuple):
 
 class Dispatch(Protocol):
     """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
-    The rank has T tokens with k experts each. The experts of this rank compute R rows, each with j
-    weights. `held` has the rows of each expert of this rank; the expert numbers in `held` count
-    from this rank's first expert. `counts` has the numbers of rows that ranks send to each other,
-    or is None if nothing is sent."""
+    This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
+    each with j weights. `held` has the rows of each expert of this rank; the expert numbers in
+    `held` count from this rank's first expert. `counts` has the numbers of rows that ranks send to
+    each other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -47,7 +47,7 @@ class Dispatch(Protocol):
 
     def pairs(self, values: Tensor) -> Tensor:
         """Return the values [R, j] of the rows that this rank's experts compute. The argument [T,
-        k] has one value for each pair of a token of this rank and one of the token's experts."""
+        k] has a value for each token of this rank and each of the token's k experts."""
 
     def summed(self, results: Tensor) -> Tensor:
         """Return the sum of the experts' results for each of this rank's tokens, [T, hidden]. The
@@ -55,9 +55,9 @@ class Dispatch(Protocol):
         hidden] of this rank's experts."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values [T, k], one for each pair of a token of this rank and one of the
-        token's experts. The argument has the values [R, j] of the rows that this rank's experts
-        compute."""
+        """Send values back to the ranks of their tokens. The argument [R, j] has the values of the
+        rows that this rank's experts compute. Return [T, k]: a value for each token of this rank
+        and each of the token's k experts."""
 
 
 class LocalDispatch:
@@ -142,8 +142,8 @@ class SentDispatch:
 
 
 def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Segment]:
-    """Return the segments of the received rows, which are ordered by source rank and then by
-    expert. Rank r sends `arriving[r][n]` rows for expert n."""
+    """Return the received rows as segments: one for each source rank and expert, ordered by source
+    rank and then by expert. Rank r has sent `arriving[r][n]` rows for expert n of this rank."""
     held = []
     begin = 0
     for of_rank in arriving:
@@ -183,8 +183,8 @@ class ExpertAxis:
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
-        """Exchange the numbers of rows that each rank has for each expert. Return the numbers of
-        rows that this rank sends and receives."""
+        """Tell all ranks how many rows this rank sends to each expert. Return the numbers of rows
+        that this rank sends and receives."""
         leaving = chosen.flatten().bincount(minlength=experts)
         arriving = self.comm.all_to_all(leaving).view(self.size, -1)
         return RowCounts(leaving.tolist(), arriving.tolist())

@@ -147,7 +147,8 @@ class MixturePass:
         )
 
     def dispatch(self, chosen: Tensor, counts: RowCounts | None = None) -> Dispatch:
-        """Return the dispatch of rows to their experts `chosen` [T, k]; see `ExpertAxis`."""
+        """Return the dispatch of rows to their experts `chosen` [T, k]; see
+        `ExpertAxis.dispatch`."""
         return self.dealt.dispatch(chosen, self.routing.model.experts, counts)
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -236,9 +237,9 @@ class MixturePass:
         return self.routing.losses(logits, loads, self.router.balance)
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
-        """Return the router's losses, multiplied by their factors. Their gradient is a part of this
-        rank's partial gradient. If all tensor ranks route the same tokens, they have the same
-        losses; then all tensor ranks except the first return an empty list."""
+        """Return the router's losses, multiplied by their factors. If all tensor ranks route the
+        same tokens, they have the same losses, and all tensor ranks except the first return an
+        empty list; gradients are summed over the tensor ranks, so each loss then counts once."""
         if not self.factors or not self.tokens.first:
             return []
         losses = self.losses(logits, loads)

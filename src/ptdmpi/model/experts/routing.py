@@ -124,8 +124,8 @@ class SequenceLoads(NamedTuple):
     def loss(self, shares: Tensor) -> Tensor:
         """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv
         2412.19437, equations 17 to 20). `shares` [T, E] has the normalized scores of this rank's
-        tokens. The loss is linear in them, so ranks with other tokens compute other terms of the
-        sum."""
+        tokens. The loss is linear in `shares`, so it is a sum over ranks: each rank computes the
+        terms of its own tokens."""
         sequences, experts = self.counts.shape
         loads = (self.counts / self.positions).to(shares.dtype)
         means = shares.view(-1, sequences, experts).sum(0) / self.positions

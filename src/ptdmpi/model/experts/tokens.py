@@ -12,12 +12,12 @@ complete on the rank that has routed it. Without sequence parallelism the output
 ranks are then gathered.
 
 In the backward, gradients are sent to the experts and back in the same way. The gradient of the
-output is complete on every rank that has the position, so each rank sends the gradient at its own
-positions to the experts. Each rank then receives the complete gradient of the input at its own
-positions. These gradients are gathered if every rank needs all positions. With whole experts, no
-activation and no gradient of an activation is therefore summed over the tensor axis. The gradients
-of the router and of the experts are sums over tokens, so at the end of the step they are added over
-all ranks that have the same parameters.
+output at a position is complete on every rank that has the position, so each rank sends the experts
+the gradient at its own positions. Each rank then receives the complete gradient of the input at its
+own positions. These gradients are gathered if every rank needs all positions. With whole experts,
+no activation and no gradient of an activation is therefore summed over the tensor axis. The
+gradients of the router and of the experts are sums over tokens, so at the end of the step they are
+added over all ranks that have the same parameters.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class TensorTokens:
         return x.chunk(self.axis.size)[self.axis.rank]
 
     def combined(self, y: Tensor) -> Tensor:
-        """Return the outputs at the positions that this rank has between blocks. `y` are its
-        outputs for the tokens that it routes."""
+        """Return the outputs at the positions that this rank has between blocks. `y` are the
+        experts' outputs for the tokens that this rank routes."""
         if not self.apart:
             return self.axis.reduce(y)
         if self.axis.divides_sequence:

@@ -62,7 +62,7 @@ class Kernels:
         self._narrow = dtype_of(precision.compute)
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
-        """Return kernels with the precision of this object and the choice `choice`."""
+        """Return the same kernels, but with the choice of host kernels `choice`."""
         return Kernels(choice, self.precision, triton=self.triton)
 
     def by_triton(self, kind: str) -> bool:
@@ -146,9 +146,10 @@ class Kernels:
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # This kernel adds its float32 accumulator to `total` without rounding; other kernels
-            # would round the product, store it, and read it again.
-            if torch.compiler.is_compiling():  # torch.compile lacks this addmm (pytorch #163880).
+            # addmm with `out_dtype` adds the float32 accumulators of the product to `total` without
+            # rounding; a separate product must be stored and read again. Compiled graphs use a
+            # separate product, because torch.compile lacks this form of addmm (pytorch #163880).
+            if torch.compiler.is_compiling():
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
@@ -187,9 +188,8 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the tensor that a matrix product uses as the weight. For a quantized weight, it has
-    the dequantized values, which are computed for this product only; otherwise it is the weight
-    itself.
+    """Return the tensor that a matrix product uses as the weight. It is the weight itself or, for a
+    quantized weight, a new tensor with the dequantized values, which is used for this product only.
     """
     if isinstance(weight, Parameter):
         return weight.operand

@@ -312,16 +312,16 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Return True if windows or documents limit the keys that a query sees, or if this rank has
-    only the queries at some positions."""
+    """Return True if windows or documents limit the keys that a query sees, or if this rank has the
+    queries of only some positions."""
     return given.documents is not None or scores.window > 0 or not given.positions.are_all
 
 
 def _shares_keys(q: Tensor) -> bool:
     """Return True if the kernel of full attention can share a key head among several query heads.
 
-    The CPU kernel and FlashAttention can share key heads. The only other GPU kernel that can do so
-    is not used for this, because it writes all scores to memory.
+    The CPU kernel and FlashAttention can share key heads. Only one other GPU kernel can do so; it
+    is not used for shared heads, because it writes all scores to memory.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -331,8 +331,9 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Return each of the tensors `parts` (keys or values) [b, key heads, s, head size] as [b,
-    heads, s, head size]. Key heads that several query heads share are copied."""
+    """Return the tensors `parts` (keys or values), [b, key heads, s, head size] each, with one key
+    head for each query head of q: [b, heads, s, head size]. Key heads that several query heads
+    share are copied."""
     group = q.shape[1] // parts[0].shape[1]
     if group == 1:
         return parts

@@ -180,8 +180,8 @@ def joined(
     seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Join the tensors `sums` of all blocks, which have one number for each query. Return one
-    tensor [b, heads, queries]."""
+    """Join the tensors `sums` of all blocks of queries. Each tensor has one number for each query
+    of its block; the result [b, heads, queries] has the numbers of all queries."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:

@@ -139,8 +139,8 @@ def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
 
 
 def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
-    """Divide tiles that have all heads into tiles with as many key heads as BLOCK_SCORES allows,
-    but at least one key head."""
+    """Divide the tiles `wholes`, which have all heads, into smaller tiles. Each of these has at
+    least one key head, and as many key heads as BLOCK_SCORES scores allow."""
     group = q.shape[1] // k.shape[1]
     for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
@@ -155,8 +155,9 @@ def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
 def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
-    """Yield the tiles with their probabilities in the type of q. If `logsumexp` [b, heads, s] is
-    given, write the log-sum-exp of each query's scores into it."""
+    """Yield all tiles (some queries and some heads), each with its attention probabilities in the
+    type of q. If `logsumexp` [b, heads, s] is given, write the log-sum-exp of each query's scores
+    into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     # convert q and k once for all blocks, to a memory layout in which products are fast

@@ -88,7 +88,8 @@ class DelayedKernels(Kernels):
         return scaled and not (k % 16 or n % 16) and host.multiplies_codes(x.device)
 
     def _codes(self, name: Operand, values: Tensor) -> Tensor:
-        """Return the codes of an operand, with contiguous rows. `values` are the decoded codes."""
+        """Return the codes of an operand, with contiguous rows. `values` has the values of these
+        codes."""
         factor = 2.0 ** self.scales.exponents.get(name, 0)
         return (values * factor).to(KINDS[name], memory_format=torch.contiguous_format)
 

@@ -22,8 +22,9 @@ R = TypeVar("R")
 
 
 def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
-    """Return the function `ask` with a cache of its results. The result is a plain Python function,
-    because torch's compiler would trace through `functools.cache` and print a warning."""
+    """Return the function `ask` with a cache of its results. The returned function is a plain
+    Python function around `functools.cache`: torch's compiler would trace through a cached function
+    and print a warning."""
     known: Any = cache(ask)
 
     @wraps(ask)

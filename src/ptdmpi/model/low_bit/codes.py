@@ -128,8 +128,8 @@ def _by_block(scales: Tensor, form: LowBit) -> Tensor:
 
 
 def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the float32 levels [..., columns], multiplied by the scales of their blocks. If the
-    format stores the least value of each block, add this value."""
+    """Multiply the float32 levels [..., columns] by the scales of their blocks, and return the
+    products. If the format stores the least value of each block, add this value to the products."""
     numbers = _by_block(scales, form)
     values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
     if form.numbers == 2:

@@ -63,8 +63,8 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
 
 class _Teacher(NamedTuple):
     """The teacher's outcomes for n = s b tokens, on one tensor rank. `local` [n, K] has the column
-    of each of the K tokens, `here` tells whether this rank has the column, `q` [n, K] has the
-    probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
+    of each of the K tokens, `here` [n, K] is True where this rank has the column, `q` [n, K] has
+    the probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
 
     local: Tensor
     here: Tensor

@@ -70,8 +70,8 @@ class TokenOutput(Output):
         self.modules["head"] = self.head
 
     def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
-        """Register the modules that come before the head. This class has none, but subclasses may
-        have some."""
+        """Register the modules that come before the head. This class has no such modules;
+        subclasses may have some."""
 
     def _head_axis(self) -> TensorAxis:
         """Return the tensor axis of the head."""

@@ -37,7 +37,8 @@ class SummedLoss:
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
-        """Return the sum of two losses: a loss over the terms of both."""
+        """Return a loss over the terms of both losses: the sums are added, and the numbers of terms
+        are added."""
         return SummedLoss(self.sum + other.sum, self.count + other.count)
 
 
@@ -125,9 +126,9 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
     """Return the factor of each loss, except the loss of the task. `counts` has the number of terms
-    of each loss in the global batch. If each loss is multiplied by its factor, all losses are
-    added, and the sum is divided by the number of terms of the task's loss, then the result is the
-    sum of the mean losses.
+    of each loss in the global batch. The factors are chosen so that the sum of all mean losses can
+    be computed in this way: multiply each loss by its factor, add the losses, and divide the sum by
+    the number of terms of the task's loss.
     """
     task_count = counts[TASK] or 1.0
     return {
@@ -139,8 +140,9 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of the losses with the name `name` over all ranks and microbatches. The losses
-    are added one after the other, in the same order in all layouts."""
+    """Return the sum of the loss `name` over all ranks and microbatches. `every` has, for each
+    rank, the values of each loss by name, one for each microbatch. They are added one after the
+    other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:

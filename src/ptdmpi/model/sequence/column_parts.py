@@ -67,9 +67,9 @@ class ColumnParts:
 
 
 class _Shared:
-    """The tensors that all parts of a pass use. In the forward there is one such tensor: the input
-    at all positions. In the backward there are two: the input, gathered again, and the sum of the
-    input's gradients."""
+    """The tensors that all parts of one forward pass and its backward share. The forward shares one
+    tensor: the input at all positions. The backward shares two: the input, gathered again, and the
+    sum of the parts' gradients of the input."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -254,8 +254,9 @@ class _Queries:
     def _mask(
         self, queries: Region, seen: slice, mask: Tensor | None, positions: range
     ) -> Tensor | None:
-        """Return the columns of `mask` for the keys at `positions`. These keys are among the keys
-        `seen` of the block. Return None if all queries see all keys at `positions`."""
+        """Return the columns of `mask` for the keys at `positions`. `mask` has a column for each of
+        the keys `seen`, which include the keys at `positions`. Return None if all queries see all
+        keys at `positions`."""
         if mask is None:
             return None
         count = queries[2].stop - queries[2].start

@@ -217,7 +217,8 @@ def _of_vectors(
     by_weight: Tensor, weight: Tensor, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the weights and of the shifts. `by_weight` [vectors, programs,
-    columns] has the sums of all programs."""
+    columns] has the sums that each program computed over its rows: the first vector is for the
+    weights, and the second for the shifts, if there are any."""
     if not len(by_weight):
         return None, None
     sums = by_weight.sum(1)

@@ -1,4 +1,5 @@
-"""The steps of a layer, if one kernel in Triton computes a norm and the residual sum before it."""
+"""The steps of a layer with fused norms: one kernel in Triton computes a norm together with the
+residual sum before it."""
 
 from dataclasses import dataclass, replace
 from typing import Any

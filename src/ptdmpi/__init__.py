@@ -1,4 +1,4 @@
-"""A program that trains large language models over MPI, with the method PTD-P ( Narayanan et al.
+"""A program that trains large language models over MPI, with the method PTD-P (Narayanan et al.
 2021, arXiv 2104.04473).
 
 From Python: `Run` trains, `load` opens a trained model, `plan` predicts the time and memory of

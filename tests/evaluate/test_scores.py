@@ -145,7 +145,7 @@ def test_tasks(tmp_path):
         read({"context": "Q", "choices": ["x"], "answer": 0}, {"context": "Q", "answers": ["x"]})
     with pytest.raises(InputError, match=r"holds no item"):
         read()
-    with pytest.raises(InputError, match=r"t.jsonl:1: half of a UTF-16 pair"):
+    with pytest.raises(InputError, match=r"t.jsonl:1: a lone UTF-16 surrogate"):
         read({"context": "\ud800", "answers": ["x"]})
     lines = [{"context": f"a{end}b", "answers": ["x"]} for end in "\u2028\x85"]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)

@@ -58,7 +58,7 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
     from ptdmpi.convert import adapters
 
     left, others = adapters.split(base, tuned, target, rank)
-    print(f"{target}: rank {rank}; it leaves at most {left:.1e} of a matrix's difference")
+    print(f"{target}: rank {rank}; largest relative error of a matrix's difference {left:.1e}")
     if others:
         print(f"note: {len(others)} other parameters differ and are left out: {others[0]}, ...")
 
@@ -72,9 +72,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 def to_peft(adapter: Path, target: Path, *, base_name: str, push: str | None, ema: bool) -> None:
     """Write ADAPTER in the format of the package `peft`.
 
-    The files are written to the directory TARGET. They contain the name of the base model. By
-    default this is its name on the Hugging Face hub, if BASE was converted from a model of the hub.
-    If the run has a chat template, the template is written, too.
+    The files are written to the directory TARGET. They contain the name of the base model: the
+    value of --base-name, or by default its name on the Hugging Face hub, if the base model was
+    converted from a model of the hub. If ADAPTER has a chat template, the template is written, too.
     """
     if push is not None:
         require_repository(push)

@@ -127,7 +127,7 @@ def restarts_command(
 @CLUSTER
 @RANKS
 @BATCH
-@click.option("--pod", type=Number(1, MOST_RANKS), help="Number of nodes that share the full rate.")
+@click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that have the full rate among them.")
 @_answered
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None

@@ -101,13 +101,13 @@ def to_hugging_face(
 @command.command("upcycle")
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--experts", type=click.IntRange(2), required=True, help="Experts of a layer.")
+@click.option("--experts", type=click.IntRange(2), required=True, help="Experts per layer.")
 @click.option(
     "--experts-per-token",
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Experts of a token.",
+    help="Experts per token.",
 )
 @click.option(
     "--dense-layers",

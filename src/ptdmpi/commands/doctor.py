@@ -96,8 +96,9 @@ def _require_together(
 
 def check_coordinates(world: "World", config: Path, picture: Path | None, *, as_json: bool) -> bool:
     """Train models of several widths, based on the configuration file `config`, and print how their
-    activations grow with the width. Works on one rank. If `picture` is given, draw the activations
-    into this file. Return True if they do not grow with muP. Raise InputError for bad input.
+    activations grow with the width. This check needs a job with one rank. If `picture` is given,
+    draw the activations into this file. Return True if the activations do not grow with muP. Raise
+    InputError for bad input, and in a job with several ranks.
     """
     from ptdmpi.config import load
     from ptdmpi.plan.show.draw import check_picture
@@ -126,8 +127,9 @@ def check_parity(
     """Train small models in many layouts, and print how exactly their results agree.
 
     All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
-    parity table whose names contain `only` are compared. Return True on every rank if no row is
-    red. Raise SharedInputError if no row has `only` in its name.
+    parity table whose names contain `only` are compared. A row is red if a result differs by more
+    than is allowed, or if a mistake was found. Return True on every rank if no row is red. Raise
+    SharedInputError if no row has `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table

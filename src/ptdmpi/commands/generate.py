@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--max-new-tokens", type=int, help="[default: 100, or fewer if the sequence length is reached]"
 )
-@click.option("--samples", type=click.IntRange(1), default=1, help="Continuations of a prompt.")
+@click.option("--samples", type=click.IntRange(1), default=1, help="Continuations per prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
 @click.option(

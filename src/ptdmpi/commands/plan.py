@@ -61,7 +61,7 @@ LAYOUT_OPTIONS = (
     click.option(
         "--partition-activations/--no-partition-activations",
         default=False,
-        help="Divide the inputs that full recomputation keeps among tensor ranks; default: off.",
+        help="Tensor ranks divide the inputs that full recomputation keeps; default: off.",
     ),
     click.option(
         "--dp-overlap/--no-dp-overlap",
@@ -72,8 +72,8 @@ LAYOUT_OPTIONS = (
     click.option(
         "--shard-group",
         type=ShardGroup(),
-        help="With ZeRO: data ranks with one copy of the state (all, node or a number); default as "
-        "for --zero.",
+        help="With ZeRO: data ranks that share one copy of the state (all, node or a number); "
+        "default as for --zero.",
     ),
     click.option(
         "--offload",

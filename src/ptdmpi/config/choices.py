@@ -1,5 +1,5 @@
-"""The legal values of some keys of a configuration, and properties that depend only on such a
-value."""
+"""The legal values of some keys of a configuration, and properties of these values (for example,
+which pipeline schedules split the backward)."""
 
 from typing import Literal, get_args
 

@@ -152,7 +152,7 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
     """Return how many numbers a checkpoint stores for each element of a parameter: one for the
     weight, `moments` for the optimizer, and the numbers of the method's state. If a kind of state
     differs between replicas, the checkpoint stores it for each of the `replicas` replicas, unless
-    it stores their average.
+    the checkpoint stores the average over the replicas.
     """
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)

@@ -186,13 +186,13 @@ class RateGroup(Section):
 
 class OptimizerConfig(Section):
     """The section [optimizer]: the optimizer, the warm-up and decay of its learning rate, and
-    clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD
-    with momentum, and Muon for the layers' matrices with AdamW for all other parameters (Jordan et
-    al. 2024). With `decay = "wsd"` the learning rate falls in the last `decay_steps` steps of a
-    run; a `decay_steps` below 1 is a fraction of all steps. `muon_scale` says how Muon scales an
-    orthogonal update; its values are named as in torch.optim.Muon. If `ema_decay` is above 0, the
-    run keeps a moving average of the weights. `kind = "own"` selects the optimizer that `own`
-    names.
+    gradient clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al.
+    2023), SGD with momentum, and Muon for the layers' matrices with AdamW for all other parameters
+    (Jordan et al. 2024). With `decay = "wsd"` the learning rate falls in the last `decay_steps`
+    steps of a run; a `decay_steps` below 1 is a fraction of all steps. `muon_scale` says how Muon
+    scales an orthogonal update; its values are named as in torch.optim.Muon. If `ema_decay` is
+    above 0, the run keeps a moving average of the weights. `kind = "own"` selects the optimizer
+    that `own` names.
     """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"

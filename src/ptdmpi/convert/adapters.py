@@ -49,7 +49,8 @@ class AdapterPlace:
     """The position of one adapter in the model. A linear layer may compute several outputs, for
     example queries, keys and values; the adapter changes output number `output` of the linear layer
     `linear`. `rows` are the rows of the layer's weight that compute this output. If `by_rows` is
-    True, the linear layer is split over its inputs, and one adapter changes all its outputs."""
+    True, tensor ranks divide the inputs of the linear layer, and one adapter changes all its
+    outputs."""
 
     linear: str
     target: str
@@ -74,8 +75,8 @@ class AdapterPlace:
         return tensors[f"{name}.a"], tensors[f"{name}.b"]
 
     def factors(self, tensors: Tensors) -> Tensor:
-        """Return the factors of (IA)^3: one per output of the linear layer, or one per input if the
-        layer is split `by_rows`."""
+        """Return the factors of (IA)^3: one per output of the linear layer, or one per input if
+        `by_rows` is True."""
         return tensors[f"{self.linear}.ia3_{self.leaf}.weight"]
 
 
@@ -149,8 +150,7 @@ def write_adapter(target: Path, adapter: LoadedAdapter, template: Path | None = 
 
 
 def _float32_part(name: str, values: Tensor) -> Outgoing:
-    """Return a checkpoint entry with a complete weight in float32. The entry can then be
-    written."""
+    """Return a checkpoint entry for the complete weight `name`, with its `values` as float32."""
     shape = tuple(values.shape)
     return Outgoing(
         tensor=key(WEIGHTS, name),

@@ -60,7 +60,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _count(self) -> None:
         self.turns_left -= 1
         if self.turns_left < 0:
-            raise ValueError(f"more than {MOST_TURNS} turns of loops and calls")
+            raise ValueError(f"more than {MOST_TURNS} loop iterations and calls")
         if time.thread_time() > self.ends_s:
             raise ValueError(f"more than {MOST_SECONDS} s of processor time")
 

@@ -71,8 +71,9 @@ class Scorer(ABC):
 
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
-        """Return the sum of a quantity over the labels of n windows; the command reports this
-        quantity. Only labels for which `counts` [n, length] is True contribute.
+        """Return the sum over the labels of n windows of the quantity whose mean the command
+        reports, for example the log-probability of a label. Only labels for which `counts` [n,
+        length] is True contribute.
         """
 
     @abstractmethod

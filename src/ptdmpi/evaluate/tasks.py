@@ -58,7 +58,7 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{place}: half of a UTF-16 pair is not a text") from None
+        raise InputError(f"{place}: a lone UTF-16 surrogate is not a text") from None
     return values
 
 

@@ -30,7 +30,7 @@ SET = click.option(
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Set a key; no VALUE unsets it.",
+    help="Set a key; an empty VALUE removes it.",
 )
 PUSH = click.option(
     "--push",

@@ -320,7 +320,8 @@ class Judge:
 
     def look(self, now_s: float) -> bool:
         """Look for failures and stalls in the table. Return True when the first failure or stall is
-        found, and False in all later calls. After True, all ranks must write their stacks."""
+        found, and False in all later calls. If the result is True, the caller must ask all ranks to
+        write their stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
@@ -399,8 +400,9 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # Outside the training, a rank may be busy for a long time without an error. The phase of a
-        # frozen rank is not used: it no longer sends reports, so its phase is out of date.
+        # Outside the training, a rank may be busy for a long time without an error. Only the phases
+        # of ranks that still send reports are used, because the phase of a silent rank is out of
+        # date.
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s

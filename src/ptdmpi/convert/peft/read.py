@@ -58,9 +58,8 @@ LEGAL: dict[str, Sequence[Any]] = {
 }
 
 
-# Python compares a name with a regular expression by trying the ways to match it. A repeated group
-# may match a name in exponentially many ways, and n repeated characters may match a name of L
-# characters in L^n ways.
+# Python matches regular expressions by backtracking. A repeated group may match a name in
+# exponentially many ways, and n repeated characters may match a name of L characters in L^n ways.
 SLOW = re.compile(r"\)[*+{]")
 REPEAT = re.compile(r"[*+{]")
 MOST_REPEATS = 3

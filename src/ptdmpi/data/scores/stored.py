@@ -80,7 +80,7 @@ class ScoreWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # without the exception, `replacing` would keep unfinished files
+        # pass an exception to the open `replacing` contexts, so that they remove unfinished files
         self._stack.__exit__(InterruptedError, InterruptedError(), None)
 
     def open(self, rows: Mapping[str, tuple[type, tuple[int, ...]]]) -> None:

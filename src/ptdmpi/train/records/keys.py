@@ -104,7 +104,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "epochs": RecordKey(within="drawn"),
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
-    "loss_scale": RecordKey(hidden="a means of fp16, no result; skipped steps are shown"),
+    "loss_scale": RecordKey(hidden="a part of fp16 training; skipped steps are shown instead"),
     # keys in the records of steps: communication-efficient methods, and experts
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),

@@ -1,4 +1,4 @@
-"""Installation of the package with ranges of versions; requirements.lock has the tested versions."""
+"""Installation of ptdmpi, with ranges of versions; requirements.lock has the tested versions."""
 
 import re
 from pathlib import Path

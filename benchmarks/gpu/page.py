@@ -10,6 +10,10 @@ HEAD = """# On one GPU
 Written by `make gpu`, on {date}, commit {commit}, {libraries}.
 
 Device: {device}.
+
+In the titles, "by" names another trainer, and "in turn" means that ptdmpi and transformers
+alternate. "Wires" are transports (`comm.wire`), and "overlap" is the fraction of the time of
+messages in which the rank also computes.
 """
 RECIPE = Path(__file__).parent / "bare-machine.md"
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 
 def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
-    """Return how many rows of dim 0 of a tensor fit into `limit_bytes`; at least one."""
+    """Return how many rows (slices along dim 0) of a tensor fit into `limit_bytes` bytes, but at
+    least 1."""
     return max(1, limit_bytes // (element_bytes * max(1, math.prod(shape[1:]))))
 
 

@@ -62,7 +62,7 @@ class _Lines:
             self.say(now_s - self.begin_s, sys.stderr)
 
     def say(self, elapsed_s: float, stream: TextIO) -> None:
-        """Print a line about the progress after `elapsed_s` seconds to `stream`."""
+        """Print a line about the progress on `stream`; the work began `elapsed_s` seconds ago."""
         done = self._amount(self.done)
         if self.total and self.unit != "B":  # for example "3 of 8 files"
             done = f"{self.done:,.0f}"

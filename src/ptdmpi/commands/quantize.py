@@ -79,8 +79,9 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
 def work(
     source: Path, target: Path, form: LowBit, *, world: "World", options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Quantize the model at `source` on rank 0. Return the results, including the perplexities
-    before and after. All ranks must call this function, and all get the results.
+    """Quantize the model at `source` on rank 0, and write it to `target` in the format `form`.
+    Return the results, including the perplexities before and after. All ranks must call this
+    function, and all get the results.
 
     `options` are the options of the command. Raise InputError on all ranks for illegal options or
     inputs, before the computation if possible.

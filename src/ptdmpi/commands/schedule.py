@@ -88,7 +88,8 @@ def _closed_form(schedule: Schedule, costs: Costs) -> float:
 
 
 def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, object]:
-    """Return the numbers of the schedule, for --json."""
+    """Return the numbers of the schedule (such as bubble, makespan and peak activations) for
+    --json."""
     return {
         "kind": schedule.kind,
         "pipeline": schedule.pipeline,

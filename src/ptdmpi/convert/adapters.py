@@ -195,7 +195,8 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
 def _merged(
     reader: Reader, adapter: LoadedAdapter, needed: Mapping[str, Declaration]
 ) -> Iterator[Outgoing]:
-    """Yield every weight of the merged model, in blocks of complete rows.
+    """Yield every weight of the merged model, in blocks of complete rows. `needed` has the weights
+    of the merged model, and `reader` reads the base model.
 
     The merged model has the base model's weights plus the adapters, and the weights of a task head
     that was trained with the adapters. If the base model has more learned positions than the merged
@@ -223,8 +224,8 @@ def _merged(
 def _merged_slab(
     reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
-    """Return the slice `box` of a weight or bias of the merged model: the values of the base model,
-    changed by the adapters `own`. The change is computed in float64."""
+    """Return the slice `box` of the weight or bias `name` of the merged model: the values of the
+    base model, changed by the adapters `own`. The change is computed in float64."""
     values = _read(reader, name, box)
     if not own:
         return values
@@ -354,7 +355,8 @@ def _require_rank(rank: int, model: ModelConfig, reader: Reader) -> None:
 
 
 def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:
-    """Yield the names among `names` whose parameters differ."""
+    """Yield the names among `names` whose parameters differ between the models `before` and
+    `after`."""
     for name in names:
         rows = slice(0, after.manifest[key(WEIGHTS, name)].shape[0])
         if bool(_difference(before, after, name, rows).any()):

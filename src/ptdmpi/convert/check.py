@@ -57,8 +57,9 @@ def compare(
     files: WeightFiles | UnpackedFiles,
     plan: Plan,
 ) -> float:
-    """Return the greatest relative difference of the logits over all heads. Raise CheckFailed if
-    the difference is above BAR, or if logits are not finite.
+    """Return the greatest relative difference between the logits of the checkpoint `stored` and of
+    the Hugging Face model in `files`, over all heads. Raise CheckFailed if the difference is above
+    BAR, or if logits are not finite.
 
     The weights of ptdmpi's model are first rounded to the types of the tensors in `files`.
     """
@@ -103,7 +104,8 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 def _logits(
     stored: StoredModel, question: Question, dtypes: Iterable[tuple[Counterpart, str]]
 ) -> tuple[Tensor, ...]:
-    """Return the logits of each head of ptdmpi's model, with its weights rounded to `dtypes`."""
+    """Return the logits of each head of ptdmpi's model for the prompts in `question`. Before that,
+    round each weight to its data type in `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
     # shorten the sequence length, so that the table of rotary angles is only as long as the prompts
@@ -145,9 +147,9 @@ def _logits(
 def _round(
     buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]], model: ModelConfig
 ) -> None:
-    """Round each slice of a parameter to the data type of the tensor in the files that has the same
-    values. muP's factors are already multiplied into the values in the files, so the values are
-    rounded after this multiplication."""
+    """Round each slice of the parameters in `buffer` to the data type of the tensor in the files
+    that has the same values. muP's factors are already multiplied into the values in the files, so
+    the values are rounded after this multiplication."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

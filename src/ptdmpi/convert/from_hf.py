@@ -118,7 +118,7 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
 
 
 def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
-    """Return True if two tensors of the model have equal values."""
+    """Return True if the tensors `name` and `other` of the model have equal values."""
     return all(
         torch.equal(theirs.read(name, slab), theirs.read(other, slab))
         for slab in slabs(theirs.tensors[name].shape, 8)
@@ -161,8 +161,8 @@ def write_checkpoint(
     model: Mapping[str, Any],
     lineage: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write a checkpoint that contains only weights, at step 0, in `directory`, and return its size
-    in bytes. `model` and `lineage` are passed to `write_manifest`."""
+    """Write a checkpoint of step 0 that contains only the weights `parts` into `directory`, and
+    return its size in bytes. `model` and `lineage` are passed to `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
@@ -184,7 +184,9 @@ def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
 def write_config(
     path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: str | Path, target: Path
 ) -> None:
-    """Write a config.toml for runs that begin from the converted weights at `target`."""
+    """Write a config.toml for runs that begin from the converted weights at `target`. It has the
+    section [model] and, if there is a task, the section [task]. A comment names the original model
+    `origin`."""
     import tomlkit
 
     document = tomlkit.document()
@@ -200,7 +202,8 @@ def write_config(
 
 
 def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
-    """Copy the files, headers and buffers that `to_hf` needs in addition to the weights."""
+    """Copy the files, headers and buffers of the original model `theirs` to `folder`. `to_hf` needs
+    them in addition to the weights."""
     folder.mkdir()
     for path in sorted(theirs.directory.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and path.name != HEADERS:

@@ -178,9 +178,9 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of the original model that `from_hf` read, but with the heads and the
-    keys of the trained model. Raise InputError if the original model has a head for a task but the
-    trained model predicts tokens."""
+    """Return the contents of the original model, whose files `from_hf` stored in the directory
+    `kept`, but with the heads and the keys of the trained model `stored`. Raise InputError if the
+    original model has a head for a task but the trained model predicts tokens."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
@@ -219,7 +219,7 @@ def _without_heads(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
     """Return the contents of the target directory, without the tensors of a head that the trained
-    model no longer has."""
+    model no longer has. `needed` has the parameters of the trained model."""
     family = contents.family
     config = stored.config()
     there = {family.base(name): name for name in contents.tensors}

@@ -159,7 +159,8 @@ class MaskedSamples:
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
         """Return the interval [begin, end) of each segment in the text, in the order in which the
-        sample has the segments, and the value of `Sample.order`."""
+        sample has the segments, and the value of `Sample.order`. `starts` is True for each token
+        that begins a word, and `draws` has random numbers in [0, 1)."""
         cuts = np.flatnonzero(starts[1:]) + 1
         if not self.sentence_order or not cuts.size:
             return [(0, len(text))], -1

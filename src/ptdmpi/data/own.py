@@ -94,8 +94,8 @@ class OwnDataset:
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:
-        """Return the values of a sample as an array. Raise InputError if the values cannot be
-        converted to an array."""
+        """Return `values`, the ids or weights of sample `number`, as an array. Raise InputError,
+        with the `name` of the values, if they cannot be converted to an array."""
         try:
             return np.asarray(values)
         except (TypeError, ValueError, OverflowError) as error:

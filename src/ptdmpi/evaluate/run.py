@@ -116,7 +116,7 @@ def _has_task_head(run: Path, options: Options) -> bool:
 def _accuracies(
     model: InferenceModel, world: World, stored: StoredModel, options: Options
 ) -> list[dict[str, Any]]:
-    """Return the accuracies of a model with a head for a task, one entry for each file."""
+    """Return the accuracies of a model with a head for a task, one entry for each task file."""
     task = model.config.task
     tokenizer = options["tokenizer"] or task.tokenizer or None
     form, files = world.on_root(lambda: files_of(stored, model.config, tokenizer, options["tasks"]))

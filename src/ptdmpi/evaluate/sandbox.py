@@ -87,8 +87,10 @@ class Sandbox:
     def _verdict(
         self, prefix: tuple[str, ...], folder: str, program: bytes, word: bytes
     ) -> bytes | None:
-        """Return the verdict that the process has written; None if the process took too long and
-        was killed."""
+        """Run the program in a process without the project, and return the verdict that the process
+        has written: `word` if the program ran to its end, b"" if there is no verdict. Return None
+        if the process took too long and was killed. The command line of the process begins with
+        `prefix`."""
         token, token_in = os.pipe()
         verdict_out, verdict = os.pipe()
         os.write(token_in, word)

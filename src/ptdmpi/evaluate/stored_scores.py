@@ -224,7 +224,8 @@ def _check(path: Path, stored: StoredModel, scorer: Scorer) -> None:
 
 
 def _score(scorer: Scorer, path: Path, world: World, name: str) -> dict[str, Any]:
-    """Store the outputs for one dataset, and return its table."""
+    """Store the outputs of the model `name` for the dataset at `path`, and return the table of
+    results: the number of labels, and a mean over the labels."""
     dataset = Dataset(path, verified=True)
     scorer.check(path, dataset)
     shards: dict[str, Any] = {}

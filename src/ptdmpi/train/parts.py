@@ -178,10 +178,10 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the object that copies the training state to the memory of the nodes. Return None if
-    the configuration does not ask for copies, or if the environment variable with their folder is
-    not set. Only `ptdmpi run` sets this variable, because it restarts the ranks after a loss;
-    without a restart, the copies would never be used."""
+    """Return the object that copies the training state to the memory of the nodes. Every rank must
+    call this function. Return None if the configuration does not ask for copies, or if the
+    environment variable with their folder is not set. Only `ptdmpi run` sets this variable, because
+    it restarts the ranks after a loss; without a restart, the copies would never be used."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):
@@ -213,8 +213,9 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log. Set `journal.rates`, which computes tokens and FLOPs per
-    second.
+    """Write the first lines of the log. If `resumed_live` is True, the run continues after a loss
+    of ranks, and most of these lines are left out. Also set `journal.rates`, which computes tokens
+    and FLOPs per second.
     """
     journal = parts.journal
     vocab_size = parts.feed.vocab_size

@@ -80,8 +80,8 @@ class Saving:
         return due
 
     def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
-        """Copy the state to the memory of the nodes. If this fails, print a warning and
-        continue."""
+        """Copy the state after `step` to the memory of the nodes. If `verified` is False, first
+        verify the state. If the copy fails, print a warning and continue."""
         if not verified:
             self.verify()
         why = copies.keep(step)

@@ -408,8 +408,9 @@ class Judge:
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
     def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
-        """Print a line after the user's first signal. After the second signal, decide to stop the
-        job at once."""
+        """Handle signal `number` of `rank`, which arrived at the time `came_s`. After the first
+        signal of the user, print a line. After the second signal, decide to stop the job at
+        once."""
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s

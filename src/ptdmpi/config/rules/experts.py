@@ -197,8 +197,8 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # no data rank has a gradient of its own tokens alone: the gradient of an expert comes from
         # the tokens of several data ranks, even before the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
-    # data ranks would answer different questions, so they would not call the exchange of the
-    # experts' tokens equally often
+    # when tasks are evaluated during training, data ranks answer different questions, so they would
+    # not call the exchange of the experts' tokens equally often
     yield from _sending(sections)
 
 

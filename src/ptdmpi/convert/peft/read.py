@@ -259,8 +259,8 @@ def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, 
 def _modules(
     model: ModelConfig, tensors: Mapping[str, Tensor], method: Literal["lora", "ia3"]
 ) -> Iterator[_Module]:
-    """Yield the modules that have adapters in the file. Raise InputError for an adapter that does
-    not fit the model."""
+    """Yield the modules that have adapters of the kind `method` among the file's `tensors`. Raise
+    InputError for an adapter that does not fit the model."""
     family = family_for(model)
     every = AdaptConfig.model_validate({"method": method, "targets": ("*",)})
     ends = ("lora_A.weight", "lora_B.weight") if method == "lora" else ("ia3_l",)
@@ -275,7 +275,8 @@ def _modules(
 def _require_fit(
     model: ModelConfig, place: AdapterPlace, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
-    """Raise InputError if the tensors of an adapter do not fit the linear layer that it changes."""
+    """Raise InputError if the shapes of the adapter's tensors `names` do not fit the linear layer
+    that the adapter changes."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     own = place.rows.stop - place.rows.start

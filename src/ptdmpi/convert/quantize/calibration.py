@@ -102,7 +102,7 @@ class Calibration:
 
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Add X^T X to the sum that belongs to a linear layer; X is the input of the linear layer.
+    """Add X^T X to the sum `sums[name]` of the linear layer `name`; X is the input of this layer.
     PyTorch calls this function as a hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()

@@ -45,8 +45,8 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _kinds(timeline: Timeline, chunks: Chunks) -> dict[tuple[str, int], int]:
-    """Return a dict: (kind of span, shade) -> number of its entry in the legend. In the legend, ops
-    come before other spans."""
+    """Return a dict: (kind of span, shade) -> number of its entry in the legend. The shade of an op
+    depends on its model chunk. In the legend, ops come before other spans."""
     drawn = {(span.kind, chunks.shade_of(span)) for span in timeline.spans}
     order = [*(kind.span for kind in OP_KINDS.values()), *OTHER_SPANS]
     ordered = sorted(drawn, key=lambda pair: (order.index(pair[0]), pair[1]))

@@ -39,8 +39,9 @@ def fingerprint(manifest: Manifest) -> str:
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
-    weights. Raise InputError if there is no checkpoint, or if the matrices of the checkpoint do not
-    have the quantized format `form`. If `form` is None, any format is accepted."""
+    weights. Raise InputError if there is no checkpoint, or if the matrices of the checkpoint are
+    not quantized in the format `form`. If `form` is None, they may have any format, or not be
+    quantized."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -89,7 +90,7 @@ def take_base(
     parameters of the head that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base model's tokenizer, or None if the caller does not
-    know the hash. It is used only if the checkpoint does not record its tokenizer. Raise
+    know it. This argument is used only if the checkpoint does not record its tokenizer. Raise
     InputError, on every rank, if the checkpoint cannot be used.
     """
     path = Path(course.config.adapt.base)

@@ -39,12 +39,12 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# Data is written in chunks of this size. A chunk then stays in the processor's cache from the
-# computation of its checksum until it is written.
+# Data is written in chunks of this number of bytes. Such a chunk stays in the processor's cache
+# from the computation of its checksum until it is written.
 CHUNK_BYTES = 1 << 20
-# The bytes that a rank needs from a file may have gaps between them. A gap of up to this size is
-# read, too: the disk reads complete blocks anyway, so a separate read call that skips the gap would
-# not be faster. A larger gap is skipped by a separate read call.
+# The bytes that a rank needs from a file may have gaps between them. A gap of up to this number of
+# bytes is read, too: the disk reads complete blocks anyway, so two read calls that skip the gap
+# would not be faster. Larger gaps are skipped.
 GAP_BYTES = 4096
 
 
@@ -214,9 +214,9 @@ class Reader:
                 place[...] = values
 
     def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
-        """Fill `target` with the mean of the tensors `names`. As in a training run, the tensors are
-        summed in the order of the replicas, in their own data type, and the sum is divided by their
-        number."""
+        """Fill `target` with the slice `wanted` of the mean of the tensors `names`, one tensor for
+        each replica. As in a training run, they are summed in the order of the replicas, in their
+        own data type, and the sum is divided by the number of replicas."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
         own = np.empty_like(total)
         for name in names:
@@ -254,8 +254,8 @@ class Reader:
         target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
-        """Read piece `number` only to compare it with its checksum. Raise Damaged if the checksum
-        does not match."""
+        """Read piece `number`, and compare it with its checksum; its values are not returned. Raise
+        Damaged if the checksum does not match."""
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
@@ -283,8 +283,9 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Read the part `common` of a piece into `values`. This part is stored as several runs of
-        consecutive bytes. Small gaps between the runs are read, too; larger gaps are skipped."""
+        """Read the part `common` of a piece into `values`. In the file, `common` consists of
+        several runs of consecutive bytes. Small gaps between the runs are read, too; larger gaps
+        are skipped."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
         # `cut` is the last dim that is not read completely. For each index of the dims before

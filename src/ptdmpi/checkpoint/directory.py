@@ -139,10 +139,11 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Rename all checkpoints in the run directory that are not part of the history of the run. Such
-    checkpoints exist if the run has begun from an earlier checkpoint of its own, or from a
-    checkpoint of another run. Also record the checkpoint `source` that the run continues, and the
-    path `named` that the user gave, because that path may mean another checkpoint later.
+    """Rename all checkpoints in the run directory that are not part of the history of the run.
+    There are such checkpoints if the run begins anew, resumes from an earlier checkpoint of its
+    own, or begins from a checkpoint of another run. Also record the checkpoint `source` that the
+    run continues, and the path `named` that the user gave, because that path may mean another
+    checkpoint later.
 
     Without the renaming, the next start would resume from the abandoned checkpoint with the highest
     step. If `source` is in this directory, `source` and all earlier checkpoints keep their names.
@@ -204,8 +205,8 @@ def superfluous(
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
     """Yield the checkpoints that may be removed. The other checkpoints are kept: damaged or
-    incomplete ones, the newest `keep` complete ones, the checkpoints at multiples of `keep_every`
-    steps, and the checkpoints in `spared`. If `keep` is 0, no checkpoint may be removed."""
+    incomplete ones, the `keep` newest complete ones, those whose step is a multiple of
+    `keep_every`, and those in `spared`. If `keep` is 0, no checkpoint may be removed."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:

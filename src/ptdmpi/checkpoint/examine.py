@@ -26,7 +26,7 @@ from ptdmpi.checkpoint.manifest import (
 )
 from ptdmpi.config import InputError
 
-# Two tensors are compared block by block; a block has this number of bytes.
+# Two tensors are compared block by block; this is the size of a block in bytes.
 SLAB_BYTES = 1 << 25
 
 

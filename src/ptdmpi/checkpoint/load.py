@@ -50,13 +50,13 @@ def load(
     """Load a checkpoint and return its manifest, or the reason why it cannot be read. The result is
     the same on every rank.
 
-    If replicas differ, each replica continues from its own values. There are two exceptions, in
-    which all replicas continue from the mean of the replicas: the checkpoint contains only the
-    mean, or the number of replicas has changed and `mean` is True. If `whole` is False, a node
-    needs only the files of the checkpoint that its ranks read, not all files. If the checkpoint is
-    damaged, the state is undefined afterwards, and another checkpoint must be loaded. Raise
-    SharedInputError if the checkpoint is undamaged but belongs to another model, or if the function
-    `judge` refuses the checkpoint.
+    If replicas differ, each replica continues from its own values. In two cases, all replicas
+    instead continue from the mean of the stored replicas: the checkpoint contains only the mean, or
+    the number of replicas has changed and `mean` is True. If `whole` is False, each node needs to
+    have only the files of the checkpoint that its own ranks read. If the checkpoint is damaged, the
+    state is undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if
+    the checkpoint is undamaged but belongs to another model, or if the function `judge` refuses the
+    checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -112,8 +112,8 @@ def load_tensors(
     function `read` returns the manifest of a directory. If the checkpoint lacks tensors that the
     data-parallel method stores, these tensors get the values that they have at the beginning of a
     new run. `head` has the names of the parameters of a task head; a parameter of the head that the
-    checkpoint lacks keeps its initial value (see `drawn`). With a head, the model may have fewer
-    learned positions than the checkpoint; then only the first positions are loaded.
+    checkpoint lacks keeps its initial value (see `drawn`). If `head` is not empty, the model may
+    have fewer learned positions than the checkpoint; the first positions are then loaded.
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
     whole piece compares the piece with its checksum. If a run with another layout has written the

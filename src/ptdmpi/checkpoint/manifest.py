@@ -96,10 +96,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said` has the entries of the manifest about the origin of the
-    tensors, as JSON: the progress, the section [model] of the configuration, and further entries
-    about the run. `files` has the size of each file in bytes. `tensors` maps the names of the
-    tensors in the training state, such as `weights/NAME`, to the tensors.
+    """The content of a checkpoint. `said` has the entries of the manifest that describe where the
+    tensors come from, as JSON: the progress, the section [model] of the configuration, and further
+    entries about the run. `files` has the size of each file in bytes. `tensors` maps the names of
+    the tensors in the training state, such as `weights/NAME`, to the tensors.
     """
 
     progress: Progress
@@ -135,8 +135,8 @@ class Manifest:
 
     def as_weights(self, kind: str) -> "Manifest":
         """Return a manifest with only the tensors of the given `kind`, such as the moving average
-        of the weights. They have the names of the weights, so that they are read in place of the
-        weights. Raise InputError if the checkpoint has no tensors of this kind."""
+        of the weights. These tensors are given the names of the weights, so that they are read in
+        place of the weights. Raise InputError if the checkpoint has no tensors of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -166,9 +166,9 @@ class Manifest:
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Return the description of a float32 tensor of full shape for each quantized weight, by
-        the name with which its dequantized values can be read. The descriptions have no pieces,
-        because no file contains the dequantized values."""
+        """Return, for each quantized weight, the description of its dequantized values: a float32
+        tensor of full shape. The result is a dict by the name under which these values can be read.
+        The descriptions have no pieces, because no file contains the dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -187,8 +187,8 @@ class Manifest:
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor with this name. If the name stands for the mean of the replicas, return
-        the tensor of the first replica. Return None if the checkpoint has no such tensor."""
+        """Return the tensor with this name. If the name is that of a mean of replicas, return the
+        tensor of the first replica. Return None if the checkpoint has no such tensor."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)
 

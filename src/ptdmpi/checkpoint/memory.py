@@ -10,8 +10,8 @@ node is lost. `ptdmpi run` chooses the folder and removes it at the end.
 
 A copy is made in two phases. First every rank writes its file, and sends the file to the next node.
 When all ranks have reported success, each node writes the manifest, which makes the copy valid.
-When all nodes have reported success, the previous copy is removed. Once the first copy is made,
-there is therefore a complete copy at any time.
+When all nodes have reported success, the previous copy is removed. After the first copy there is
+therefore a complete copy at any time.
 """
 
 import contextlib
@@ -86,8 +86,9 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # `find` sets these two attributes: the copies on each node, in the entry of the rank that
-        # leads the node; and the name of the newest complete copy
+        # `find` sets these two attributes. `_holdings` has an entry for each rank: the copies on
+        # its node if the rank leads the node, otherwise {}. `_found` is the name of the newest
+        # complete copy.
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -179,9 +180,9 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the newest complete copy, which an earlier call of `find` has determined (see the
-        function `load`). If a node lacks files that its ranks need, another node sends them. Return
-        the manifest, or the reason why the copy cannot be read."""
+        """Load the copy that the last call of `find` has found, by the function `load`. If a node
+        lacks files that its ranks need, another node sends them. Return the manifest, or the reason
+        why the copy cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -200,7 +201,8 @@ class MemoryCopies:
         )
 
     def _text(self, name: str) -> str:
-        """Return the manifest of a copy, from the first node that has it."""
+        """Return the text of the manifest of the copy `name`, from the first node that has this
+        manifest; "" if no node has it."""
         return _first(held[name].manifest for held in self._holdings if name in held)
 
     def _holder(self, name: str, file: str, size: int) -> int | None:

@@ -17,8 +17,8 @@ from ptdmpi.model.state import State
 class OutgoingState:
     """The part of the state that this rank writes to the disk.
 
-    `parts` are slices of the state, as views of its tensors. The slices are the same in every save,
-    because the layout and the ranks that write each slice do not change.
+    `parts` are slices of the state, as views of its tensors. They are the same in every save,
+    because neither the layout nor the assignment of slices to ranks changes.
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
@@ -82,8 +82,8 @@ class OutgoingState:
 
     def _on_host(self, values: Tensor) -> Array:
         """Return the slice `values` as an array on the host. A slice on a device is copied into
-        page-locked memory. The writer requests one slice after another, so the memory of a slice
-        that is already written can be used again."""
+        page-locked memory. The writer requests one slice after the other, so this memory can be
+        used again once the slice is written."""
         self.state.let_go()
         # the slice is already on the host, so do not wait for the device
         if values.device.type == "cpu":

@@ -21,10 +21,10 @@ from ptdmpi.plan.shape import parameters
 class Resumption:
     """The start of a run from a checkpoint. Every rank calls every method.
 
-    If `checkpoint.resume` names a checkpoint, and an earlier start has already resumed from it,
-    this start resumes from the run's own newest checkpoint instead. `followed` is then the named
-    checkpoint. `mean_of` is the number of replicas that the checkpoint stores separately, if the
-    run continues from the mean of these replicas; otherwise 0.
+    If `checkpoint.resume` names a checkpoint, but an earlier start has already resumed from it and
+    has saved a checkpoint since then, this start resumes from the run's own newest checkpoint. In
+    this case, `followed` is the named checkpoint. `mean_of` is the number of replicas that the
+    checkpoint stores separately, if the run continues from the mean of these replicas; otherwise 0.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Resumption:
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all
-        checkpoints are damaged. A new run would overwrite them, and it may be possible to repair
-        them.
+        checkpoints are damaged. The run does not begin anew in this case, because it would
+        overwrite checkpoints that can perhaps be repaired.
         """
         if wanted == "never":
             self.retention.branch_from(None)
@@ -112,7 +112,8 @@ class Resumption:
         return loaded.progress
 
     def _names_another(self, wanted: str) -> bool:
-        """Return True if `wanted` is a path from which this run has not resumed yet."""
+        """Return True if `wanted` is the path of another run or checkpoint, from which this run has
+        not resumed yet."""
         return wanted != "auto" and not self._is_own(wanted) and not self._went_on_from(wanted)
 
     def _newest_own(self, wanted: str) -> int:

@@ -105,16 +105,16 @@ class Checkpoints:
         self.config = course.config.checkpoint
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
-        # a function that returns further entries for each manifest, as JSON; a user's program may
-        # replace it
+        # a function that returns further entries for the manifest, as JSON; a user's program may
+        # replace this function
         self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # there is only one thread, so that rank 0 publishes a checkpoint after it has written its
-        # own file
+        # only one thread: on rank 0, a checkpoint is published after this rank's own file is
+        # written
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
@@ -267,8 +267,9 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Return True if all ranks have written their files. The first call that finds all files
-        written makes the thread of rank 0 begin to publish the checkpoint."""
+        """Return True if all ranks have written their files; if `wait` is True, wait for the files.
+        The first call that returns True makes the thread of rank 0 begin to publish the
+        checkpoint."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):

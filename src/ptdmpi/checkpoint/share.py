@@ -33,12 +33,12 @@ def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
     """Divide slices among `holders` ranks, each of which has a copy of all of them. `place` is the
-    number of one of these ranks. Yield (number of a slice, range of its rows) for all rows that
-    this rank writes. `shapes` has the shapes of the slices.
+    number of this rank among them, from 0. Yield (number of a slice, range of its rows) for all
+    rows that this rank writes. `shapes` has the shapes of the slices.
 
     The bytes of all slices, one slice after the other, form one sequence. The sequence is cut into
-    `holders` equal sections, one for each rank. A row (an index of dim 0) is written by the rank in
-    whose section it begins. A slice of at most WHOLE_BYTES is not cut; the rank in whose section it
+    `holders` equal sections, one for each rank. A rank writes each row (index of dim 0) that begins
+    in its section. A slice of at most WHOLE_BYTES is not cut: the rank in whose section the slice
     begins writes the whole slice.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes

@@ -42,8 +42,8 @@ def fold(
 
 
 def query_factor(model: ModelConfig) -> float:
-    """Return the factor by which muP multiplies the products of queries and keys, compared with the
-    same model without muP."""
+    """Return the factor of muP for the products of queries and keys: the scale of the products with
+    muP, divided by their scale in the same model without muP."""
     plain = model.model_copy(update={"mup_base_head_size": 0})
     return model.attention_scale / plain.attention_scale
 

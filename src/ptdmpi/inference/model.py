@@ -2,7 +2,7 @@
 
 The ranks with the same data rank have one complete model, divided over the tensor axis and the
 pipeline axis. Different groups of ranks, each with one complete model, compute different batches.
-The model has no gradients, optimizer or schedule: each stage sends its activations to the next
+There are no gradients, no optimizer and no schedule: each stage sends its activations to the next
 stage, and then computes its next batch. The weights of the model are loaded from the checkpoint of
 a run or of a conversion.
 """
@@ -94,8 +94,8 @@ class InferenceModel:
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """Return the `value` of the rank for which `decides` is True. All ranks of this model
-        return the same value."""
+        """Return, on all ranks of this model, the `value` of the rank for which `decides` is
+        True."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -178,8 +178,8 @@ class InferenceModel:
         """Return the logits of the next token, float32 [sequences, vocabulary], on the last stage;
         None on other stages.
 
-        The ids are [positions, sequences]. In each sequence, the next token follows the id at index
-        `last` [sequences]. All ids are added to the cache.
+        The ids are [positions, sequences]. `last` [sequences] has, for each sequence, the index of
+        its last id, which the next token follows. All ids are added to the cache.
         """
         x = self.hidden(ids, cache)
         if x is None or self._head is None:

@@ -61,8 +61,8 @@ class StoredModel:
     def trained_on(self) -> TrainedOn | None:
         """Return the data that the weights were trained on, or None if this data is unknown.
 
-        The data is unknown if an older version or another program wrote the weights. Raise
-        InputError for a damaged manifest.
+        The data is unknown if an older version of ptdmpi, or another program, wrote the weights.
+        Raise InputError for a damaged manifest.
         """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
 
@@ -96,8 +96,8 @@ class StoredModel:
 
     @property
     def began(self) -> Path | None:
-        """Return the path of the model from which the training run began: the base model of the
-        adapters, or the initial model.
+        """Return the path of the model from which the training run began: the base model, if the
+        run trained adapters, or otherwise the initial model.
 
         The result is None if the run began from random weights.
         """

@@ -66,7 +66,8 @@ class Text:
         return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text that the ids `ids` add if they follow the ids `before`.
+        """Return the text that the ids `ids` add to the text of the ids `before`, which they
+        follow.
 
         If `ids` were decoded alone, some tokenizers would leave out a space at the beginning.
         """
@@ -121,10 +122,11 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
 
 
 def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
-    """Return the id that marked the end of a document when the model was trained.
+    """Return the id that marks the end of a document in the data on which the model was trained.
 
-    The shards record the id. The tokenizer's own id is used only if there are no shards, because
-    the files that define it may have changed since the shards were made.
+    The shards of the data record this id. The tokenizer's own id is used only if there are no
+    shards, because the files that define the tokenizer's id may have changed since the shards were
+    made.
     """
     try:
         header = shard_header(stored)

@@ -1,5 +1,5 @@
-"""The tokenizer of a stored model. The shards on which the model was trained name the tokenizer. A
-converted model has its own tokenizer file."""
+"""The tokenizer of a stored model. The headers of the token shards on which the model was trained
+name the tokenizer. A converted model has its own tokenizer file."""
 
 import hashlib
 from collections.abc import Iterator
@@ -62,7 +62,8 @@ def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
 
 
 def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
-    """Return the file of the tokenizer that made a shard of the model.
+    """Return the file of the tokenizer that encoded a shard of the model's training data. `header`
+    is the header of this shard.
 
     Raise InputError if no file with the SHA-256 of this tokenizer is found.
     """
@@ -78,7 +79,8 @@ def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
 
 
 def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
-    """Yield the paths at which the tokenizer of a shard may be, the most likely first."""
+    """Yield the paths at which the tokenizer of a shard of training data may be, the most likely
+    first."""
     folders = [stored.path]
     kept = kept_files(stored)
     if kept is not None:

@@ -1,4 +1,4 @@
-"""A torch data set of the samples in token shards."""
+"""A data set of torch (torch.utils.data.Dataset) with the samples in token shards."""
 
 from pathlib import Path
 

@@ -20,6 +20,7 @@ DECODERS = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
     "olmoe": "Olmoe",
+    "deepseek_v3": "DeepseekV3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma2": "Gemma2",
@@ -62,6 +63,9 @@ def with_large_weights(made):
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return made
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ptdmpi.comm.world import World
@@ -18,6 +19,7 @@ from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import open_model
+from tests import _stored
 from tests._engines import logits_of, microbatches
 from tests._layers import difference
 from tests.convert._hugging_face import V, model, saved
@@ -25,6 +27,28 @@ from tests.convert.test_adapters import asked, engine_over, kept
 from tests.convert.test_convert import contents
 from tests.parallel import parallel
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4,
+}
 CASES = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "mixtral-window-sharded": (
@@ -43,6 +67,11 @@ CASES = {
             "norm_topk_prob": True,
             "moe_intermediate_size": 24,
         },
+    ),
+    "deepseek": ("deepseek_v3", {**LATENT, "attention_bias": True, "v_head_dim": 10}),
+    "deepseek-yarn": (
+        "deepseek_v3",
+        {**LATENT, "rope_parameters": YARN, "norm_topk_prob": False, "shard": "15KB"},
     ),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-dense-layers": (
@@ -67,7 +96,8 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     done = from_hf(source, tmp_path / "ours")
     theirs = model(family, **{k: v for k, v in changes.items() if k != "shard"})
     assert done.difference < 1e-5
-    assert done.parameters == theirs.num_parameters()
+    biases = [x for name, x in theirs.named_buffers() if name.endswith("correction_bias")]
+    assert done.parameters == theirs.num_parameters() + sum(x.numel() for x in biases)
     ours = open_model(tmp_path / "ours").config().model
     assert (ours.experts, ours.experts_per_token) == (
         theirs.config.num_local_experts,
@@ -77,7 +107,9 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     assert contents(tmp_path / "back") == contents(source)
 
 
-@pytest.mark.parametrize("case", ["mixtral-window-sharded", "qwen3", "qwen3-dense-layers", "olmoe"])
+@pytest.mark.parametrize(
+    "case", ["mixtral-window-sharded", "qwen3", "qwen3-dense-layers", "olmoe", "deepseek-yarn"]
+)
 def test_the_reference_is_transformers(tmp_path, case):
     """The reference of the self-check computes the same as their own code."""
     family, changes = CASES[case]
@@ -91,6 +123,50 @@ def test_the_reference_is_transformers(tmp_path, case):
         (logits,) = FORWARD[family](theirs.config.to_dict(), tensors.__getitem__, Question(ids))
         expected = theirs(ids).logits
     assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_transformers_loads_a_deepseek_of_our_own(tmp_path):
+    keys = {
+        "kind": "deepseek",
+        "head_size": 12,
+        "rope_head_size": 4,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_hidden": 16,
+        "shared_experts": 1,
+        "dense_layers": 1,
+        "router": "sigmoid",
+        "rope_scaling": "yarn",
+        "rope_attention_factor": 1.0,
+        "rope_mscale": 0.7,
+        "tie_embeddings": False,
+    }
+    run = _stored.stored(tmp_path / "run", V, **keys)
+    done = to_hf(run, tmp_path / "hf")
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert done.difference < 1e-5 and not any(info.values()), info
+    assert from_hf(tmp_path / "hf", tmp_path / "again").difference < 1e-6
+    again = open_model(tmp_path / "again").config().model
+    assert {key: getattr(again, key) for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"rope_interleave": False}, "rope_interleave = False is not supported; legal: True"),
+        ({"q_lora_rank": None}, "q_lora_rank = null .* is not supported"),
+    ],
+)
+def test_another_deepseek_is_refused(tmp_path, keys, line):
+    source = saved(tmp_path / "hf", "deepseek_v3", **LATENT)
+    file = source / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    with pytest.raises(InputError, match=line):
+        from_hf(source, tmp_path / "ours")
 
 
 def test_dense_layers_that_are_not_the_first_are_refused(tmp_path):

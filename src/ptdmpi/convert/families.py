@@ -10,6 +10,7 @@ from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.decoders import DECODERS, decoder_for
+from ptdmpi.convert.deepseek.family import FAMILY as DEEPSEEK_V3
 from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
@@ -223,6 +224,7 @@ FAMILIES = {
         tasks={"classification": ("GPT2ForSequenceClassification", "score")},
     ),
     **DECODERS,
+    DEEPSEEK_V3.model_type: DEEPSEEK_V3,
     "bert": BERT,
     "megatron-bert": MEGATRON_BERT,
 }
@@ -246,6 +248,8 @@ def family_for(model: ModelConfig) -> Family:
     the family's `config` raises InputError."""
     if model.masked:
         return FAMILIES["bert" if model.block_norm == "post" else "megatron-bert"]
+    if model.latent:
+        return DEEPSEEK_V3
     if model.norm == "rmsnorm":
         return decoder_for(model)
     return FAMILIES["gpt2"]

@@ -53,7 +53,8 @@ class Family:
     to the tensor that it repeats. If the head is not tied and the two tensors differ, only the
     repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps each
     such key to the tensor that exists if the key is true. `renamed` maps the ends of names in old
-    files to the ends in newer files. `tasks` maps a kind of task to the class in `transformers`
+    files to the ends in newer files. `parameters` maps the last part of a parameter's name to
+    another last part in `transformers`. `tasks` maps a kind of task to the class in `transformers`
     that has a head for the task, and to the linear layer of that head.
     """
 
@@ -67,6 +68,7 @@ class Family:
     again: Mapping[str, str] = field(default_factory=dict)
     told_by: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -186,13 +188,14 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
         modules = family.modules[numbered.name]
         shape = declaration.shape
         sizes: Sequence[int] = (shape[0],)
-        if declaration.split is not None and len(modules) > 1:
-            sizes = declaration.split.parts
+        if len(modules) > 1:
+            split = declaration.split
+            sizes = declaration.parts if split is None else split.parts
         transposed = family.transposed and "{i}" in numbered.numbers and len(shape) == 2
         start = 0
         for theirs, size in zip(modules, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)
-            base = numbered.filled(f"{theirs}.{kind}")
+            base = numbered.filled(f"{theirs}.{family.parameters.get(kind, kind)}")
             yield Counterpart(
                 ours=name,
                 whole=shape,

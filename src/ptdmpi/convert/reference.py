@@ -9,10 +9,13 @@ The tests compare these passes with `transformers`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ptdmpi.convert.deepseek.reference import expert_shares, latent_attention
 
 Get = Callable[[str], Tensor]  # a function that returns the tensor with a name (without prefix)
 Json = Mapping[str, Any]
@@ -121,6 +124,8 @@ def _self_attention(
     `x` [prompts, tokens, hidden]."""
     kind = config["model_type"]
     name = f"layers.{layer}.self_attn"
+    if kind == "deepseek_v3":
+        return latent_attention(config, get, norm, partial(_rotated, config), name=name, x=x)
     heads = config["num_attention_heads"]
     # the defaults in `transformers`
     grouped = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma2": 4}
@@ -194,6 +199,8 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 def _has_experts(config: Json, layer: int) -> bool:
     """Return True if layer number `layer` has experts."""
+    if config["model_type"] == "deepseek_v3":
+        return layer >= config["first_k_dense_replace"]
     if not config.get("num_local_experts", config.get("num_experts")):
         return False
     every = config.get("decoder_sparse_step", 1)
@@ -210,12 +217,17 @@ def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
         name = name.replace(".mlp", ".block_sparse_moe")
         normalizes = True
         linears = ("w1", "w2", "w3")
-    shares = _linear(get, f"{name}.gate", x, False).softmax(-1)
-    least = shares.topk(config["num_experts_per_tok"]).values[..., -1:]
-    shares = shares * (shares >= least)
-    if normalizes:
-        shares = shares / shares.sum(-1, keepdim=True)
     y = torch.zeros_like(x)
+    if config["model_type"] == "deepseek_v3":
+        shares = expert_shares(config, get, name, x)
+        if config["n_shared_experts"]:
+            y = _gated_mlp(config, get, f"{name}.shared_experts", x)
+    else:
+        shares = _linear(get, f"{name}.gate", x, False).softmax(-1)
+        least = shares.topk(config["num_experts_per_tok"]).values[..., -1:]
+        shares = shares * (shares >= least)
+        if normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
     for number in range(shares.shape[-1]):
         w1, w2, w3 = (get(f"{name}.experts.{number}.{each}.weight") for each in linears)
         gate = x @ w1.t()
@@ -425,7 +437,9 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), decoder),  # the decoders with experts
+    **dict.fromkeys(
+        ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), decoder
+    ),  # the decoders with experts
     "bert": bert,
     "megatron-bert": bert,
 }

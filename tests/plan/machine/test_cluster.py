@@ -72,6 +72,7 @@ ROUNDED = {
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
     "deepseek-moe-16b": 16.4,
+    "deepseek-v3": 671.0,
     "mixtral-8x7b": 46.7,
     "mixtral-8x22b": 141.0,
     "qwen3-30b-a3b": 30.5,
@@ -100,6 +101,7 @@ def test_preset_has_the_published_number_of_parameters(name):
 # section 5.1, and the model cards
 ACTIVE = {
     "deepseek-moe-16b": 2.8,
+    "deepseek-v3": 37.0,
     "mixtral-8x7b": 12.9,
     "mixtral-8x22b": 39.0,
     "qwen3-30b-a3b": 3.3,

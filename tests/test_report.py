@@ -103,7 +103,7 @@ def test_pictures_elsewhere(run, tmp_path_factory, monkeypatch):
 def test_a_damaged_timeline_is_named(run):
     (path,) = (run / "timeline").iterdir()
     path.write_text("{}")
-    with pytest.raises(InputError, match=r"step-00000002\.json: this is no timeline"):
+    with pytest.raises(InputError, match=r"step-00000002\.json: this is not a timeline"):
         report.read(run)
 
 

@@ -60,7 +60,7 @@ def test_grid(place, new):
 @new_axis
 def test_its_name_in_the_order_makes_its_size_legal(place, new):
     """The first of the two places to touch: `grid_of` hands the size to `training_grid`."""
-    with pytest.raises(ValueError, match=f'"{NEW}" is no axis'):
+    with pytest.raises(ValueError, match=f'"{NEW}" is not an axis'):
         training_grid(**{NEW: new})
     rows = list(AXES.items())
     rows.insert(place, (NEW, Axis()))

@@ -78,7 +78,7 @@ def test_damage_is_named_and_the_page_stays(tmp_path):
     followed._rest_until = 0.0
     news = followed.news()
     (warning,) = news["head"]["warnings"]
-    assert "this is no timeline" in warning and news["content"]["charts"]
+    assert "this is not a timeline" in warning and news["content"]["charts"]
     (run / "timeline/step-00000001.json").unlink()
     (run / "config.toml").write_text("[run\n")
     followed._rest_until = 0.0

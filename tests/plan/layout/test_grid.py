@@ -140,10 +140,10 @@ def test_what_is_outside_the_grid_is_refused():
     with pytest.raises(ValueError, match="outside"):
         grid.rank({"tensor_slice": 0})
     with pytest.raises(
-        ValueError, match='"size" is no axis: tensor_expert, tensor_slice, context_expert, cont'
+        ValueError, match='"size" is not an axis: tensor_expert, tensor_slice, context_expert, cont'
     ):
         grid.group(0, "size")
-    with pytest.raises(ValueError, match='"experts" is no axis'):
+    with pytest.raises(ValueError, match='"experts" is not an axis'):
         training_grid(experts=2)
     with pytest.raises(InputError, match="data parallel size 0"):
         Grid({"data": 0})

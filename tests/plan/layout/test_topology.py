@@ -159,10 +159,10 @@ def test_a_file_is_known_by_its_edges(tmp_path):
 
 
 WRONG = {
-    "0 1\n1 x": r"line 2: '1 x' is no edge; legal: \"0 1\"",
-    "0": r"line 1: '0' is no edge",
+    "0 1\n1 x": r"line 2: '1 x' is not an edge; legal: \"0 1\"",
+    "0": r"line 1: '0' is not an edge",
     "0 1 2 3": r"line 1: '0 1 2 3' has 4 columns",
-    "0 1 nan": r"line 1: '0 1 nan' is no edge",
+    "0 1 nan": r"line 1: '0 1 nan' is not an edge",
     "0 1\n1 3": r"line 2: '1 3': there is no data rank 3 of d = 3; legal: 0 to 2, or",
     "0 1\n-1 2": r"there is no data rank -1",
     "0 1\n2 2": r"line 2: '2 2': a rank has no edge to itself",

@@ -194,7 +194,7 @@ def test_a_preset_with_sizes_of_ones_own():
     assert load_model("gpt3-125m,V=7").vocab_size == 7
     with pytest.raises(InputError, match='did you mean "llama-65b"'):
         load_model("llama-65,s=8192")
-    with pytest.raises(InputError, match='"tall" is no size'):
+    with pytest.raises(InputError, match='"tall" is not a size'):
         load_model("llama-65b,tall")
 
 
@@ -217,7 +217,7 @@ def test_sizes_in_letters_and_in_words():
         ("l=2,h=64,a=8,layer=3", 'layer is not a key; did you mean "layers"'),
         ("l=two,h=64,a=8", "layers = 'two'"),
         ("l=2,h=64,a=8,V=0", "at least 1"),
-        ("l=2,h", '"h" is no size'),
+        ("l=2,h", '"h" is not a size'),
     ],
 )
 def test_bad_models_are_refused(text, word):

@@ -165,5 +165,5 @@ def test_a_new_kind_of_op_is_a_row(p, m, tmp_path):
 
 
 def test_what_has_no_row_is_no_op():
-    with pytest.raises(ValueError, match="is no op"):
+    with pytest.raises(ValueError, match="is not an op"):
         Op.parse("X0.0")

@@ -127,7 +127,7 @@ def test_ops_print_and_parse(kind, stage, microbatch):
     "text", ["", "F2", "X2.0", "F2.0 ", "F-1.0", "f2.0", "F2.0->3", "F\u00b2.0"]
 )
 def test_other_text_is_no_op(text):
-    with pytest.raises(ValueError, match="is no op"):
+    with pytest.raises(ValueError, match="is not an op"):
         Op.parse(text)
 
 

@@ -89,7 +89,7 @@ def test_json_round_trip():
     ],
 )
 def test_other_text_is_no_timeline(text):
-    with pytest.raises(InputError, match="no timeline"):
+    with pytest.raises(InputError, match="not a timeline"):
         Timeline.from_json(text)
 
 

@@ -24,7 +24,9 @@ def default_batch(model: str) -> int:
     """
     preset, keys = preset_and_keys(model)
     if preset is None:
-        raise InputError(f"give --batch, sequences per step: none is published of model {model}")
+        raise InputError(
+            f"give --batch (sequences per step): no batch is published for model {model}"
+        )
     published = recipe(preset)["batch"].get("global_size")
     if published is not None and "seq_length" not in keys:
         return published

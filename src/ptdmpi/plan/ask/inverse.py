@@ -1,4 +1,4 @@
-"""Three computations about a training: its duration from its speed, its speed from a published
+"""Three computations about a training run: its duration from its speed, its speed from a published
 duration, and the best model size for a budget of FLOPs."""
 
 import math
@@ -168,8 +168,8 @@ def size_answer(flops: float) -> Reply:
     span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
     curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
     return Reply(
-        short=f"{flops:.3g} FLOPs train best {short(best)} parameters on "
-        f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
+        short=f"With {flops:.3g} FLOPs, train {short(best)} parameters on "
+        f"{short(TOKENS_PER_PARAMETER * best)} tokens: 20 tokens per parameter.",
         rows=rows,
         numbers={
             "flops": flops,
@@ -189,7 +189,7 @@ def size_answer(flops: float) -> Reply:
             )
         ],
         notes=(
-            "Hoffmann et al. 2022: Table 3 has 20 tokens a parameter; the fit of their equation 10 "
-            f"alone would have {short(fitted)}",
+            "Hoffmann et al. 2022: Table 3 has 20 tokens per parameter; the fit of their equation "
+            f"10 alone gives {short(fitted)} parameters",
         ),
     )

@@ -44,9 +44,10 @@ def distant(cluster: Cluster, times: float) -> Cluster:
 
 
 class TieredTimes(StepTimes):
-    """The times of steps, in seconds, on a network of two tiers. `taper` is (number of nodes of a
-    pod, factor). Messages within a pod have the rates of the cluster file, and messages between
-    pods have these rates divided by the factor.
+    """The times of steps, in seconds, on a network of two tiers: the nodes form pods, and the
+    network between pods is slower. `taper` is (number of nodes in a pod, factor). Messages within a
+    pod have the rates of the cluster file, and messages between pods have these rates divided by
+    the factor.
 
     All ranks wait for the slowest message. Therefore all messages between pipeline stages have the
     lower rate if the layout spans several pods, and all messages of the data axis have the lower

@@ -79,7 +79,8 @@ def answer(
     days: float | None = None,
     price: float | None = None,
 ) -> Reply:
-    """Return the answer for trainings on up to `most` ranks.
+    """Return the number of ranks, up to `most`, on which a training with `tokens` tokens is
+    cheapest.
 
     `days` is the deadline, and `price` is the price of a rank-hour; each may be None. Raises
     InputError if no layout fits, or no training ends in time.

@@ -102,8 +102,8 @@ def answer(
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", mark])
     return Reply(
         short=f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
-        f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
-        f"time counts.",
+        f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), for a goodput "
+        f"of {useful:.1%}.",
         rows=rows,
         numbers={
             "nodes": nodes,

@@ -54,10 +54,10 @@ class Behind(NamedTuple):
 class StagePlaces(NamedTuple):
     """The properties of a stage that determine the messages during its ops under ZeRO 2 or 3.
 
-    `held` is the stage's part of the model. `stays` is the number of places (embedding, layers or
-    head) whose gathered weights are still in memory when an op begins. `gathers` is the number of
-    times that DeepSpeed gathers a tensor for a microbatch.
-    """
+    `held` is the stage's part of the model. `gathers_weights` is True under ZeRO 3. `group` is the
+    shard group. `stays` is the number of places (embedding, layers or head) whose gathered weights
+    are still in memory when an op begins. `gathers` is the number of times that DeepSpeed gathers a
+    tensor for a microbatch."""
 
     held: ModelPart
     gathers_weights: bool

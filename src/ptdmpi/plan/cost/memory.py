@@ -32,7 +32,7 @@ from ptdmpi.plan.shape.parameters import frozen_layer
 # Offloaded optimizer state is read from a file and written back in blocks of this number of bytes.
 # Two blocks are in memory at the same time.
 CHUNK_BYTES = 64 * 2**20
-MOST_FLIGHTS = 10_000  # largest number of cached results
+MOST_FLIGHTS = 10_000  # largest number of results that `MemoryModel._held` caches
 
 
 # the properties of a stage that determine its memory (see `_sort`)

@@ -52,9 +52,9 @@ from ptdmpi.plan.shape.parameters import first_linear
 # averages this slice and compresses the mean again.
 SQUEEZED = ("double_squeeze", "neolithic")
 # The smallest number of values that are read and written per element. Encoding reads the gradient
-# and the memory of the error feedback, and writes this memory. Decoding a received code reads and
-# writes the sum. Decentralized steps also read and write copies of the public weights, which are
-# kept from earlier messages.
+# and the stored error of the error feedback, and writes the new error. Decoding a received code
+# reads and writes the sum. Decentralized steps also read and write copies of the public weights,
+# which are kept from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
@@ -336,7 +336,7 @@ class MethodAxis(DataAxis):
 
 class MethodTimes(StepTimes):
     """The times, in seconds, of steps with a given data-parallel method, which determines the
-    messages between replicas and the state that they keep.
+    messages between replicas and the state that each replica keeps.
 
     This class is used only to price layouts that a user gives. A search does not choose the method,
     because another method would change the training.

@@ -19,7 +19,8 @@ MOST_OPS = 100_000  # largest number of ops that are visited one by one
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The seconds of each stage's forward and backward, and of the messages for which they wait.
+    """The seconds of each stage's forward and backward, and of the messages that bring their
+    inputs.
 
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.

@@ -85,10 +85,10 @@ class Price:
 
 
 class Pricer:
-    """The computation of the prices (step time and memory) of layouts, for one model and batch on
-    one cluster. The time of kernels with the same shape is computed only once for all layouts.
-    `times` has the times of the parts of a step. `usable_bytes` is the amount of a device's memory
-    that a layout may fill."""
+    """The prices (step time and memory) of layouts, computed for one model and batch on one
+    cluster. The time of kernels with the same shape is computed only once for all layouts. `times`
+    has the times of the parts of a step. `usable_bytes` is the amount of a device's memory that a
+    layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times

@@ -1,5 +1,5 @@
-"""The times of the parts of a layout's step: its stages, the messages between them, and the work
-after the pipeline."""
+"""The times of the parts of a step in a layout: the stages, the messages between stages, and the
+work after the pipeline's last backward."""
 
 import itertools
 from collections.abc import Sequence

@@ -402,9 +402,9 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of all gradients if a host computes attention in blocks of queries:
-        those of the operands, the output and one block (with up to all keys), and a copy of output
-        gradients."""
+        """Return the working bytes of the backward if a host computes attention in blocks of
+        queries: the gradients of the operands, of the output and of one block of queries (with up
+        to all keys), and a copy of the output's gradient."""
         shape, d = core_shape(sizes), sizes.model.head_size
         block = min(QUERY_BLOCK, shape.queries)
         if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:

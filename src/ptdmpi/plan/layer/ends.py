@@ -58,8 +58,8 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a tensor-parallel rank adds the gradients of its rows at all positions, so the gradients
-        # at the other ranks' positions are gathered
+        # a tensor-parallel rank adds up the gradients of its rows of the table over all positions,
+        # so the gradients at the positions of other ranks are gathered
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -113,7 +113,7 @@ class SelectPositions(Operator):
     """Activations [local rows, hidden size] -> activations at some positions of each sequence,
     [selected positions, hidden size]. Every tensor-parallel rank gets all selected positions.
 
-    If `predicted` is True, the masked positions are selected, whose tokens the head predicts. If
+    If `predicted` is True, the masked positions, whose tokens the head predicts, are selected. If
     `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
     earlier operator is trained. `feeds_trained` is True if a trained linear layer reads the
     selected activations, so that they are kept.
@@ -312,9 +312,9 @@ class CrossEntropy(Operator):
             yield Item("loss.here", sizes.predicted, 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the logits that are converted to float32 at once. The gradient
-        overwrites the logits, but with a soft cap it is a separate tensor, whose bytes are
-        added."""
+        """Return the bytes of the chunk of logits that is converted to float32 at a time. The
+        gradient overwrites the logits. With a soft cap, the gradient is a separate tensor, whose
+        bytes are added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:

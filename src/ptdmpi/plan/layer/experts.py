@@ -135,7 +135,8 @@ class MixExperts(Operator):
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts on a rank: one row for each pair of a token and
         an expert that is chosen for it. If experts are distributed over ranks, a rank gets rows
-        from all ranks of its expert group, and the result is the mean over these ranks."""
+        from all ranks of its expert group, and the result is the mean number of rows per rank of
+        the group."""
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
@@ -213,7 +214,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(self._tokens(sizes), self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        # rows are sorted by expert, and results are added to their tokens
+        # rows are sorted by expert, and the results of experts are added to the outputs of their
+        # tokens
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         # for each expert, the rows of its tokens are selected
@@ -225,7 +227,7 @@ class MixExperts(Operator):
         yield MemoryPass(2 * pairs * width * c, used)
         yield self._products(sizes, h, width)
         yield from self._adapting(sizes, "down")
-        yield MemoryPass(3 * pairs * h * c, used)  # results are added to their tokens
+        yield MemoryPass(3 * pairs * h * c, used)  # added to the outputs
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         c, h = sizes.compute_bytes, self.up.inputs
@@ -234,7 +236,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        # rows of output gradients and, if they are kept, of inputs are selected
+        # the rows of the output's gradient are selected and, if input rows are kept, the rows of
+        # the input
         selected = 1 + self.keeps_rows
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)

@@ -1,6 +1,6 @@
 """The format of quantized matrices (a code for each element, and a float32 scale for each block of
-a row), and its sizes in bytes. Also the kernels and the memory with which the operands of matrix
-products are rounded to 8-bit floating point. This module does not need torch."""
+a row), and its sizes in bytes. The module also counts the kernels and the memory that are needed to
+round the operands of matrix products to 8-bit floating point. It does not need torch."""
 
 import itertools
 import math
@@ -19,16 +19,16 @@ from ptdmpi.plan.layer.sizes import Sizes
 CODES = get_args(CodesName)
 # A host dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of
 # working memory per element. Other devices dequantize chunks that are DEVICE_CHUNKS times as large.
-# Smaller chunks would use caches better, but the launches of more kernels would cost more time than
-# that saves.
+# Smaller chunks would use caches better, but this would save less time than the launches of more
+# kernels would cost.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Kinds of the two tensors that a file stores for a quantized matrix, in place of one tensor of the
-# kind "weights".
+# Kinds of the two tensors that a checkpoint stores for a quantized matrix, in place of one tensor
+# of the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed
@@ -255,10 +255,11 @@ def scaled_backward_bytes(
 def scaled_adding_bytes(
     sizes: Sizes, shape: tuple[int, int], rows: int, *, keeps_codes: bool
 ) -> int:
-    """Return the working bytes that the gradient of a weight with `shape` = (inputs, outputs)
-    needs: the bytes of the input (the values of its codes), of both operands after they are rounded
-    again, and of their product. With delayed scales, the values of kept codes are not rounded
-    again."""
+    """Return the working bytes of the matrix product that computes the gradient of a weight with
+    `shape` = (inputs, outputs). The operands are the input and the gradient of the output. The
+    result counts the input as decoded from its 8-bit codes, both operands after they are rounded
+    (again) to 8-bit floating point, and the product. With delayed scales, an input that is decoded
+    from kept codes is not rounded again."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c

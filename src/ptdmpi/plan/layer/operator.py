@@ -165,9 +165,9 @@ def weight_gradient(
     gradient to the sum of gradients. `weights` is the number of equally large weights whose
     gradients are computed one after the other.
 
-    The adding kernel reads the product, and reads and writes the sum. It is not needed if the
-    kernel of the matrix product itself can add to the sum, because both have the same type.
-    """
+    The adding kernel reads the gradient, and reads and writes the sum. There is no adding kernel if
+    the matrix product adds to the sum in place. This is possible only if the gradient and the sum
+    have the same type."""
     yield MatrixProduct(inputs, outputs, rows, weights, launches=weights, of_codes=of_codes)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
     if not (sizes.software.adds_in_place and e == g):

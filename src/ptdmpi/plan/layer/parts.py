@@ -76,8 +76,8 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements, over all ranks, of each weight whose slices several
-        neighbouring tensor-parallel ranks hold as copies. These are the weights of key or value
+        """Yield the number of elements, over all ranks, of each weight of which neighbouring
+        tensor-parallel ranks hold copies of the same slice. These are the weights of key or value
         heads that several tensor-parallel ranks share.
         """
         if self.most is None:
@@ -235,14 +235,14 @@ Parts = Mapping[str, Part]
 def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
     """Return `part` if it is a linear layer with the split `split`; otherwise raise TypeError."""
     if not isinstance(part, Linear) or part.split != split:
-        raise TypeError(f"{part} is no linear split by {split}")
+        raise TypeError(f"{part} is not a linear layer with split = {split}")
     return part
 
 
 def as_table(part: Part, split: bool) -> Table:
     """Return `part` if it is a table with the split `split`; raise TypeError otherwise."""
     if not isinstance(part, Table) or part.split != split:
-        raise TypeError(f"{part} is no table with split = {split}")
+        raise TypeError(f"{part} is not a table with split = {split}")
     return part
 
 

@@ -66,8 +66,9 @@ class Multiply(Operator):
     @property
     def keeps_codes(self) -> bool:
         """Return True if the 8-bit codes of the input are kept for the backward instead of the
-        input. They are not kept if another operator keeps the input, or if it is the input of the
-        layer, because in these cases codes would only take additional memory."""
+        input. The codes are not kept if another operator keeps the input, or if the input is the
+        input of the whole transformer layer. In these cases codes would only take additional
+        memory."""
         return self.scaling != "none" and not self.shares_input and self.inputs != ("x",)
 
     @property
@@ -85,8 +86,8 @@ class Multiply(Operator):
         return low_bit.cuts_blocks(self.linear, layout.tensor) if self.scaling == "block" else None
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return two numbers of rows on this rank: of the input before the collective of the
-        forward, and of the output after it."""
+        """Return two numbers of rows on this rank: the rows of the input before the collective of
+        the forward, and the rows of the output after this collective."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows
@@ -380,8 +381,8 @@ class Multiply(Operator):
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the elementwise products whose sum over the rows is the gradient of
-        the widest (IA)^3 scale. The products are computed in float32 or float64. For half types,
-        one operand is converted to float32, and a host also converts the other operand."""
+        the widest (IA)^3 scale. The products are computed in float32 or float64. In half types, one
+        operand is converted to float32; on a host (CPU), both operands are converted."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host

@@ -103,7 +103,7 @@ def _edge(
         first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None
     except (ValueError, ZeroDivisionError):
-        raise InputError(f"{where}: {line!r} is no edge; {FORM}") from None
+        raise InputError(f"{where}: {line!r} is not an edge; {FORM}") from None
     if len(fields) > 3:
         raise InputError(f"{where}: {line!r} has {len(fields)} columns; {FORM}")
     for rank in (first, second):

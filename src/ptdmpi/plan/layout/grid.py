@@ -1,9 +1,9 @@
 """The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
 The grid is pure arithmetic, so every process can compute it for any rank. For example, the planner
-can compute the coordinates of all 3072 ranks of a job, and a communicator those of one rank. Code
-that splits communicators, monitors ranks or distributes state gets the axes from a grid by name. A
-new axis therefore needs only an entry in `AXES`.
+can compute the coordinates of all 3072 ranks of a job without starting them. Code that splits
+communicators, monitors ranks or distributes state gets the axes from a grid by name. A new axis
+therefore needs only an entry in `AXES`.
 """
 
 import itertools
@@ -165,11 +165,10 @@ class Grid:
         """Return the group of `rank` along `axes`, ascending: all ranks, including `rank`, that
         have the same coordinates as `rank` on all other axes.
 
-        Raises ValueError if a name in `axes` is no axis of this grid.
-        """
+        Raises ValueError if a name in `axes` is not an axis of this grid."""
         for axis in axes:
             if axis not in self.axes:
-                raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
+                raise ValueError(f'"{axis}" is not an axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
         # the last argument of product() varies fastest, so it must be the grid's fastest axis to
         # make the ranks ascend
@@ -294,7 +293,7 @@ def training_grid(
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
-        raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(AXES)}')
+        raise ValueError(f'"{min(unknown)}" is not an axis: {", ".join(AXES)}')
     near = math.gcd(expert, tensor) if whole_experts else 1
     if near < min(tensor, expert) and whole_experts:
         raise ValueError(f"{expert} groups of experts do not divide {tensor} tensor ranks")
@@ -316,9 +315,9 @@ def training_grid(
 
 
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
-    """Return the size of a group of `size` neighbours along the context axis, and its size along
-    the data axis. The whole axes have `context` and `data` ranks. Raise ValueError if the ranks
-    cannot be divided into such groups."""
+    """Divide the ranks of a context axis (`context` ranks) and of a data axis (`data` ranks) into
+    groups of `size` neighbours. Return the number of ranks of a group along the context axis, and
+    along the data axis. Raise ValueError if the ranks cannot be divided into such groups."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

@@ -65,9 +65,8 @@ def split_layers(
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank. If
-    several splits minimise it, the split with the smallest largest work of a stage is chosen, and
-    among those the split nearest to an even one. Every stage has at least one layer.
-    """
+    several splits minimise it, those with the lowest maximum work of a stage are preferred, and
+    among these the split nearest to an even one. Every stage has at least one layer."""
     return list(_split(layers, placed, head, first))
 
 

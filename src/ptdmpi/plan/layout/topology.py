@@ -51,9 +51,10 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # if the size is no power of two, the corners of the hypercube whose numbers are at least `size`
-    # are missing. Every rank still has a path to rank 0, because clearing a bit of its number gives
-    # the number of a smaller rank (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput. 37)
+    # if the size is not a power of two, the corners of the hypercube whose numbers are at least
+    # `size` are missing. Every rank still has a path to rank 0, because clearing a bit of its
+    # number gives the number of a smaller rank (incomplete hypercubes: Katseff 1988, IEEE Trans.
+    # Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 
@@ -92,8 +93,7 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
     """Return the topology `name` over `size` ranks.
 
     `name` is one of `TOPOLOGIES`, or else the path of an edge list. Raises InputError if the file
-    is no edge list or does not fit `size`.
-    """
+    is not an edge list or does not fit `size`."""
     if size < 1:
         raise ValueError(f"a topology over {size} ranks")
     made = TOPOLOGIES.get(name)

@@ -13,13 +13,13 @@ NotNegative = Annotated[float, Field(ge=0, strict=False)]
 # seconds. Such values are wrong by orders of magnitude, and no other check would find them.
 def _amount(value: float) -> float:
     if value < 1e6:
-        raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")
+        raise ValueError("too small: give bytes or FLOP/s, such as 80e9, not GB or TFLOP/s")
     return value
 
 
 def _delay(value: float) -> float:
     if value > 1:
-        raise ValueError("too long; in seconds, such as 2e-6, not in microseconds")
+        raise ValueError("too long: give seconds, such as 2e-6, not microseconds")
     return value
 
 

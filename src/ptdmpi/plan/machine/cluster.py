@@ -1,4 +1,4 @@
-"""Clusters and models by name.
+"""The clusters and models for predictions, and the functions that load them by name.
 
 The data of a cluster comes from two files. A cluster file (TOML) has the rates from data sheets.
 The file `presets/efficiency.toml`, which `make calibrate` writes, has the fractions of these rates
@@ -110,7 +110,7 @@ class Software(FrozenTable):
     while they compute the queries. `balanced_stages`: the division of layers over stages takes the
     work of the output head into account, so that the last stage has fewer layers. `zero_unit` says
     which weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter`:
-    if several groups of a node's ranks communicate at the same time, so many of these groups choose
+    if several groups of a node's ranks communicate at the same time, this number of groups choose
     the same network adapter, while other adapters are idle. `keeps_outputs`: a stage keeps a sent
     output in memory until the backward pass. `adds_in_place`: matrix products add to the gradients
     of weights in place, and an embedding adds only the rows that were looked up.
@@ -310,7 +310,7 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f'model {text}: "{part}" is no size; write l=96,h=12288,a=96')
+            raise InputError(f'model {text}: "{part}" is not a size; write l=96,h=12288,a=96')
         keys[SHORT_KEYS.get(key, key)] = _value(value)
     return name, keys
 

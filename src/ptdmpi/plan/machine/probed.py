@@ -125,13 +125,12 @@ class AttentionWay(KernelWay):
     """The implementation of causal attention: matrix products, or the kernel of torch (the
     library).
 
-    "products" multiplies matrices in blocks of `block` queries. If `keeps` is True, the forward
-    keeps the probabilities for the backward if there is enough memory. If `library_forward` is
-    True, torch computes the forward, and only the backward is computed by matrix products. If
-    `fpmath` is True, scores in bfloat16 are computed in oneDNN's fpmath mode. "library" calls
-    torch's kernel for blocks of queries if there are fewer than `whole_from` positions, and
-    otherwise for all queries at once.
-    """
+    If `way` is "products", attention is computed by matrix products, in blocks of `block` queries.
+    If `keeps` is True, the forward keeps the probabilities for the backward if there is enough
+    memory. If `library_forward` is True, torch computes the forward, and only the backward is
+    computed by matrix products. If `fpmath` is True, scores in bfloat16 are computed in oneDNN's
+    fpmath mode. If `way` is "library", torch's kernel is called for one block of queries at a time
+    if there are fewer than `whole_from` positions, and otherwise for all queries at once."""
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None

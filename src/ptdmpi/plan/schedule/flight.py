@@ -19,7 +19,8 @@ from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
 # A round is p microbatches, where p is the number of pipeline ranks. After this number of rounds, a
 # schedule is in steady state: each further round has the same numbers of microbatches in memory,
-# or, in a schedule that keeps all microbatches, each round adds p microbatches to each store.
+# or, in a schedule that keeps all microbatches, each round adds p microbatches to each store (see
+# `Moment`).
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # kind and stage of an op

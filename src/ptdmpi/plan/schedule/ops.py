@@ -155,5 +155,5 @@ class Op(NamedTuple):
         the text of an op."""
         match = _OP_TEXT.fullmatch(text)
         if match is None or match[1] not in OP_KINDS:
-            raise ValueError(f'"{text}" is no op: F2.0 is the forward of stage 2, microbatch 0')
+            raise ValueError(f'"{text}" is not an op: F2.0 is the forward of stage 2, microbatch 0')
         return cls(match[1], int(match[2]), int(match[3]))

@@ -128,10 +128,10 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     returns at once, and the Compute that needs the message waits for it.
 
     If the programs deadlock, raises DeadlockError with the current action of each unfinished rank.
-    Raises MismatchError in these cases: a Receive gets the message of another op; a message is
-    never computed or never used; a Compute runs before its inputs are computed or requested; an op
-    is missing, is computed twice, or is on a different rank than other ops of its stage.
-    """
+    Raises MismatchError in these cases: a Receive gets the message of another op; a Send runs
+    before its op is computed; a received message is never used; a Compute runs before its inputs
+    are computed or requested; an op is missing, is computed twice, or is on a different rank than
+    other ops of its stage."""
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()
     wire.check_nothing_left()

@@ -134,7 +134,7 @@ class Timeline:
             if any(span.kind not in legal or span.end_s < span.start_s for span in spans):
                 raise ValueError("a span is of unknown kind or ends before it starts")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"this is no timeline as written by ptdmpi: {error!r}") from error
+            raise InputError(f"this is not a timeline that ptdmpi wrote: {error!r}") from error
         return timeline
 
 

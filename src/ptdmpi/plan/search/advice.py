@@ -118,15 +118,14 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return (largest number of changes that lead to one of the best layouts, prices of the best
-    layouts). The best layouts, at most `MOST_ADVICE`, improve the layout of `price` by one or two
-    changes.
+    """Return at most `MOST_ADVICE` layouts that are better than the layout of `price`, as (number
+    of changes, prices). Each of them differs from this layout by one or two changes; the number in
+    the result is the largest number of changes among them.
 
-    If the layout of `price` fits into memory, the best layouts are the fastest ones that are faster
-    after a single change. If it does not fit, the best layouts are the fastest ones that fit after
-    one or two changes. If no layout fits after two changes, the best layouts are those that need
-    the least memory after a single change.
-    """
+    If the layout of `price` fits into memory, the result has the fastest layouts after a single
+    change. If it does not fit, the result has the fastest layouts that fit after one or two
+    changes. If no layout fits even after two changes, the result has the layouts that need the
+    least memory after a single change."""
     single = list(neighbours(price.layout, pricer))
     if price.fits:
         prices = (pricer.price(layout) for layout in single)
@@ -150,7 +149,8 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
     """Return the seconds of a step, (b'/b + p - 1)(t_f(b) + t_b(b)), for each microbatch size b. b'
-    is the number of sequences of a replica, and p is the number of pipeline ranks.
+    is the number of sequences that a replica processes in a step, and p is the number of pipeline
+    ranks.
 
     t_f and t_b are the times of forward and backward in the slowest stage (Narayanan et al. 2021,
     equation 1).

@@ -31,7 +31,7 @@ CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration without the keys that the search chooses, validated as a
+    """Return the configuration `tree` without the keys that the search chooses, validated as a
     configuration for one rank. Raises InputError with all mistakes of the configuration."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
@@ -73,9 +73,9 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
-    """Return the layout with which this run was started, as keys of a configuration. Return None if
-    the run has no checkpoint, or if it was started with another model, another batch or another
-    number of ranks."""
+    """Return the layout with which the run of `config` was started, as keys of a configuration.
+    Return None if the run has no checkpoint, or if it was started with another model, another batch
+    or another number of ranks."""
     path = Path(config.run.dir)
     if config.checkpoint.resume == "never" or not any(path.glob("checkpoints/step-*")):
         return None

@@ -54,7 +54,8 @@ HEADROOM = 8  # Percent of a device's memory that a plan keeps free.
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
 # because the error of a predicted step time is larger than this.
 TIE = 0.02
-# largest number of layouts in a search; a search over so many takes a minute and half a gigabyte
+# largest number of layouts in a search; a search over this many layouts takes a minute and half a
+# gigabyte of memory
 MOST_LAYOUTS = 1_000_000
 
 

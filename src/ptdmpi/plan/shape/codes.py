@@ -1,4 +1,4 @@
-"""Closed forms of code lengths, in bits. A code is a compressed gradient. The planner computes the
+"""The lengths of codes (compressed gradients) in bits, as closed formulas. The planner computes the
 times of messages from these lengths, and the encoders produce codes of exactly these lengths.
 
 Each compressor divides the elements of a parameter into units of consecutive elements; each unit of
@@ -22,16 +22,18 @@ SPARSE, QUANTISED = 4096, 512
 MOST_ELEMENTS = 2**20
 # Encoding and decoding take, for each element, at most NUMBERS floating-point numbers and INTEGERS
 # 64-bit integers of memory. MORE_NUMBERS has the additional floating-point numbers that some kinds
-# of error feedback need. With double_squeeze and neolithic, each tile is averaged by one data rank,
-# its server; the memory of a server is counted as if it averaged all tiles. The values are
-# measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# of error feedback need. With double_squeeze and neolithic, each tile (neighbouring rows or columns
+# of a parameter) is averaged by one data rank, its server; the memory of a server is counted as if
+# the server averaged all tiles. The values are measured, and a test checks them
+# (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
 
 def largest_tile(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of elements of the largest tile into which `ptdmpi.engine.compress.units`
-    cuts the trained parameters of a model."""
+    cuts the trained parameters of a model. A tile consists of neighbouring rows or columns of a
+    parameter."""
     cut = math.gcd(model.heads, model.ffn_hidden)
     layers = [layer(model, run.kind) for run in model.runs()]
     tables = (*layers, embedding(model, vocab_size), head(model, vocab_size))
@@ -62,9 +64,10 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return the number of consecutive lines (rows or columns) that always stay in one tile. The
-    result is `lines` / `shares` if `shares` divides `lines`. Otherwise it is 1: for example, the
-    table of a padded vocabulary may be cut after any of its lines."""
+    """Return the number of consecutive lines (rows or columns of a parameter) that always stay in
+    one tile. If the parameter's `lines` lines can be divided into `shares` equal slices, the result
+    is the number of lines of a slice. Otherwise it is 1: for example, the table of a padded
+    vocabulary may be cut after any of its lines."""
     if lines % shares:
         return 1
     return lines // shares

@@ -1,5 +1,4 @@
-"""Closed forms of a model's FLOPs, which are sums over the matrix products of the model's
-operators."""
+"""The FLOPs of a model, as closed formulas: sums over the matrix products of its operators."""
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.kinds import LayerKind, trained_runs

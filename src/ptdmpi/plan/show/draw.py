@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # Number of shades of each colour; chunks of a rank differ in shade.
-_DARK_SHADES = 2  # Letters are white on this number of darkest shades, and black on the others.
+_DARK_SHADES = 2  # Letters are white on this many of the darkest shades, black on the others.
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # Colours of letters, for (terminal, picture).
 # Style of a number in a bar. True: written horizontally; False: written vertically.
 _TURNS: dict[bool, dict[str, Any]] = {

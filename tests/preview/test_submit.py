@@ -212,7 +212,7 @@ def test_a_site_has_a_template_and_a_container_of_its_own(folder):
 def test_a_template_of_another_scheduler_is_refused(folder, scheduler, template):
     image = IMAGE if scheduler == "kubernetes" else ""
     file = site(scheduler, more=f'{image}\ntemplate = "{template}"')
-    with pytest.raises(InputError, match=f"template: {template} is no template for {scheduler}"):
+    with pytest.raises(InputError, match=f"template: {template} is not a template for {scheduler}"):
         submit("--site", file, "--nodes", "2")
 
 

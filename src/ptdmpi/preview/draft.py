@@ -25,7 +25,7 @@ SMALL = "l=4,h=128,a=4,s=128"  # The default model, which trains in minutes on a
 MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor-parallel group should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps than this
+LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
@@ -126,7 +126,8 @@ class Subject:
 
     @staticmethod
     def _of_base(base: Path, model: str | None) -> "Subject":
-        """Return the subject for training adapters of the frozen model at the path `base`."""
+        """Return the model for a run that trains adapters of the frozen model at the path
+        `base`."""
         if model is not None:
             raise InputError(
                 f"--model {model} and --adapt {base} both name a model; legal: one of the two"

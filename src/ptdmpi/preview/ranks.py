@@ -22,8 +22,8 @@ class RankCount:
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return the number of ranks that a configuration needs, and a bool: True if the configuration
-    accepts no other number of ranks.
+    """Return two values: the number of ranks that the configuration `tree` needs, and True if no
+    other number of ranks is legal.
 
     If parallel.data is "auto", the data axis is assumed to have 1 rank, or, if
     data_parallel.topology names a file with a graph, as many ranks as the graph. The configuration

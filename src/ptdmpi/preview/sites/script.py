@@ -81,7 +81,7 @@ def script_of(job: TrainingJob, file: Path) -> str:
     needed = (directive,) if job.site.scheduler == "kubernetes" else (directive, START)
     if not all(any(line.startswith(begin) for line in template.lines) for begin in needed):
         raise InputError(
-            f"site {job.site.name}: template: {job.site.template_name} is no template for "
+            f"site {job.site.name}: template: {job.site.template_name} is not a template for "
             f"{job.site.scheduler}"
         )
     if job.site.scheduler == "kubernetes":

@@ -32,11 +32,9 @@ class MeasuredGroup(NamedTuple):
 
 
 def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
-    """Yield this rank's group of each of three kinds. The communicators send tensors on `device`.
-
-    The three kinds are: pairs of ranks on one node, all ranks of a node, and one rank of each node.
-    All groups of one kind are measured at the same time.
-    """
+    """Yield the groups to which this rank belongs, one of each kind: two ranks of a node, all ranks
+    of a node, and one rank of each node. The communicators of the groups send tensors on `device`.
+    All groups of one kind are measured at the same time."""
     local = world.local_size
     wire = wire_named(device=device)
     for size in sorted({2, local}):

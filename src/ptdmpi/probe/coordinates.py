@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TIMES = (1, 2, 4, 8)  # widths of the models, in multiples of the width of the base
 STEPS = 4
-BATCH = 16  # sequences of a step
+BATCH = 16  # sequences per step
 # Larger values of these three limits would take longer and would not reveal more.
 MOST_LAYERS = 2
 MOST_POSITIONS = 64
@@ -43,7 +43,8 @@ class Coordinates:
     sizes: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def add(self, parametrization: str, measured: Mapping[str, float]) -> None:
-        """Add the numbers of the next width."""
+        """Add the root mean squares `measured` (name of an activation -> number) for the next
+        width."""
         for name, value in measured.items():
             self.sizes.setdefault((parametrization, name), []).append(value)
 
@@ -67,7 +68,7 @@ class Coordinates:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers for programs."""
+        """Return the root mean squares and the verdict, for the JSON output."""
         named: dict[str, dict[str, list[float]]] = {STANDARD: {}, MUP: {}}
         for (parametrization, name), sizes in self.sizes.items():
             named[parametrization][name] = sizes
@@ -170,7 +171,8 @@ def _counting(config: Config) -> Callable[[int], Microbatch]:
 
 
 def plot(axes: "Axes", measured: Coordinates) -> None:
-    """Draw the sizes of activations by width into `axes`. Lines without muP are dashed."""
+    """Draw the sizes of activations by width into `axes`. The curves of models without muP are
+    dashed."""
     names: Sequence[str] = sorted({name for _, name in measured.sizes})
     for (parametrization, name), sizes in measured.sizes.items():
         style = "-" if parametrization == MUP else "--"

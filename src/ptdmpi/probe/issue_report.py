@@ -59,7 +59,7 @@ def report_text(findings: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def save_report(path: Path, text: str) -> None:
-    """Write the report. Raise InputError if the report cannot be written."""
+    """Write the report `text` to `path`. Raise InputError if the file cannot be written."""
     try:
         write_whole(path, text)
     except OSError as error:

@@ -81,7 +81,7 @@ GPU_CASES = (
 @dataclass(frozen=True)
 class Taken:
     """The measured times of a training step, in seconds. Each time is the median over ranks and
-    steps. Only `rest_s` is the smallest time over steps, and the median over ranks.
+    steps, except `rest_s`, which is the median over ranks of the smallest time over steps.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
     data axis. `elements` is the number of parameters of the model.

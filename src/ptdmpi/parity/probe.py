@@ -2,9 +2,9 @@
 
 A causal model predicts a token at the position before the token. The positions from the token to
 the end of its document attend to the token. In a bidirectional model, all positions of the sample
-attend to the token. If the code has a fault, another set of losses changes. Examples of faults are
-labels that are shifted at the edge of a slice, a document that attends to another document, and
-masks at wrong positions.
+attend to the token. The test computes in advance which losses these are. If the code has a fault, a
+different set of losses changes. Examples of faults are labels that are shifted at the edge of a
+slice, a document that attends to another document, and masks at wrong positions.
 """
 
 from collections.abc import Callable, Sequence

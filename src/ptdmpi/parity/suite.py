@@ -164,7 +164,7 @@ def run(
     blocks = Blocks(world, wire)
     results: dict[TrainingTask, Training] = {}
     choices: dict[TrainingTask, Choices] = {}
-    # runs that watch the choices of experts of other runs come after these runs
+    # a run that watches the choices of experts of another run comes after that run
     for watches, ranks in sorted({(t.watches_choices, t.case.layout.ranks) for t in tasks}):
         if watches and not choices:
             made = {task: training.choices for task, training in results.items()}

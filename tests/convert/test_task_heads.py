@@ -158,7 +158,7 @@ def test_trained_here_it_is_theirs(comm, tmp_path, name):
         assert list(model.config.id2label.values()) == LABELS
         assert model.config.label2id == NAMED["label2id"]
     else:
-        assert "no place for task.choices = 3" in done.note
+        assert "cannot store task.choices = 3" in done.note
     model.config.pad_token_id = 0  # what fills up here; its tokenizer is not known
     expected = theirs(model.eval(), count)
     assert difference(ours(comm, run, count), expected) < 1e-5

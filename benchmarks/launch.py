@@ -54,7 +54,8 @@ def start(
 
 
 def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """Return the command that starts `python WORDS...` on `ranks` ranks."""
+    """Return the mpirun command that starts `python WORDS...` on `ranks` ranks. `options` are
+    further options of mpirun."""
     return ["mpirun", *options, "-n", str(ranks), sys.executable, *words]
 
 

@@ -156,7 +156,7 @@ def run_rank(layers: int, rounds: int, folder: Path) -> None:
 
 
 def table(results: dict) -> str:
-    """Return `results`, which `run_rank` has measured, as text."""
+    """Return the results that `run_rank` has printed as a table in text."""
     rounds = results["rounds"]
     size = results["bytes"]
     lines = [

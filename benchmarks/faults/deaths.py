@@ -1,5 +1,5 @@
-"""The record of deaths, and their counts by kind of run and by fault. The benchmark kills processes
-of runs under `ptdmpi run`; each kill is a death of the run. The record is a file."""
+"""The file that records deaths, and the counts of deaths by kind of run and by fault. A death is
+one kill: the benchmark `every_kind` kills processes of runs under `ptdmpi run`."""
 
 import json
 import statistics

@@ -165,7 +165,9 @@ def _kill(pid: int) -> bool:
 
 
 def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> KilledRun:
-    """Kill processes of one run, and compare the finished run with an undisturbed run."""
+    """Kill processes of one run of the kind `way`, and compare the finished run with an undisturbed
+    run. If `copies` is True, the ranks continue from copies in memory, otherwise from
+    checkpoints."""
     reference = folder / f"reference-{way.name}"
     require_bases(folder, way)
     if not (reference / "done").exists():

@@ -367,7 +367,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.torture", description=__doc__
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="share of all trials")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the trials to run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", help="some kinds of faults, such as 'kill-one flip'")
     parser.add_argument("--layouts", help="some kinds of layouts, such as 'zero-3 groups'")

@@ -168,6 +168,7 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return a text if the recorded steps or losses of a run and of an undisturbed run differ; None
-    if they are equal. The undisturbed run has recorded each step exactly once."""
+    """Return a description of the difference if the recorded steps or losses of a run differ from
+    those of an undisturbed run; None if they are equal. The undisturbed run has recorded each step
+    exactly once."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

@@ -1,5 +1,5 @@
-"""Functions that run a part of the measurement in a separate process. They read the JSON that the
-process has printed, or the reason for its failure."""
+"""Functions that run a part of the GPU measurement in a separate process, and read the JSON that
+the process prints, or the reason for its failure."""
 
 import json
 import os

@@ -205,9 +205,9 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows to keep after a part was measured again: the rows of `now`, the new
-    measurement. If a row was done in `before` but is not done in `now`, the row of `before` is kept
-    instead."""
+    """Return the rows of a part that was measured again: the rows of the new measurement `now`,
+    except that a row that was done in the earlier measurement `before`, but is not done in `now`,
+    is taken from `before`."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 

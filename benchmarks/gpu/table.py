@@ -8,8 +8,8 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may name.
-# A kernel whose difference from float32, relative to the largest value, exceeds this limit is not
-# used.
+# A kernel is not used if its result differs from a float32 result by more than this fraction of the
+# largest value.
 APART = 0.02
 # kind of kernels in Triton -> the small kernel whose measured times decide whether it is used
 IN_TRITON = {"loss": "loss", "norm": "RMSNorm", "gated": "SwiGLU"}
@@ -18,10 +18,10 @@ IN_TRITON = {"loss": "loss", "norm": "RMSNorm", "gated": "SwiGLU"}
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
     """Return the table `text` with an entry for attention on a device such as "cuda 9.0".
 
-    The entry lists, fastest first, those kernels of `rows` that were measured and are accurate. The
-    new entry comes before the entries of other devices, and replaces the old entry of this device.
-    `source` names the machine of the measurement. If no measured kernel is accurate, the table is
-    returned unchanged.
+    The entry lists, fastest first, those kernels of `rows` that were measured and are accurate (see
+    APART). The new entry comes before the entries of other devices, and replaces the old entry of
+    this device. `source` names the machine of the measurement. If no measured kernel is accurate,
+    the table is returned unchanged.
     """
     times = {
         way: rows[way]["s"]

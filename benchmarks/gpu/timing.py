@@ -1,5 +1,5 @@
-"""Functions for all parts: timing of work on a device, rates, and rows that are measured one by
-one."""
+"""Functions for all parts of the GPU measurement: timing of work on a device, rates, and table rows
+that are measured one by one."""
 
 import contextlib
 import gc

@@ -64,8 +64,8 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return the curve of each topology, by the name of the topology. The learning rate decreases,
-    and the workers have different minima."""
+    """Return the curve of decentralized SGD on `size` workers with each topology, by the name of
+    the topology. The learning rate decreases, and the workers have different minima."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 
     def errors_of(update: quadratic.Update) -> Array:
@@ -84,8 +84,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return, for each number of local steps, the mean error in the last quarter of all steps. The
-    learning rate is constant."""
+    """Return, for each number of local steps, the mean error of local SGD on `size` workers in the
+    last quarter of all steps. The learning rate is constant."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:

@@ -27,8 +27,8 @@ COLORS = {PTD_P: "#1f4e8c", ZERO_3: "#c8511b"}
 
 
 def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
-    """Return the published runs with PTD-P and with ZeRO-3 in the order of Table 2, each with the
-    predicted TFLOP/s per GPU."""
+    """Return the published runs of Table 2 of Narayanan et al. 2021 with PTD-P and with ZeRO-3, in
+    the order of the table, each with the predicted TFLOP/s per GPU."""
     return {
         way: [
             (row, predicted(row).hardware_tflops_per_rank)
@@ -40,8 +40,8 @@ def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
 
 
 def simulated_lines() -> Iterator[str]:
-    """Yield the lines of Table 2 in Markdown: published and simulated TFLOP/s, and the ratios of
-    PTD-P to ZeRO-3."""
+    """Yield the lines of Table 2 of Narayanan et al. 2021 in Markdown: published and simulated
+    TFLOP/s per GPU, and the ratios of PTD-P to ZeRO-3."""
     yield (
         "| model | GPUs | batch | ZeRO-3: b | published | simulated | PTD-P: t, p, d | published "
         "| simulated | PTD-P / ZeRO-3 published | simulated |"

@@ -68,7 +68,8 @@ class Switch:
         self.behind: dict[bytes, Port] = {}
 
     def take(self, port: Port) -> None:
-        """Put frames that a node has sent into the queues of their receivers."""
+        """Read frames that the node at `port` has sent, and put them into the queues of their
+        receivers."""
         for _ in range(BATCH):
             try:
                 data = port.cable.recv(LARGEST)

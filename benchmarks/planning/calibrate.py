@@ -74,9 +74,10 @@ def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
 
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted seconds, measured seconds) for the rows of Table 4. The predictions
-    use a cluster whose software overlaps the all-reduce of a column-parallel layer's input
-    gradients with the computation of its weight gradients, as the program of 2022 does."""
+    """Yield (name, predicted seconds, measured seconds) for the rows of Table 4 of Korthikanti et
+    al. 2022, the times of one layer. The predictions use a cluster whose software overlaps the
+    all-reduce of a column-parallel layer's input gradients with the computation of its weight
+    gradients, as the program of 2022 does."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -99,7 +100,8 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def _recomputation(experiment: str) -> str:
-    """Return the mode of recomputation of an experiment in Table 4, by the experiment's name."""
+    """Return the mode of recomputation of an experiment in Table 4 of Korthikanti et al. 2022. The
+    argument is the experiment's name in the table."""
     if "ecompute" in experiment and "no recompute" not in experiment:
         return "full" if "full" in experiment else "selective"
     return "selective" if "Selective" in experiment else "none"
@@ -120,7 +122,8 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
 
 
 def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted seconds, measured seconds) for matrix multiplications."""
+    """Yield (name, predicted seconds, measured seconds) for the published matrix multiplications on
+    an A100."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(PRODUCTS):
         batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
@@ -145,8 +148,9 @@ def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float,
 
 
 def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[str, float]:
-    """Return `values`, extended by the fitted `attention_fraction`, which is relative to the rate
-    of matrix multiplications."""
+    """Return `values`, extended by `attention_fraction`: the fitted rate of the matrix
+    multiplications inside FlashAttention, as a fraction of the rate of other matrix
+    multiplications."""
 
     def of(fraction: float) -> dict[str, float]:
         return {**values, "attention_fraction": fraction}

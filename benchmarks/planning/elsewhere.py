@@ -259,9 +259,9 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
 
 
 class Ranking(NamedTuple):
-    """Two measures of the agreement of the predicted order with the measured order: Kendall's tau
-    over `pairs` of runs, and the mean regret. The regret says how much slower the layout that is
-    predicted to be fastest is than the layout that is measured to be fastest."""
+    """Two measures of how well the predicted order of layouts agrees with the measured order:
+    Kendall's tau over `pairs` pairs of runs, and the mean regret. The regret says how much slower
+    the layout that is predicted to be fastest is than the layout that is measured to be fastest."""
 
     tau: float
     pairs: int

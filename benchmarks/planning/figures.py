@@ -15,8 +15,8 @@ COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper: its title, its horizontal axis, and functions that give the position
-    and the series of a run."""
+    """A figure of the paper: its title, its horizontal axis, and two functions of a run, which
+    return the run's position on this axis and the series to which the run belongs."""
 
     number: int
     title: str

@@ -39,7 +39,8 @@ def pricer(length: int) -> Pricer:
 
 
 def memory(length: int) -> dict[str, float]:
-    """Return the bytes of memory of a rank in three layouts, with one sequence per microbatch."""
+    """Return the predicted bytes of memory of a rank, by the name of the layout, for three layouts
+    with one sequence of `length` tokens per microbatch."""
     shared = Layout(TENSOR, 1, DATA, sequence_parallel=True, zero=1)
     layouts = {
         f"t = {TENSOR}": shared,
@@ -62,8 +63,8 @@ def best(length: int, *, cuts: bool) -> Price | None:
 
 
 def predictions() -> dict[str, dict[int, Price]]:
-    """Return, for each sequence length, the best layouts with and without context parallelism
-    (c)."""
+    """Return the fastest layouts that fit, with and without context parallelism, by the name of the
+    search and by the sequence length."""
     found: dict[str, dict[int, Price]] = {"c searched": {}, "c = 1": {}}
     for length in LENGTHS:
         for name, cuts in (("c searched", True), ("c = 1", False)):

@@ -44,8 +44,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def published(*names: str) -> Iterator[PublishedRun]:
-    """Yield those runs of Narayanan et al. 2021 whose layout is stated, or only the runs in the
-    files `names`."""
+    """Yield the published runs in the files `names` (by default, the files of Narayanan et al.
+    2021) that are in a table or figure and whose layout is stated."""
     for name in names or JUDGED:
         for raw in read(name):
             if raw["t"] and raw["table_ref"].startswith(("Table", "Fig")):

@@ -107,7 +107,8 @@ class Contest:
             say(f"  {self.out[-1]}")
 
     def _turns(self, number: int, count: int) -> dict[str, TimedSteps]:
-        """Train `count` steps with each trainer that was not removed from the row."""
+        """Train `count` steps with each trainer that was not removed from the row, in the order of
+        round `number`, and return the results by trainer."""
         timed: dict[str, TimedSteps] = {}
 
         def train(name: str) -> None:

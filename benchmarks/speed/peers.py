@@ -79,7 +79,8 @@ def install(tool: str, limit_s: float = LIMIT_S) -> None:
 
 
 def _pip(words: Sequence[str], limit_s: float) -> None:
-    """Run `pip install`. If pip fails, raises PeerMissing with the errors of pip."""
+    """Run `pip install` with the arguments `words`. Raises PeerMissing, with the errors of pip, if
+    pip fails."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # packages without wheels are built with the project's setuptools, because their setup scripts
     # import torch

@@ -244,7 +244,8 @@ def _local(loss: Tensor) -> Tensor:
 
 
 def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Divide a complete model over the ranks of `mesh`, by torch's own tensor-parallel styles."""
+    """Divide a complete model over the tensor ranks of `mesh`, by torch's own classes for tensor
+    parallelism (`torch.distributed.tensor.parallel`)."""
     between = Shard(1) if variant.sequence_parallel else Replicate()
     plan: dict = {"embedding.word": RowwiseParallel(input_layouts=Replicate())}
     if variant.sequence_parallel:
@@ -273,7 +274,8 @@ def cut(model: Gpt, positions: Tensor) -> None:
 
 
 def shard(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Shard an unsharded model over `mesh`: each layer separately, and the rest together."""
+    """Shard an unsharded model over the data ranks of `mesh` by FSDP2: each layer separately, and
+    all other parameters together."""
     policy = MixedPrecisionPolicy()
     if variant.cast == "policy":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -98,7 +98,7 @@ def prepare(corpus: Path, folder: Path) -> dict[str, int]:
 
 
 def row(run: dict[str, Any]) -> list[str]:
-    """Return the table cells for a training run."""
+    """Return the cells of the table row for a training run, which `trained` has returned."""
     return [
         str(run["layers"]),
         run["norms"],

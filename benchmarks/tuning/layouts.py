@@ -1,12 +1,12 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
-Each layout, and `peft`, tunes a pretrained model from the same initial adapters, on the same data,
-in float32 with one thread per rank. The module `smol` says what MODEL may be. The benchmark writes
-two results into docs/how-to/fine-tuning.md. The first result is a table: for each layout, the
-losses of the first and of the last step, and the greatest relative difference from the losses on
-one rank. The second result is the greatest difference between the logits of the merged model and
-the logits of the base model with separate adapters. The benchmark takes about ten minutes for
-SmolLM2-135M on two cores.
+A pretrained model is tuned in each layout, and by `peft`, from the same initial adapters, on the
+same data, in float32 with one thread per rank. The module `smol` says what MODEL may be. The
+benchmark writes two results into docs/how-to/fine-tuning.md. The first result is a table: for each
+layout, the losses of the first and of the last step, and the greatest relative difference from the
+losses on one rank. The second result is the greatest difference between the logits of the merged
+model and the logits of the base model with separate adapters. The benchmark takes about ten minutes
+for SmolLM2-135M on two cores.
 """
 
 import json
@@ -35,7 +35,8 @@ def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
 
 
 def begin(base: Path) -> Path:
-    """Return ptdmpi's checkpoint of adapters that `peft` has initialized."""
+    """Let `peft` initialize adapters for the model `base`, and return their checkpoint in ptdmpi's
+    format."""
     work = base.parent
     theirs = work / "peft-begin"
     ours = work / "begin"
@@ -89,7 +90,8 @@ def measured(base: Path, chosen: Sequence[Sequence[int]], steps: int, length: in
 
 
 def greatest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the greatest relative difference between two loss curves."""
+    """Return the greatest relative difference between two loss curves, step by step. Differences
+    are relative to the losses `plain`."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
 
 

@@ -64,7 +64,8 @@ def configuration(width: int, rate: float, steps: int, *, mup: bool) -> Config:
 
 
 def rows_of(ids: torch.Tensor) -> Callable[[int], Microbatch]:
-    """Return a function that makes the microbatch of a step from random places of a text."""
+    """Return a function that makes the microbatch of a step from random positions of the text
+    `ids`."""
 
     def batch(step: int) -> Microbatch:
         """Return the microbatch of a step."""
@@ -77,13 +78,15 @@ def rows_of(ids: torch.Tensor) -> Callable[[int], Microbatch]:
 
 
 def coordinates(world: World, ids: torch.Tensor, width: int, *, mup: bool) -> dict[str, float]:
-    """Return the root mean squares of activations in the last of a few steps."""
+    """Train a model with hidden size `width` for a few steps, and return the root mean squares of
+    its activations in the last step, by the name of the activation."""
     config = configuration(width, CHECKED_RATE, CHECKED_STEPS, mup=mup)
     return sizes_after(config, world, VOCAB_SIZE, rows_of(ids))
 
 
 def final_loss(world: World, ids: torch.Tensor, width: int, rate: float, *, mup: bool) -> float:
-    """Return the loss at the end of a training with a learning rate."""
+    """Train a model with hidden size `width` and the learning rate `rate`, and return the mean loss
+    of the last steps."""
     config = configuration(width, rate, STEPS, mup=mup)
     engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
     batch = rows_of(ids)

@@ -75,7 +75,7 @@ def rows(base: Path, length: int) -> tuple[Path, Path]:
 
 
 def sizes(base: Path) -> dict[str, Any]:
-    """Return the section [model] of the base model."""
+    """Return the section [model] of the base model's configuration."""
     section: dict[str, Any] = tomllib.loads((base / "config.toml").read_text())["model"]
     return section
 

@@ -47,7 +47,7 @@ def configuration(base: Path, method: str, length: int, recompute: str) -> Confi
 
 
 def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
-    """Return an engine, and a function that trains one of its steps."""
+    """Return an engine, and a function that trains the step with the given number."""
     vocab_size = config.model.vocab_size
     engine = Engine(config, world.split(grid_of(config)), vocab_size)
     shape = (config.model.seq_length + 1, config.batch.micro_size)

@@ -124,7 +124,9 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     rates = [record["learning_rate"] for record in records if "loss" in record]
 
     def logits(precision: str, path: Path, adapter: Path | None) -> Tensor:
-        """Return the logits for the tokens of the first row, [tokens, vocabulary]."""
+        """Return ptdmpi's logits [tokens, vocabulary] for the tokens of the first row, computed in
+        the data type `precision` by the model at `path`, with the adapters `adapter` if they are
+        given."""
         opened, _ = open_inference(path, world, None, precision, adapter=adapter)
         with torch.no_grad():
             (stage,) = opened.stages.values()

@@ -1,5 +1,5 @@
-"""A picture of results/latest.json: ptdmpi's tokens per second divided by the tokens per second of
-each other trainer, row by row."""
+"""A picture of results/latest.json: for each row, ptdmpi's tokens per second divided by the tokens
+per second of each other trainer."""
 
 import json
 from pathlib import Path

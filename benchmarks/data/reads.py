@@ -5,11 +5,10 @@ task.
                               [--peers PYTHON] [--megatron DIR]
 
 reads     samples of 1,024 tokens in the training order, as int64 inputs and labels, against
-          `memmap[i * s : i * s + s + 1].astype(np.int64)` for equally many random i; warm page
-          cache start     time and memory from the start of a process to its first batch: 10^8 to
-          10^12 tokens write     token ids written to shards, against h5py's
-          create_dataset(data=...) tokenize  `ptdmpi-data tokenize` against direct calls of the
-          tokenizer, and other tools
+          `memmap[i * s : i * s + s + 1].astype(np.int64)` for equally many random i; warm page cache
+start     time and memory from the start of a process to its first batch: 10^8 to 10^12 tokens
+write     token ids written to shards, against h5py's create_dataset(data=...)
+tokenize  `ptdmpi-data tokenize` against direct calls of the tokenizer, and other tools
 
 The compared programs alternate, in changing order, and a ratio compares two times of the same
 round. The output shows medians and, in brackets, the smallest and the greatest value.

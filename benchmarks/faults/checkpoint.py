@@ -156,7 +156,7 @@ def run_rank(layers: int, rounds: int, folder: Path) -> None:
 
 
 def table(results: dict) -> str:
-    """Return the results that `run_rank` has printed as a table in text."""
+    """Return a table, as text, of the results that `run_rank` has printed."""
     rounds = results["rounds"]
     size = results["bytes"]
     lines = [

@@ -102,7 +102,7 @@ def _losses(kind: str, precision: str, device: torch.device, steps: int) -> list
 
 
 def trace(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Write two steps of a small model as a Chrome trace into `folder`."""
+    """Trace two training steps of a small model, and write them as a Chrome trace into `folder`."""
     from torch.profiler import ProfilerActivity, profile
 
     config = configuration(SMALL, "bf16", 2, "none")

@@ -57,8 +57,8 @@ def _exact_hash(text: str) -> np.ndarray:
 
 
 def _signature(text: str) -> np.ndarray:
-    """Return the MinHash signature of a text, uint32 [112]. It is computed from the shingles of the
-    text, which are runs of 5 words."""
+    """Return the MinHash signature of a text, uint32 [112]. The signature is computed from the
+    shingles of the text: all runs of 5 consecutive words."""
     from rensa import RMinHash
 
     words = text.lower().split()
@@ -102,8 +102,8 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """The keys for near deduplication: nearly equal documents have at least one common key. There
-    is one key for each band of the signature."""
+    """The keys for near deduplication: nearly equal documents have at least one common key. A
+    document has one key for each band of its MinHash signature."""
 
     columns = _BANDS
 

@@ -156,8 +156,9 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     Return None if the complete line must be parsed, because the text is short or because the line
     has a mistake.
 
-    This saves memory: long strings are removed from the line before the rest is parsed. Parsing the
-    complete line would make two copies of it as `str`, in which a character may take four bytes.
+    This function saves memory: long strings are removed from the line before the rest is parsed.
+    Parsing the complete line would make two copies of it as `str`, in which a character may take
+    four bytes.
     """
     strings: list[memoryview] = []
     rest = bytearray()

@@ -1,5 +1,5 @@
-"""Reading of documents from Parquet files, which have one document in each row of a text column. It
-needs the optional package pyarrow."""
+"""Reading of documents from Parquet files, which have one document in each row of a text column.
+This module needs the optional package pyarrow."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Reading of data sets from the Hugging Face hub as a stream, without storing their files.
 
-It needs the optional package datasets. Each file of a data set is a group of the corpus, so the
-files can be divided among ranks, and an interrupted command can continue.
+This module needs the optional package datasets. Each file of a data set is a group of the corpus,
+so the files can be divided among ranks, and an interrupted command can continue.
 """
 
 from collections.abc import Callable, Iterator

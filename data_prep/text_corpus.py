@@ -1,5 +1,5 @@
-"""A corpus of texts, from files or from a stream. This process divides the texts into groups and
-reads them; several processes encode them."""
+"""A corpus of texts, from files or from a stream. The process of a rank divides the texts into
+groups and reads them, and its worker processes encode them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -65,8 +65,8 @@ class AdapterPlace:
 
     @property
     def leaf(self) -> str:
-        """Return the last part of the target's name. It also occurs in the names of the adapter's
-        tensors."""
+        """Return the last part of the target's name, which also occurs in the names of the
+        adapter's tensors."""
         return self.target.rpartition(".")[2]
 
     def low_rank(self, tensors: Tensors) -> tuple[Tensor, Tensor]:

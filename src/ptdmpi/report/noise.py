@@ -19,10 +19,10 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
     Return None if there is no such record. Otherwise return a table with the following entries.
     `noise_scale_tokens` is B_simple = tr(Sigma) / |G|^2, where G is the gradient and Sigma is the
-    covariance matrix of the gradients of single tokens. It is computed from the means of tr(Sigma)
-    and |G|^2 over the records; it is None if the mean of |G|^2 is not positive, because the
-    gradient is hidden by noise. `batch_tokens` is the mean number of valid tokens in a step.
-    `steps` is the number of records. `answer` is a sentence.
+    covariance matrix of the gradients of single tokens. The noise scale is computed from the means
+    of tr(Sigma) and |G|^2 over the records; it is None if the mean of |G|^2 is not positive,
+    because the gradient is hidden by noise. `batch_tokens` is the mean number of valid tokens in a
+    step. `steps` is the number of records. `answer` is a sentence.
 
     A training with B tokens in a step needs 1 + B_simple / B times as many steps as a training with
     an infinite batch, and 1 + B / B_simple times as many samples as the smallest possible number

@@ -185,7 +185,7 @@ def centred_means(losses: list[float]) -> tuple[list[float], int]:
     """Return two values: the running mean of the losses, with one mean for each step, and a number
     r. The mean of a step is over this step, the r steps before it and the r steps after it.
 
-    Near the ends of the curve, a mean includes fewer than r steps on each side. It always includes
+    Near the ends of the curve, a mean includes fewer than r steps on each side. Every mean includes
     the same number of steps before and after its step, so that the curve of means is not shifted.
     """
     reach = len(losses) // 100

@@ -1,5 +1,5 @@
 """The sink for MLflow. It writes to the server whose address is in the environment variable
-MLFLOW_TRACKING_URI. If the variable is not set, it writes files in `runs/NAME/mlflow/`.
+MLFLOW_TRACKING_URI. If the variable is not set, the sink writes files in `runs/NAME/mlflow/`.
 
 This sink needs only the client of MLflow (the package mlflow-skinny). If a run of ptdmpi resumes at
 its last recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it

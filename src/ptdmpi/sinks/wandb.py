@@ -1,5 +1,5 @@
-"""The sink for Weights & Biases (wandb). It writes files in `runs/NAME/wandb/`. They are sent to
-the server only if `log.wandb` is "online".
+"""The sink for Weights & Biases (wandb). The sink writes files in `runs/NAME/wandb/`, and sends
+them to the server only if `log.wandb` is "online".
 
 A run of wandb has an id, and the step numbers of its records must increase. If a run of ptdmpi
 resumes at its last recorded step, it continues the wandb run with the same id, so the curves

@@ -140,8 +140,8 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return a dict: rank -> position of the rank in the old process grid. It has all ranks whose
-    state is the state after `step`.
+    """Return a dict: rank -> position of the rank in the old process grid. The dict has all ranks
+    whose state is the state after `step`.
     """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}

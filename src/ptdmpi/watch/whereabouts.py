@@ -32,8 +32,8 @@ TERMINAL_ROWS = 40
 class Report(NamedTuple):
     """A rank's report about its own activity.
 
-    A report does not contain points in time, because the clocks of the hosts differ. It contains
-    ages: seconds from an event to the sending of the report.
+    A report does not contain points in time, because the clocks of the hosts differ. Instead, a
+    report contains ages: the seconds between an event and the sending of the report.
     """
 
     phase: str

@@ -31,8 +31,8 @@ class RunDirectory:
 
     Each record is one line of `metrics.jsonl`, written by one system call. When a run resumes at a
     step, the records and timelines of later steps, an incomplete last line and the file `done` are
-    removed. If the disk fails during the run, the run continues, because its state is in memory. It
-    prints one warning, and writes the missing lines as soon as the disk works again.
+    removed. If the disk fails during the run, the run continues, because its state is in memory.
+    The run then prints one warning, and writes the missing lines as soon as the disk works again.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class RunDirectory:
 
 
 def mark_done(path: Path, steps: int) -> None:
-    """Write the file `done` to the run directory `path`. It means that the run is complete after
-    `steps` steps.
+    """Write the file `done` to the run directory `path`. This file means that the run is complete
+    after `steps` steps.
 
     `done` is the last file that a run writes. Only this file proves that the run is complete,
     because a launcher can exit with code 0 although it has lost a node. If the file already has the

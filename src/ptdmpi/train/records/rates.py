@@ -50,10 +50,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     """Return the peak rate of one rank for dense matrices in FLOP/s. On a GPU, the result is the
     value of the data sheet, or None if it is unknown.
 
-    On a CPU, the result is measured, because no data sheet says how many cores a rank has. It is
-    the highest rate of a few products of square matrices of the type `dtype`. The result is None if
-    other programs or ranks used the same cores during the measurement: the measured peak would be
-    too low, and the MFU too high.
+    On a CPU, the result is measured, because no data sheet says how many cores a rank has. The
+    measured peak is the highest rate of a few products of square matrices of the type `dtype`. The
+    result is None if other programs or ranks used the same cores during the measurement: the
+    measured peak would be too low, and the MFU too high.
     """
     if device.type != "cpu":
         return known_peak(device_name(device), precision)

@@ -19,8 +19,8 @@ from ptdmpi.model.state import WEIGHTS, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """Return the tokenizer of the run's shards. It is searched for in the same places as the
-    tokenizer of a saved model of the run.
+    """Return the tokenizer that made the run's shards. The tokenizer is searched for in the same
+    places as for a saved model of the run.
 
     Raises InputError if no tokenizer is found.
     """

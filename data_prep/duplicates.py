@@ -224,9 +224,8 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function that takes the index of a task in the group, and returns which of its
-        documents are left out: a bool array [1 + documents that begin in the task] that is True for
-        these documents.
+        """Return a function that takes the index of a task in the group, and returns a bool array
+        [1 + documents that begin in the task]. An element is True if the document is left out.
 
         The first element of the array is for the document that continues from the previous task.
         Raise InputError if the stored files of the group are damaged.

@@ -32,9 +32,9 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """The number of messages of one rank in a group of `ranks` ranks, and the sum of their bytes x
-    (see the module docstring), for each kind of message. All numbers are integers, so sums are
-    exact."""
+    """For each kind of message: the number of messages that one rank sends in a group of `ranks`
+    ranks, and the sum of their bytes x (see the module docstring). All numbers are integers, so
+    sums are exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)

@@ -63,10 +63,10 @@ class Layout:
 
     `expert` (e) is the number of ranks over which the experts of each layer are distributed.
     `expert_tensor` is the number of tensor ranks that divide the width of an expert; None means all
-    t tensor ranks. If all t tensor ranks divide an expert, the e ranks are neighbours among the c d
-    ranks that have the same layers (c: context-parallel size, d: data-parallel size), and there are
-    c d / e copies of each expert. If `expert_tensor` is 1, experts are not divided, and the e ranks
-    are neighbours among the t c d ranks that have the same layers.
+    t tensor ranks. Let c be the context-parallel size, and d the data-parallel size. If all t
+    tensor ranks divide an expert, the e ranks are neighbours among the c d ranks that have the same
+    layers, and there are c d / e copies of each expert. If `expert_tensor` is 1, experts are not
+    divided, and the e ranks are neighbours among the t c d ranks that have the same layers.
 
     `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
     model; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the

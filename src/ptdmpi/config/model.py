@@ -412,8 +412,8 @@ class ModelConfig(Section):
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
         """Return the maximum number of positions in a sequence for which the head computes a
-        prediction: 1 for a classifier, all positions for a model that predicts the next token, and
-        the fraction `mask_fraction` of the text for a masked model."""
+        prediction. A classifier has 1 such position. A model that predicts the next token has
+        `seq_length` positions, and a masked model has the fraction `mask_fraction` of the text."""
         if self.classifies:
             return 1
         if not self.masked:

@@ -18,7 +18,7 @@ class Bigram:
 
         P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
 
-    In this formula c(v) and c(v,w) are the counts of the token v and of the pair (v,w), T(v) is the
+    In this formula c(v) and c(v,w) are the counts of the token v and of the pair (v,w). T(v) is the
     number of distinct followers of v, n1 and n2 are the numbers of pairs seen once and twice, and
     P(w) is the unigram estimate with one added to each count.
     """

@@ -1,5 +1,5 @@
-"""Two kinds of data about the tokens of samples, which are added to microbatches: the document of
-each token, and the weight of each label."""
+"""Data that are added to microbatches in addition to the tokens: the number of each token's
+document, and the weight of each label."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

@@ -178,9 +178,9 @@ class MaskedSamples:
         The masked tokens are n-grams of complete words, chosen in random order. For each n-gram,
         the number of words n is a random number; n is reduced if so many words would exceed
         `budget`, leave the segment or overlap an earlier n-gram. `words` has, for each segment, the
-        positions of the first tokens of its words and the end of the segment; `chances` has random
-        numbers, float [2, at least the number of words]: the first row determines the order, and
-        the second row determines the lengths.
+        positions of the first tokens of its words and the end of the segment. `chances` has random
+        numbers, float [2, n], with n at least the number of words: the first row determines the
+        order of the n-grams, and the second row their lengths.
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])

@@ -207,9 +207,9 @@ class SampleOrder:
     already used."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
-        """Prepare the order. Raise InputError if there are no parts, or a part has no samples; if
-        weights are not decimals above 0, or need a period above MAX_PERIOD; or if a limit of epochs
-        is not above 0."""
+        """Prepare the order. Raise InputError if there are no parts or a part has no samples, if a
+        weight is not a decimal above 0, if the weights need a period above MAX_PERIOD, or if a
+        limit of epochs is not above 0."""
         if not parts:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):

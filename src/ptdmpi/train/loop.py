@@ -1,5 +1,5 @@
-"""The training loop. After each step, the loop writes the record of the step. Then it validates,
-saves a checkpoint and stops, if each of these is due.
+"""The training loop. After each step, the loop writes the record of the step. Then the loop
+validates, saves a checkpoint or stops, whichever is due.
 """
 
 import contextlib

@@ -119,9 +119,9 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """Yield mistakes only for a method with which the weights of replicas may differ after a step:
-    a mistake for each key that has no effect without a compressor, and for each combination of keys
-    that no published method has.
+    """Yield a mistake for each key that has no effect without a compressor, and for each
+    combination of keys that no published method has. Yield nothing for a method with which the
+    weights of all replicas are equal after each step.
     """
     if section.method not in DIFFERING:
         return

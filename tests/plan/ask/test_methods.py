@@ -156,7 +156,7 @@ def test_the_answer_has_every_method(tmp_path):
     # a memory of a number of four bytes for each parameter, and two
     one = by_name["compressed, top_k 1 %, mem_sgd"]["more_memory_bytes"]
     assert by_name["compressed, top_k 1 %, double_squeeze"]["more_memory_bytes"] == 2 * one > 0
-    assert "may need" in told(*layout)
+    assert "break-even" in told(*layout)
 
 
 @pytest.mark.parametrize(

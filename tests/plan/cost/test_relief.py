@@ -54,7 +54,7 @@ def test_few_and_cheap_changes_come_first():
     assert first == "parallel.zero = 1"  # nothing more is sent, nor computed
     text = relief.explain(step(config), 0.5 * needed)
     assert text.count("\n  ") == 5 + 3 and "pipeline rank 0" in text
-    assert text.splitlines()[-4] == "each of these changes alone would fit:"
+    assert text.splitlines()[-4] == "each of these changes would be enough:"
     assert "no layout" in relief.explain(step(config), 1)
 
 

@@ -66,8 +66,9 @@ def sections() -> Iterator[tuple[str, DataParallelConfig]]:
 
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
-    """Return the price of each method in one layout. Raises InputError if the layout has only one
-    replica, or if it shards the optimizer state."""
+    """Return a comparison of the methods in METHODS: their step times, sent bytes and memory in one
+    layout. Raises InputError if the layout has only one replica, or if it shards the optimizer
+    state."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
@@ -85,7 +86,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
         f"{share / (1 - share):.1%} more steps in the same time. The shortest step has "
         f"{best['method']}.",
         rows=[
-            ["method", "data axis", "sent a step", "step", "may need", "memory"],
+            ["method", "data axis", "sent a step", "step", "break-even", "memory"],
             *map(_row, entries),
         ],
         numbers={"layout": str(layout), "methods": entries},
@@ -100,7 +101,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
             ),
         ],
         notes=[
-            "may need: with so many more steps, the training takes as long as with all_reduce",
+            "break-even: with this many more or fewer steps, the training takes as long as with "
+            "all_reduce",
             "the time of codes counts only the bytes that are read and written: choosing the "
             "greatest numbers, or hashing, takes longer, and this time is unknown until it is "
             "measured",

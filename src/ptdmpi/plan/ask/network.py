@@ -165,7 +165,7 @@ def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
 
 def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
     base_s = changes[0].best.step_time_s
-    rows = [["network", "step in the same layout", "in its best", "that layout"]]
+    rows = [["network", "step in the same layout", "in the best", "best layout"]]
     entries, bars = [], {}
     for change in changes:
         same, best = change.same_s / base_s - 1, change.best.step_time_s / base_s - 1

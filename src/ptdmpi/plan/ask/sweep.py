@@ -42,8 +42,8 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
 
 
 def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
-    """Return the best layout for each pricer. The keys of `pricers` are batch sizes or sequence
-    lengths; `over` says which: "batch" or "sequence length".
+    """Return the best layout on `ranks` ranks for each pricer. The keys of `pricers` are batch
+    sizes or sequence lengths; `over` says which: "batch" or "sequence length".
 
     Raises InputError if there is no pricer for which a layout fits.
     """

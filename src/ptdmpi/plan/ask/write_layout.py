@@ -35,7 +35,7 @@ def check(file: Path, request: LayoutRequest) -> None:
 
 def write(file: Path, request: LayoutRequest, plan: LayoutPlan) -> None:
     """Write a complete configuration with the plan's first layout, and print the command that
-    checks it.
+    checks this configuration.
 
     The number of steps follows from the number of tokens in the request. The training data is the
     placeholder `DATA`, which the user must replace. Raise InputError if the layout does not fit, or

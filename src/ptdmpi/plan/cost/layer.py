@@ -99,7 +99,7 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        # the rank numbers of two neighbours in the group differ by `between`
+        # the rank numbers of two neighbours in an expert group differ by `between`
         between = tensor // layout.dealing.tensor
         dealt = Group(layout.expert, min(layout.expert, max(1, near // between)))
         self.groups = {

@@ -1,5 +1,5 @@
-"""The memory of a rank in a layout. Plans and the check before training both use this model of
-memory.
+"""The memory of a rank in a layout. `ptdmpi plan` and the check before training both use this model
+of memory.
 
 Parameters are counted from the same list of operators from which the model is built
 (`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
@@ -176,10 +176,10 @@ class MemoryModel:
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return a set of pipeline ranks that includes the rank with the highest peak. If an
-        earlier rank of the schedule never needs less memory than a later rank with equal stages,
-        the result has only the first rank of each kind (see `_counted_distinct`); otherwise it has
-        all ranks."""
+        """Return a set of pipeline ranks that includes the rank with the highest peak. If the
+        schedule is such that an earlier rank never needs less memory than a later rank with equal
+        stages, the result has only the first rank of each kind (see `_counted_distinct`); otherwise
+        it has all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -369,7 +369,8 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        # the rank whose shard has the fewest elements of Muon's matrices has the most state
+        # Muon stores one value fewer for each element of a matrix, so the rank whose shard has the
+        # fewest such elements has the most state
         if self.method.matrices:
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes

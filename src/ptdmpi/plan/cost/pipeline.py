@@ -55,8 +55,9 @@ class StageTimes:
         return own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
-        """Return the seconds from the end of an op to the earliest time at which `op`, which
-        depends on it, can start on another rank."""
+        """Return the seconds that the input of `op` takes to arrive from another rank, counted from
+        the end of the op that produces the input. Return 0 if messages do not overlap with
+        computation, because `duration_s` then includes the message."""
         if not self.overlap:
             return 0.0
         return self._way_s(op)

@@ -242,7 +242,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
         )
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:
-        lines.append("each of these changes alone would fit:")
+        lines.append("each of these changes would be enough:")
         lines += [f"  {text}: {size(after.total)}" for text, after in fitting]
     else:
         lines.append("no layout on up to 64 times the ranks would fit")

@@ -247,8 +247,8 @@ class StageMemory:
         The op I frees activations and stores operands for W (gradients of the weights). The layer
         that is computed also needs its working memory. Neighbouring layers of one kind and mode of
         recomputation form a group, and each of them changes the number of bytes by the same amount.
-        So the number is the largest at one of these moments: at the loss, in the first or the last
-        layer of a group, or at the end of the op.
+        So the number of bytes is the largest at one of these moments: at the loss, in the first or
+        the last layer of a group, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -294,7 +294,7 @@ class StageMemory:
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
         """Return three maxima for a pipeline rank: the most elements of one place (embedding, a
         layer or the head), the most elements of two adjacent places, and the most elements of two
-        adjacent places including frozen ones.
+        adjacent places if frozen elements are included.
 
         The first two maxima are over trained elements only. Two places are in memory at the same
         time: the current place and the next place (`plan.schedule.places`).

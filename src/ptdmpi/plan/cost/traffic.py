@@ -225,9 +225,9 @@ class StepTraffic:
 
     def _norms(self, norms: int) -> Tally:
         """Return the traffic of gathering norms among ranks that have different parameters. All
-        ranks send rows of the same length, the largest number of norms of any rank. `norms` is the
-        number of gathers in a step: one for the norm of the gradient, and more if, for example, the
-        step measures the consensus distance."""
+        ranks send rows of equal length: the largest number of norms that any rank has. `norms` is
+        the number of gathers in a step: one for the norm of the gradient, and more if, for example,
+        the step measures the consensus distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)

@@ -1,5 +1,5 @@
-"""The binary tree along which gradients are summed with `run.reproducible`. Its leaves are the
-gradients of a step's microbatches (`ptdmpi.engine.data_parallel.reduce.TreeSum`)."""
+"""The binary tree along which gradients are summed if `run.reproducible` is True. Its leaves are
+the gradients of a step's microbatches (`ptdmpi.engine.data_parallel.reduce.TreeSum`)."""
 
 from functools import cache
 
@@ -19,12 +19,13 @@ def nodes_of(leaves: int, first: int, end: int) -> int:
 
 @cache
 def most_sums(microbatches: int, replicas: int) -> tuple[int, int]:
-    """Return the largest numbers of sums that a data rank stores: during a backward, and later in
-    the step.
+    """Return two numbers: the largest number of sums of gradients that a data rank stores during a
+    backward, and the largest number later in the step.
 
-    Each of `replicas` data ranks has `microbatches` leaves. It stores a sum for each node that
-    covers only finished leaves, and is not part of a larger such node. After the last backward, the
-    sums of earlier ranks are added, and one sum is in transit.
+    Each of the `replicas` data ranks computes the gradients of `microbatches` leaves. Nodes that
+    cover only finished leaves are complete; a data rank stores one sum for each complete node that
+    is not inside a larger complete node. After the last backward, the rank also stores the sums of
+    earlier ranks, and one sum in transit.
     """
     leaves = microbatches * replicas
     firsts = range(0, leaves, microbatches)

@@ -1,5 +1,5 @@
-"""The time of the optimizer in a step, if it runs on the device, on the host, or with its state in
-a file."""
+"""The time that the optimizer takes in a step. The optimizer may run on the device, on the host, or
+with its state in a file."""
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
@@ -11,7 +11,8 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 class UpdateTimes:
     """The times, in seconds, of the optimizer's update. The argument `elements` of the methods is
-    always the number of parameters of one rank. The rank updates only its shard of them."""
+    always the number of parameters of one rank. If the state is sharded, the rank updates only its
+    shard of these parameters."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine. `moments` is the number of moments that the optimizer keeps per

@@ -5,9 +5,9 @@ An operator (`operator.py`) returns its costs as lists of kernels, messages and 
 `plan.cost.layer` computes the times of the kernels and messages on a cluster. `folds.py` adds up
 the bytes of the tensors and messages.
 
-For some small kernels, only the launch is counted, and no time (`priced` is False). Their time is
-already part of the times of the other kernels, because the efficiencies of clusters were calibrated
-with published times of whole layers.
+Some small kernels count as launches, but have no time of their own (`priced` is False). Their time
+is already part of the times of the other kernels, because the efficiencies of clusters were
+calibrated with published times of whole layers.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 class MatrixProduct:
     """`batch` matrix products of matrices [m, k] and [k, n], computed by `launches` kernels.
     `of_codes` is True if the operands are in 8-bit floating point with one scale for each matrix,
-    so that a device with such a matrix product can multiply the 8-bit codes directly."""
+    so that a device that has 8-bit matrix products can multiply the codes directly."""
 
     m: int
     n: int
@@ -57,8 +57,8 @@ class Elementwise:
     """Kernels that each process `elements` elements. `element_bytes` has, for each kernel, the
     number of bytes that it moves per element.
 
-    `kind` is the name of the operation, for example "gelu" or "layernorm_backward". A cluster file
-    with measurements has the time per element of this operation.
+    `kind` is the name of the operation, for example "gelu" or "layernorm_backward". Under this
+    name, a cluster file with measurements may have the operation's time per element.
     """
 
     kind: str

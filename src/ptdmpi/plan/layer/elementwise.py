@@ -222,9 +222,10 @@ class AddResidual(Operator):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient before and after dropout is applied to it. A host also
-        makes a copy of the mask in the type of the gradient. The result is 0 for the published
-        programs, which compute dropout's backward in one kernel."""
+        """Return the bytes of two gradients: the gradient of the sum, and the gradient of y, which
+        is the first gradient times the dropout mask. A host also makes a copy of the mask in the
+        type of the gradient. The result is 0 for the published programs, which compute dropout's
+        backward in one kernel."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes

@@ -278,8 +278,8 @@ class CrossEntropy(Operator):
         yield Elementwise("loss", self.logits(sizes), moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradient in float32 and round it. A Triton kernel
-        instead overwrites the logits with the gradient."""
+        """Yield the kernels that compute the gradient of the logits in float32 and round it to the
+        compute type. A Triton kernel instead overwrites the logits with the gradient."""
         if self._by_triton(sizes):
             yield MemoryPass(2 * self.logits(sizes) * sizes.compute_bytes)
             return

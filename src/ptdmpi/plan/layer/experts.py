@@ -3,10 +3,10 @@ token.
 
 The method is from Shazeer et al. 2017 (arXiv 1701.06538), but experts have no capacity limit: an
 expert processes all tokens for which it is chosen. If the tensor axis divides the width of each
-expert, all tensor-parallel ranks choose the same experts. Each of them computes a summand of the
-outputs and of all gradients, including the gradient of the router, and the usual sums over the
-tensor axis add these summands. If experts are not divided, each of t tensor-parallel ranks chooses
-experts for 1/t of the positions, and these experts compute complete outputs.
+expert, all tensor-parallel ranks choose the same experts. Each tensor-parallel rank computes a
+summand of the outputs and of all gradients, including the gradient of the router, and the usual
+sums over the tensor axis add these summands. If experts are not divided, each of t tensor-parallel
+ranks chooses experts for 1/t of the positions, and these experts compute complete outputs.
 """
 
 from collections.abc import Iterator

@@ -107,8 +107,9 @@ def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that the operators `rows` keep. The operators are those before or after the
-    layers, which are never recomputed."""
+    """Return the bytes of activations that the operators `rows` keep for their backward. The
+    function is for the operators before the first layer or after the last layer, which are never
+    recomputed."""
     return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
 
 

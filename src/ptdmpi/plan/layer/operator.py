@@ -63,9 +63,8 @@ class Operator:
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per row in the operator's forward matrix products,
-        on all tensor-parallel ranks together. The convention is that of model FLOPs: a
-        multiplication is two FLOPs, and all scores of a causal layer count, even those that are
-        masked."""
+        on all tensor-parallel ranks together. As in model FLOPs, all scores of a causal layer
+        count, even those that are masked. (One multiplication counts as two FLOPs.)"""
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:

@@ -249,7 +249,8 @@ class Grid:
         return math.prod(self[axis] for axis in self.along(group))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Return the identifier of the part of the state that the rank at `coordinates` holds."""
+        """Return an identifier of the part of the training state that the rank at `coordinates`
+        holds: its coordinates on the axes that divide the state."""
         return tuple(coordinates[axis] for axis in self.axes if axis_named(axis).cuts_state)
 
     def replica(self, coordinates: Coordinates) -> tuple[int, ...]:

@@ -76,9 +76,9 @@ class RunMethod:
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
-        """Return the number of values that a copy of the training state in the memory of the nodes
-        has for each parameter. The values of all `replicas` replicas are counted. Unlike a
-        checkpoint, such a copy always includes every replica."""
+        """Return the number of values per parameter in a copy of the training state that the nodes
+        keep in memory. The values of all `replicas` replicas are counted. Unlike a checkpoint, such
+        a copy always includes every replica."""
         section = self.section.model_copy(update={"checkpoint": "replicas"})
         return stored_numbers(section, self.moments, replicas)
 

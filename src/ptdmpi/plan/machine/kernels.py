@@ -257,8 +257,9 @@ class Machine:
     def _half_s(
         self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
     ) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter. Each of them is half of an
-        all-reduce. `between_nodes` gives the time for a group over several nodes."""
+        """Return the seconds of an all-gather or a reduce-scatter of `size` bytes. Each of these
+        two collectives has half of the steps of an all-reduce. The function `between_nodes` returns
+        the time for a group over several nodes."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency

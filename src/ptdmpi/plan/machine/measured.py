@@ -40,7 +40,7 @@ def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> f
 
 
 class MeasuredMachine(Machine):
-    """A `Machine` with measured kernels and messages.
+    """A `Machine` whose times of kernels and messages were measured.
 
     During the measurement, all ranks of a node computed and communicated at the same time, as they
     do in training.

@@ -175,8 +175,8 @@ def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[
     """Yield the moments that no other moment dominates. A moment dominates another moment if it
     holds at least as much in every store.
 
-    If a moment has working memory, it is compared only with moments that have the same working
-    memory. If it has none, it is compared with all moments.
+    A moment with working memory is compared only with moments that have the same working memory. A
+    moment without working memory is compared with all moments.
     """
     working = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from working

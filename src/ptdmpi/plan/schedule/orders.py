@@ -345,7 +345,8 @@ def _placement(
 
 
 def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[Op, ...]:
-    """Return the ops of pipeline rank `rank` in the order of the schedule `kind`."""
+    """Return the ops of pipeline rank `rank` in the order in which the schedule `kind` runs
+    them."""
     generate = KINDS[kind].generate
     return tuple(generate(rank, placed.stages_of(rank), placed.pipeline, microbatches))
 

@@ -63,7 +63,7 @@ class Best:
     """The prices of the `count` fastest layouts so far, the fastest first.
 
     `same` is a function that returns a key for a layout. Only the fastest layout with each key is
-    kept. A layout whose step takes `ceiling_s` seconds or more is never kept.
+    kept. A layout whose step takes `ceiling_s` seconds or longer is never kept.
     """
 
     def __init__(

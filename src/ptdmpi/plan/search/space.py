@@ -217,8 +217,8 @@ def sharding_words(layout: Layout, before: Layout | None = None) -> str:
 
 
 def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout with one chunk per rank. Each of these layouts represents the
-    layouts with any number of chunks (see `chunked`)."""
+    """Yield every legal layout with one chunk per rank. Each of these layouts represents all
+    layouts that differ from it only in the number of chunks (see `chunked`)."""
     config = pricer.model.config
     batch = pricer.batch
     modes = RECOMPUTE_MODES

@@ -18,8 +18,8 @@ from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.products import summed
 from ptdmpi.plan.layer.sizes import Sizes
 
-# The rotation reads or writes each rotated element so many times: two products and two sums for
-# each half.
+# Number of times that the rotation reads or writes each rotated element, in two products and two
+# sums for each half.
 ROTATED_MOVES = 5
 
 
@@ -110,8 +110,8 @@ class JoinLatents(Operator):
         yield MemoryPass((shape.rotated + shape.key) * e)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield the gather of the rotary key under sequence parallelism, and the sum of its
-        gradient over the tensor axis."""
+        """Yield the gather of the rotary key under sequence parallelism, and the sum of the rotary
+        key's gradient over the tensor axis."""
         if sizes.layout.tensor == 1:
             return
         size = _Shape.of(sizes).key * sizes.compute_bytes
@@ -121,7 +121,7 @@ class JoinLatents(Operator):
             yield summed(sizes, size)
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the inputs and outputs, and of the rotated elements of the
+        """Return the bytes of the inputs, of the outputs, and of the rotated elements of the
         queries."""
         shape = _Shape.of(sizes)
         elements = shape.inputs + shape.rotated + 3 * shape.queries
@@ -136,9 +136,9 @@ class JoinLatents(Operator):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The numbers of elements on one tensor rank, at all positions of a context rank: `queries` (as
-    many as keys), the unrotated (`plain`) and the `rotated` elements of the queries, the `values`,
-    and the rotary `key`."""
+    """The numbers of elements on one tensor rank, at all positions of a context rank: all elements
+    of the queries (keys have the same number), their unrotated (`plain`) and `rotated` elements,
+    and the elements of the values and of the rotary key (`key`)."""
 
     queries: int
     plain: int
@@ -148,7 +148,7 @@ class _Shape:
 
     @classmethod
     def of(cls, sizes: Sizes) -> "_Shape":
-        """Return the numbers of elements for these sizes."""
+        """Return the numbers of elements for the model and the layout of `sizes`."""
         model, tokens = sizes.model, sizes.tokens
         each = tokens * sizes.local_heads[0]
         return cls(

@@ -31,7 +31,7 @@ def latent_attention(build: LayerBuild) -> Sublayer:
     )
     product = build.product("attention.out", out, "y", "y")
     fills = model.values_width < model.attention_width
-    # the last linear layer keeps the core's output as its input, unless zeros are cut off before
+    # the last linear layer keeps the core's output as its input, unless `TakeValues` comes between
     keeps = product.keeps_input and not fills
     taken = (TakeValues("attention.values", values, values),) if fills else ()
     return build.sublayer(
@@ -50,8 +50,8 @@ def latent_attention(build: LayerBuild) -> Sublayer:
 
 def _compressed(build: LayerBuild) -> Iterator[Operator]:
     """Yield the operators from the sublayer's input "y" to the expanded queries "q", the expanded
-    keys and values "kv", and the rotary key "k". Without compression of the queries, a linear layer
-    computes them from the sublayer's input."""
+    keys and values "kv", and the rotary key "k". If the model does not compress queries, a linear
+    layer computes the queries from the sublayer's input."""
     model = build.model
     rank, key = model.kv_lora_rank, model.kv_lora_rank + model.rope_head_size
     queries = model.attention_width

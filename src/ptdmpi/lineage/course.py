@@ -44,8 +44,8 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with the data that `answer` describes. `answer` was returned by the function
-        `judge`, on this rank or on another rank."""
+        """Continue with the data that `answer` describes. `answer` is a result of the function
+        `judge`, which this rank or another rank has called."""
         self.answer = answer
         self._order = None
 

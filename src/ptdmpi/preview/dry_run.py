@@ -59,7 +59,7 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
     if given == 1:
         return RankCount(1, "as --ranks says", 1)
     if started > 1:
-        return RankCount(started, "as were started", _local_size())
+        return RankCount(started, "as the launcher started", _local_size())
     needed, fixed = needed_ranks(tree)
     why = "as parallel.tensor, pipeline and data say"
     if not fixed:

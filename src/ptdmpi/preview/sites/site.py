@@ -1,5 +1,5 @@
-"""Site files. A site file has the settings that a batch system needs for each job, such as the
-account and the time limit."""
+"""Site files: TOML files with the settings that the batch system of a site needs for each job, such
+as the account and the time limit."""
 
 import os
 import re

@@ -448,8 +448,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with adapters. They combine the sums, splits and dropout masks of adapters with
-    tensor, pipeline and data parallelism, and with sharded parameters."""
+    """Return cases with adapters. The layouts divide adapters, sum their gradients and draw their
+    dropout masks under tensor, pipeline and data parallelism, and with sharded parameters."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(

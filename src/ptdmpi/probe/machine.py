@@ -27,8 +27,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# Starting values. A fraction of 1 means that layers run at the full measured rate of single
-# kernels. `Layers.fit` replaces the fractions with those that layers reach.
+# Starting values of the section [efficiency]. A fraction of 1 means that layers run at the full
+# measured rate of single kernels. `Layers.fit` replaces the fractions with those that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,

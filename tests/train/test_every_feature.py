@@ -32,6 +32,7 @@ COMPRESSED = {"data_parallel.method": "compressed", "data_parallel.compressor": 
 DECENTRALIZED = {"data_parallel.method": "decentralized"}
 MUON = {"optimizer.kind": "muon"}
 BERT = {"model.kind": "bert"}
+LATENT = {"model.head_size": 12, "model.rope_head_size": 4, "model.kv_lora_rank": 8}
 EXPERTS = {"model.kind": "llama", "model.experts": 4, "model.experts_per_token": 2}
 # What else a choice needs; a key without a value stands for all of its choices.
 NEEDS: dict[str | tuple[str, Any], Changes] = {
@@ -53,6 +54,7 @@ NEEDS: dict[str | tuple[str, Any], Changes] = {
     ("optimizer.nesterov", True): {"optimizer.kind": "sgd", "optimizer.momentum": 0.9},
     "optimizer.muon_scale": MUON,
     ("model.router", "sigmoid"): EXPERTS,
+    ("model.kind", "deepseek"): LATENT,
     ("model.router_normalize", False): EXPERTS,
     "model.balance": EXPERTS,
     ("task.kind", "classification"): {"task.labels": ["no", "yes"]},

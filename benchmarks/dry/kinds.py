@@ -4,12 +4,16 @@ every kind of training that the tests run on a simulated device."""
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 from benchmarks.dry.bounds import PEAK, PLANNED_PEAK
 from benchmarks.dry.steps import DEVICE, Counts, begin, counted, planned_bytes
 from benchmarks.gpu.timing import Numbers, Row
 from benchmarks.gpu.training import drawn_there, engine_on
 from ptdmpi.config import Config, resolve
+from ptdmpi.engine.data_parallel.compressed import Compressed
 from ptdmpi.model.batch import Placing
 from tests._configs import small, tree
 from tests._engines import VOCAB_SIZE, microbatches
@@ -24,6 +28,8 @@ LARGE = {
     "batch.micro_size": 4,
 }
 LARGE_VOCAB = 32000
+_overflows = Compressed._overflows
+COMPILED = ("gpt bf16", "llama bf16")  # kinds that are also counted with compiled layers
 
 
 def of_step(config: Config, vocab_size: int) -> Counts:
@@ -34,25 +40,38 @@ def of_step(config: Config, vocab_size: int) -> Counts:
         engine = engine_on(config, vocab_size, DEVICE, wire="mpi")
     placing = Placing(DEVICE)
     parts = microbatches(config, 0, engine.axes["data"].rank, vocab_size=vocab_size)
-    counts = counted(lambda: engine.step(0, placing.place(parts)))
+    is_compiled = config.run.compile
+    with mock.patch.object(Compressed, "_overflows", _asks_only):
+        counts = counted(lambda: engine.step(0, placing.place(parts)), by_operator=not is_compiled)
     # A method may still exchange values after a step. MPI writes them into memory of this engine,
     # which the next row frees.
     engine.policy.settle()
     return counts
 
 
+def _asks_only(method: Compressed, gradients: Tensor) -> bool:
+    """Ask whether gradients overflow, and return False: the answer of a null GPU is arbitrary, and
+    would let some steps be skipped."""
+    _overflows(method, gradients)
+    return False
+
+
 def alone(changes: Mapping[str, Any]) -> Numbers:
     """Count a step of one kind of training on one rank, and return the row of the table. `changes`
-    are the keys of the configuration in which this kind differs from the default model."""
+    are the keys of the configuration in which this kind differs from the default model. If layers
+    are compiled, the row has no bytes and FLOPs, which cannot be counted."""
     config = resolve(tree(LARGE | changes), 1)
     counts = of_step(config, LARGE_VOCAB)
     planned = planned_bytes(config, LARGE_VOCAB)
-    return {
-        "launches": round(counts.launches),
-        "syncs": round(counts.syncs),
+    of_operators = {
         "GB moved": counts.moved_bytes / 1e9,
         "GB outside of products": counts.other_bytes / 1e9,
         "TFLOP": counts.flops / 1e12,
+    }
+    return {
+        "launches": round(counts.launches),
+        "syncs": round(counts.syncs),
+        **(of_operators if not config.run.compile else {}),
         PEAK: counts.peak_bytes / 1e9,
         PLANNED_PEAK: planned / 1e9,
         "peak / planned": counts.peak_bytes / planned,
@@ -70,16 +89,15 @@ def of_two(changes: Mapping[str, Any]) -> Numbers:
 def rows() -> Iterator[Row]:
     """Yield, for each kind of training that needs one rank, its name and a function that counts its
     row."""
-    for name, changes in (test_engine.KINDS | test_kinds.KINDS).items():
+    kinds = test_engine.KINDS | test_kinds.KINDS
+    for name, changes in kinds.items():
         yield name, partial(alone, changes)
+    for name in COMPILED:
+        yield f"{name}, compiled", partial(alone, kinds[name] | {"run.compile": True})
 
 
 def rows_of_two() -> Iterator[Row]:
     """Yield, for each kind of training that needs two ranks, its name and a function that counts
-    its row. All ranks call this function.
-
-    Kinds that compress messages are left out, because the null GPU computes no codes.
-    """
-    for name, changes in test_kinds.LAYOUTS.items():
-        if "data_parallel.compressor" not in changes:
-            yield name, partial(of_two, changes)
+    its row. All ranks call this function."""
+    for name, changes in (test_kinds.LAYOUTS | test_kinds.CODES).items():
+        yield name, partial(of_two, changes)

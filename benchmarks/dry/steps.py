@@ -1,5 +1,6 @@
 """Training steps of ptdmpi and of other trainers on the null GPU, and their counts."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,17 +51,22 @@ def begin() -> None:
 
 
 def counted(
-    step: Callable[[], object], state_bytes: Callable[[], int] = torch.cuda.memory_allocated
+    step: Callable[[], object],
+    state_bytes: Callable[[], int] = torch.cuda.memory_allocated,
+    *,
+    by_operator: bool = True,
 ) -> Counts:
     """Run a training step twice, and return the counts of the second one. In the first one, PyTorch
     allocates its working memory, and the optimizer its states. After the step, `state_bytes`
-    returns `Counts.state_bytes`; the default is for a trainer that frees no gradients."""
+    returns `Counts.state_bytes`; the default is for a trainer that frees no gradients. If
+    `by_operator` is False, bytes and FLOPs are not counted: the launches of compiled kernels do not
+    go through PyTorch's dispatcher."""
     gpu = NullGpu()
     step()
     torch.cuda.reset_peak_memory_stats()
     counting = Counting(DEVICE.type, gpu.launched)
     launched, before = gpu.launched(), gpu.events()
-    with counting:
+    with counting if by_operator else contextlib.nullcontext():
         step()
     work = counting.work()
     return Counts(

@@ -13,7 +13,7 @@ from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceW
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
 from benchmarks.marks import replaced
-from tests.device import test_kinds
+from tests.device import test_engine, test_kinds
 from tests.parallel import parallel
 
 M, K, N = 3, 5, 7
@@ -123,6 +123,19 @@ def test_nothing_is_under_way_after_a_row(comm):
     with mock.patch.multiple(kinds, engine_on=made, counted=counted, **host):
         kinds.of_two(test_kinds.LAYOUTS["neighbours, under way"])
     assert engines[0].policy.settled
+
+
+def test_every_kind_has_a_row_and_compiled_ones_have_no_bytes():
+    """What compiled kernels read and write does not go through the dispatcher."""
+    counts = Counts(*([2.0] * len(Counts._fields)))
+    with mock.patch.multiple(kinds, of_step=lambda *_: counts, planned_bytes=lambda *_: 2.0):
+        rows = {name: count() for name, count in kinds.rows()}
+    unseen = {"GB moved", "GB outside of products", "TFLOP"}
+    for name in kinds.COMPILED:
+        assert rows[name].keys() - rows[f"{name}, compiled"].keys() == unseen
+    assert {*test_engine.KINDS, *test_kinds.KINDS} < rows.keys()
+    names = [name for name, _ in kinds.rows_of_two()]
+    assert names == [*test_kinds.LAYOUTS, *test_kinds.CODES]
 
 
 def test_rows_that_failed_are_not_in_the_table():

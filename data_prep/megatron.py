@@ -234,8 +234,8 @@ def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
     """Yield the lengths of all documents, in tokens, as arrays int64 [documents]. A document that
-    continues in the next shard has one length. Raise InputError for a document that is too long for
-    Megatron."""
+    continues in the next shard counts as one document. Raise InputError for a document that is too
+    long for Megatron."""
     carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
     for number, header in enumerate(headers):

@@ -269,8 +269,8 @@ def _cut(window: bytes) -> int:
     The cut is in the second half of the window. If possible, it is after the last line end that is
     between two non-space characters. The usual pre-tokenizers (of GPT-2 and later models) have a
     boundary on both sides of such a line end, so the tokens are the same as for the undivided
-    document. If there is no such line end in the second half, the cut is after its last line end.
-    If there is no line end, the cut is at the end of the window, between two UTF-8 characters.
+    document. If there is no such line end, the cut is after the last line end of this half. If this
+    half has no line end, the cut is at the end of the window, between two UTF-8 characters.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES

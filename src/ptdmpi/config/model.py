@@ -275,7 +275,7 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Return the number of elements of a head that the rotary embedding turns."""
+        """Return the number of elements of a query or key head that RoPE rotates."""
         return self.rope_head_size or self.head_size
 
     @property

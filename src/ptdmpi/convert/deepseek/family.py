@@ -70,8 +70,9 @@ def _keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _mscale(config: ConfigJson) -> float:
-    """Return the factor `mscale_all_dim` of YaRN, from which the scale of attention scores follows;
-    0 if config.json has none. `rope_keys` has checked the tables of config.json."""
+    """Return the value of YaRN's key `mscale_all_dim`, from which the scale of the attention scores
+    is computed; 0 if config.json does not have the key. `rope_keys` must have checked the tables of
+    config.json before."""
     for key in ("rope_parameters", "rope_scaling"):
         rope: Mapping[str, Any] = config.get(key, {})
         if rope.get("rope_type", rope.get("type")) == "yarn":

@@ -1,7 +1,7 @@
 """The attention and the router of DeepSeek-V3 by their formulas, for the self-check of conversions.
 
-`get` returns a tensor of `transformers` by its name without prefix, and x is [prompts, tokens,
-hidden].
+In all functions, `get` returns a tensor of the Hugging Face model by its name without prefix, and
+the input `x` is [prompts, tokens, hidden].
 """
 
 import math
@@ -23,24 +23,26 @@ def latent_attention(
     name: str,
     x: Tensor,
 ) -> Tensor:
-    """Return multi-head latent attention (arXiv 2405.04434, equations 37 to 47). `rotated(x,
-    heads)` rotates heads whose first half has the first elements of all pairs."""
+    """Return the output of multi-head latent attention (arXiv 2405.04434, equations 37 to 47),
+    [prompts, tokens, hidden]. `rotated(x, heads)` applies RoPE to heads in which the first elements
+    of all rotated pairs are in the first half, and the second elements in the second half."""
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     plain = config["qk_nope_head_dim"]
 
     def linear(part: str, x: Tensor) -> Tensor:
-        """Apply the linear layer `part`; only compressing layers and the last one have biases."""
+        """Apply the linear layer `part`. Only the layers that compress, and the last layer, have
+        biases."""
         y = x @ get(f"{name}.{part}.weight").t()
         biased = config.get("attention_bias") and not part.endswith("b_proj")
         return y + get(f"{name}.{part}.bias") if biased else y
 
     def turned(x: Tensor, heads: int) -> Tensor:
-        """Rotate neighbouring pairs of elements."""
+        """Apply RoPE to heads in which the two elements of each rotated pair are neighbours."""
         pairs = x.unflatten(-1, (heads, -1, 2)).movedim(-1, -2).flatten(-2)
         return rotated(pairs.flatten(2), heads).unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def by_head(x: Tensor) -> tuple[Tensor, ...]:
-        """Return the first `plain` elements of each head, and the others."""
+        """Return two tensors: the first `plain` elements of each head, and the other elements."""
         return x.unflatten(-1, (heads, -1)).transpose(1, 2).tensor_split([plain], -1)
 
     q = linear("q_b_proj", norm(f"{name}.q_a_layernorm", linear("q_a_proj", x)))
@@ -55,7 +57,7 @@ def latent_attention(
 
 
 def _scale(config: Mapping[str, Any]) -> float:
-    """Return the factor of attention scores with YaRN."""
+    """Return the factor by which YaRN multiplies attention scores; 1 without YaRN."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) != "yarn":
         return 1.0

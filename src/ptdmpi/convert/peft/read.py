@@ -236,9 +236,9 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of one adapter. In an exported file, A may contain the rows of the adapters of
-    all targets of a module. Only the rows of A, and the columns of B, that belong to this adapter's
-    target are returned."""
+    """Return the matrices A and B of one adapter. If ptdmpi exported several adapters of a module
+    together, the matrix A in the file has the rows of all these adapters. Return only the rows of A
+    and the columns of B that belong to this adapter."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)

@@ -30,9 +30,9 @@ CURVE = 60  # number of points of a drawn curve
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of one job, in seconds: `between_s` is the mean time between failures. `save_s`
-    is the time for which a save stops the training. `restart_s` is the time from a failure to the
-    next step."""
+    """The times, in seconds, that determine the goodput of a job. `between_s` is the mean time
+    between failures. `save_s` is the time for which a save stops the training. `restart_s` is the
+    time from a failure to the next step."""
 
     between_s: float
     save_s: float

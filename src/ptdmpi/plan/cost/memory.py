@@ -392,7 +392,8 @@ class MemoryModel:
         return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
 
     def parameter_bytes(self, layout: Layout) -> float:
-        """Return a lower bound of the bytes that a rank needs for the state of one parameter."""
+        """Return a lower bound of the bytes that a rank of `layout` needs per parameter for
+        weights, gradients and optimizer state."""
         weights, summed, widened, optimizer = (
             each / shards
             for shards, each in zip(_shards(layout.sharing), self._each_bytes, strict=True)

@@ -127,8 +127,8 @@ class StepTraffic:
         return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
-        """Add the messages in which ranks sum the number of tokens of each expert in each layer,
-        and the losses of the routers."""
+        """Add to `tallies` the messages in which ranks sum, for each layer, the numbers of tokens
+        of the experts and the losses of the router."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
@@ -174,7 +174,8 @@ class StepTraffic:
 
     def _over(self, group: str, rank: int) -> Tally:
         """Return the traffic inside layers over the context axis (keys, values and their
-        gradients), or between ranks with different experts (tokens and their gradients)."""
+        gradients), or between ranks with different experts (tokens and their gradients). `group` is
+        CONTEXT or EXPERTS."""
         tally = Tally(layout_grid(self.layout).size_of(group))
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -357,7 +358,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
     """Return the traffic of the run's data-parallel method over the data axis, for a rank that does
-    not shard its state."""
+    not shard its state. `rank` and `data` are the rank's coordinates on the pipeline axis and the
+    data axis."""
     tally, element = Tally(of.layout.data), of.sizes.wide_bytes
     section = of.method.section
     units, _ = of.held.units(rank, section.overlap, 1)

@@ -183,14 +183,16 @@ class Attend(Operator):
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per position in Q K^T and P V, where P is the
         softmax of the scores. All positions of the sequence count as keys of a query, or, with a
-        window, only those in the window. The mean over layers, without zeros that fill values."""
+        window, only those in the window. The result is the mean over layers. Zeros that fill up
+        values are not counted."""
         return (model.attention_width + model.values_width) * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels that compute the outputs of the heads from queries, keys and values, or
-        their backward. If scores are capped, the kernels are not fused."""
+        """Yield the kernels that compute the outputs of the heads from queries, keys and values,
+        or, if `backward` is True, the kernels of the backward. If scores are capped, the kernels
+        are not fused."""
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return
@@ -323,7 +325,7 @@ class Attend(Operator):
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that PyTorch's attention keeps in addition to queries, keys and values.
-        It keeps probabilities only where no kernel is fused (`_stores_scores`)."""
+        It keeps probabilities only if no fused kernel is available (`_stores_scores`)."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = core_shape(sizes)
         rows = _rows(sizes)

@@ -67,7 +67,7 @@ class MixExperts(Operator):
     shares_input: bool = False
 
     def expert(self, number: int) -> str:
-        """Return the name of an expert."""
+        """Return the name of the expert with the index `number`."""
         return f"{self.name}.{number}"
 
     @property

@@ -99,7 +99,8 @@ class LowBit:
 
     @classmethod
     def of(cls, section: QuantizeConfig) -> "LowBit | None":
-        """Return the format that the configuration sets; None if weights are not quantized."""
+        """Return the format that the section [quantize] of a configuration sets; None if weights
+        are not quantized."""
         if section.weights == "none":
             return None
         return cls(section.weights, section.block)

@@ -77,7 +77,7 @@ class Topology(ABC):
 
     @property
     def description(self) -> str:
-        """Return a description of the graph, with its spectral gap, for messages."""
+        """Return a description of the graph, with its spectral gap, for output to the user."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"
         most = self.most_neighbours

@@ -221,7 +221,7 @@ class Grid:
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
-        """Return the name of a group in output for users.
+        """Return the name under which a group appears in output for users.
 
         An axis that has all data-parallel ranks is called "data", whether these ranks shard the
         state or hold copies of it. In the same way, an axis with all context-parallel ranks is

@@ -37,8 +37,9 @@ def split_unlike(
 
 
 def _least_most(sums: Sequence[float], count: int, head: float) -> float:
-    """Return the largest work of a stage in the split of the layers into `count` stages for which
-    this work is the smallest. `sums[i]` is the work of the first i layers together."""
+    """Find the split of the layers into `count` stages in which the largest work of a stage is as
+    small as possible. Return this largest work. `sums[i]` is the work of the first i layers
+    together."""
     low, high = 0.0, sums[-1] + head
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -80,8 +80,8 @@ class Machine:
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
 
     def update_s(self, elements: float, kernel_bytes: Sequence[float]) -> float:
-        """Return the seconds of the optimizer's kernels. `kernel_bytes` has, for each kernel, the
-        bytes that it moves per element."""
+        """Return the seconds of the optimizer's kernels for `elements` parameters. `kernel_bytes`
+        has, for each kernel, the bytes that it moves per parameter."""
         return sum(self.stream_s(elements * size) for size in kernel_bytes)
 
     def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:

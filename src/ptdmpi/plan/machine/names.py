@@ -26,7 +26,8 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def legal_clusters() -> str:
-    """Return the names of the clusters in the package, each with its alias in parentheses."""
+    """Return the names of the clusters in the package. If a cluster has an alias, the alias follows
+    the name in parentheses."""
     alias = {name: f"{name} ({short})" for short, name in ALIASES.items()}
     return ", ".join(alias.get(name, name) for name in cluster_names())
 

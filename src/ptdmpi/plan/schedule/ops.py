@@ -135,7 +135,7 @@ def kind_of_span(span: str) -> OpKind | None:
 
 
 class Op(NamedTuple):
-    """A computation on one microbatch in one stage; `kind` is a letter of the table."""
+    """A computation on one microbatch in one stage; `kind` is a key of the table `OP_KINDS`."""
 
     kind: str
     stage: int

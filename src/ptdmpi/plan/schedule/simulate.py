@@ -106,8 +106,8 @@ class Timeline:
         return (self.makespan_s - ideal_s) / ideal_s
 
     def to_json(self) -> str:
-        """Return a JSON object with the title, the time unit, the names of the columns, the
-        collectives inside ops, and a row for each span."""
+        """Return a JSON object with the title, the time unit, the names of the columns, the seconds
+        that ops spend in collectives, and a row for each span."""
         rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
         head: dict[str, Any] = {
             "title": self.title,
@@ -179,7 +179,7 @@ class Costs:
         return self.backward_s * self.weight_share
 
     def duration_s(self, op: Op) -> float:
-        """Return the computing time of `op`, above 0."""
+        """Return the computing time of `op`, which is always above 0."""
         cost_s: float = getattr(self, op.row.cost)
         return cost_s * op.row.share
 

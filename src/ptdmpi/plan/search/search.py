@@ -96,7 +96,8 @@ class Best:
         del self.prices[self.count :]
 
     def offer_all(self, pricer: Pricer, layouts: Iterable[Layout]) -> None:
-        """Simulate the layouts in ascending order of their bounds, and keep the fastest."""
+        """Simulate the layouts in ascending order of their lower bounds, and keep the fastest. Stop
+        when the bounds of all other layouts show that these cannot be among the fastest."""
         bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
         for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
             if bound_s >= self.limit_s:
@@ -340,7 +341,8 @@ def _named(layout: Layout) -> list[str]:
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
     """Return the layouts, each with every sharding that is legal for it. Layouts without offload
-    come first, then layouts with offload. Both are in ascending order of the ZeRO stage."""
+    come first, then layouts with offload. Each of these two groups is in ascending order of the
+    ZeRO stage."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )

@@ -261,7 +261,7 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:
-    """Return the number of layers of each kind."""
+    """Return the number of layers of each kind in `runs`, as pairs (kind, number)."""
     counts = Counter[LayerKind]()
     for kind, count in runs:
         counts[kind] += count

@@ -245,8 +245,8 @@ def check_picture(path: str | Path) -> None:
 
 
 def save(drawing: "Figure", path: str | Path) -> None:
-    """Write a picture to a file. If writing fails, no incomplete file remains. Raises InputError
-    for a suffix other than .png and .svg, and if the file cannot be written."""
+    """Write the picture `drawing` to the file `path`. If writing fails, no incomplete file remains.
+    Raises InputError for a suffix other than .png and .svg, and if the file cannot be written."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     metadata = _METADATA.get(kind)
@@ -420,8 +420,9 @@ def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
 
 
 def fill(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to write a file. If writing fails, no incomplete file remains. Raises InputError
-    if the file cannot be written."""
+    """Write the file `path`: call `write` with the path of a temporary file, and then rename this
+    file. If writing fails, no incomplete file remains. Raises InputError if the file cannot be
+    written."""
     try:
         with replacing(path) as beside:
             write(beside)

@@ -104,8 +104,8 @@ def _greatest_of_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def _compared(name: str, whole: Tensor) -> Tensor:
-    """Return the tensor. If the tensor is the bias of queries, keys and values, leave out the
-    elements for the keys."""
+    """Return the elements of the tensor `whole` that are compared. If the tensor is the bias of
+    queries, keys and values, the elements for keys are left out."""
     if not name.endswith(KEY_BIAS):
         return whole
     query, _, value = whole.chunk(3)

@@ -191,8 +191,8 @@ class ComparedLayout(Layout):
     @property
     def sums_by_source(self) -> bool:
         """Return True if the gradients of experts are summed in the same order as in data
-        parallelism. This is the case if experts are distributed over all data ranks, each data rank
-        has one microbatch, and nothing is sharded."""
+        parallelism with all experts on each rank. This is the case if experts are distributed over
+        all data ranks, each data rank has one microbatch, and nothing is sharded."""
         return (
             self.expert == self.data
             and self.microbatches(GLOBAL_SIZE) == 1

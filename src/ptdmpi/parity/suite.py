@@ -56,7 +56,8 @@ class Comparison:
         return TrainingTask(self.case, compute, steps).reference
 
     def same_bits(self, compute: str, steps: int) -> TrainingTask:
-        """Return the training run that must have the same bits."""
+        """Return the training run of `base`, which must have the same bits as the run of the
+        case."""
         return TrainingTask(self.base, compute, steps)
 
     def tasks(self, steps: int) -> list[TrainingTask]:

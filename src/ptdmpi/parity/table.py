@@ -69,7 +69,8 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Pr
 
 
 def named(comparison: Comparison) -> str:
-    """Return the name of a row for `doctor`: section, sizes, schedule, options, model."""
+    """Return the name under which `ptdmpi doctor` reports a comparison: section, sizes, schedule,
+    options, model."""
     layout = comparison.case.layout
     model = comparison.case.model
     words = [comparison.section, _sizes(layout), layout.schedule, _options(layout), model.kind]
@@ -77,7 +78,8 @@ def named(comparison: Comparison) -> str:
 
 
 def probe_named(case: Case) -> str:
-    """Return the name of a probe for `doctor`: section, layout, model."""
+    """Return the name under which `ptdmpi doctor` reports a probe (a test with a perturbed token):
+    section, layout, model."""
     words = [SECTION, str(case.layout), case.layout.exchange, case.model.kind]
     return ", ".join([*words, *["documents"][: case.model.documents]])
 

@@ -84,7 +84,7 @@ def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], s
 
 
 def _local_size() -> int:
-    """Return how many ranks the launcher started on this host; 0 if the launcher does not say how
-    many."""
+    """Return the number of ranks that the launcher started on this host; 0 if the launcher does not
+    report this number."""
     values = (os.environ.get(name, "") for name in LOCAL_VARIABLES)
     return next((int(value) for value in values if value.isdigit()), 0)

@@ -177,8 +177,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the memory that a rank has, and the memory that is needed by the rank that needs the
-    most, in bytes. "fits" is None if the memory of a rank is unknown."""
+    """Return, in bytes, the memory that each rank has, and the memory that a step needs on the rank
+    that needs the most. "fits" is None if the memory of a rank is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None

@@ -64,7 +64,8 @@ def tables(
 def _tables(
     bench: Bench, group: MeasuredGroup, dtype: torch.dtype, sizes: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tables of seconds for one group of ranks."""
+    """Yield one table for each collective over the ranks of `group`, with the seconds for each
+    size."""
     comm = group.comm
     for name, collective in COLLECTIVES.items():
         times = []

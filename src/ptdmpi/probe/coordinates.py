@@ -55,7 +55,7 @@ class Coordinates:
 
     @property
     def are_right(self) -> bool:
-        """Return True if no activation grows with muP."""
+        """Return True if, with muP, no activation grows with the width by more than MOST_GROWTH."""
         named = [key for key in self.sizes if key[0] == MUP]
         return all(self.growth(*key) <= MOST_GROWTH for key in named)
 

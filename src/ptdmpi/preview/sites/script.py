@@ -29,7 +29,8 @@ class Template:
         self.lines = text.splitlines()
 
     def has(self, directive: str, option: str) -> bool:
-        """Return True if the template has a line for an option. The line may be commented out."""
+        """Return True if the template has a line for an option, which is `directive` followed by
+        `option`. The line may be commented out."""
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:

@@ -140,7 +140,8 @@ def timed_reads(dataset: Dataset, picks: np.ndarray, group: int) -> Side:
 
 
 def reads(folder: Path, rounds: int) -> None:
-    """Measure reading from one dataset and from a mixture of four."""
+    """Measure reading samples from one dataset and from a mixture of four datasets, and print the
+    rates."""
     everything = [write_dataset(folder / f"reads{n}", 50_000_000, n) for n in range(4)]
     count = everything[0].samples(SEQ_LENGTH)
     samples = 20_000
@@ -167,7 +168,7 @@ def reads(folder: Path, rounds: int) -> None:
 
 
 def write(folder: Path, rounds: int) -> None:
-    """Measure writing token ids to shards, compared with h5py alone."""
+    """Measure writing token ids to shards, compared with h5py alone, and print the rates."""
     total = 200 * BLOCK_TOKENS
     tokens = np.random.default_rng(0).integers(0, 50256, total, np.uint16)
     ends = np.append(np.arange(DOCUMENT_TOKENS, BLOCK_TOKENS, DOCUMENT_TOKENS), BLOCK_TOKENS)
@@ -220,7 +221,8 @@ def write(folder: Path, rounds: int) -> None:
 
 
 def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
-    """Measure tokenizing, compared with other tools."""
+    """Measure `ptdmpi-data tokenize`, compared with direct calls of the tokenizer and with the
+    tools of other projects (`peers`)."""
     tokenizer = learn(folder)
     warm(folder, tokenizer, rounds)
     commands(folder, tokenizer, min(rounds, 3), peers)

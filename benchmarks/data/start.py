@@ -44,7 +44,7 @@ NOTHING = "import h5py, numpy"
 
 
 def sparse_shard(path: Path, tokens: int) -> None:
-    """Write a shard as a sparse file."""
+    """Write a shard of `tokens` tokens, all of them 0, as a sparse file."""
     with h5py.File(path, "w") as file:
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plan.set_layout(h5py.h5d.CONTIGUOUS)
@@ -79,7 +79,8 @@ def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool
 
 
 def start(folder: Path, rounds: int) -> None:
-    """Print the seconds and the memory for each case."""
+    """Measure processes from their start to their first batch, in at most three rounds, and print
+    the seconds and the memory for each size of the corpus."""
     cases = {
         "10^8 tokens, 1 shard": (10**8, 10**8),
         "10^10 tokens, 1 shard": (10**10, 10**10),

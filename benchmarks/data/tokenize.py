@@ -91,7 +91,8 @@ def learn(folder: Path) -> Path:
 
 
 def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
-    """Compare the tools in one process on one core, with everything loaded and warm."""
+    """Measure `ptdmpi-data tokenize` and direct calls of the tokenizer in one process on one core,
+    with everything loaded and warm, and print a table."""
     import tokenizers
 
     from data_prep.corpus import OutputOptions, make_shards
@@ -264,7 +265,8 @@ def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | 
 
 
 def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
-    """Compare complete commands on all cores. Ratios are relative to the first tool."""
+    """Measure the complete commands of all tools on all cores, and print a table. Ratios are
+    relative to the first tool."""
     cores = len(os.sched_getaffinity(0))
     texts = stdlib_texts(LONG_BYTES)
     sizes = (texts[::SHORT_SHARE], texts, texts * LONGEST_TIMES)

@@ -146,7 +146,8 @@ class Rank:
 
 
 def run_rank(layers: int, rounds: int, folder: Path) -> None:
-    """Do the measurement on one rank. The first rank prints the results as JSON."""
+    """Measure saving and loading on one rank, in `rounds` rounds. The first rank prints the results
+    as JSON."""
     launch.prepare()
     rank = Rank(layers, folder)
     times = [rank.round(number) for number in range(rounds + 1)]

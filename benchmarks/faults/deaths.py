@@ -43,13 +43,14 @@ class KilledRun:
 
 
 def append(path: Path, run: KilledRun) -> None:
-    """Append a run to the file `path`, as a line of JSON."""
+    """Append a run and its deaths to the file `path`, as a line of JSON."""
     with open(path, "a") as file:
         file.write(json.dumps(asdict(run)) + "\n")
 
 
 def runs_in(path: Path) -> list[KilledRun]:
-    """Return the runs in a file, or [] if the file does not exist."""
+    """Return the runs that `append` has written into the file `path`, or [] if the file does not
+    exist."""
     if not path.is_file():
         return []
     runs = []

@@ -33,7 +33,7 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
 
 
 def kinds_of(way: Way) -> tuple[str, ...]:
-    """Return those kinds in KINDS to which a layout belongs."""
+    """Return the kinds of layouts, among KINDS, to which a layout belongs."""
     values = dict(setting.split("=") for setting in way.settings)
     zero = values.get("parallel.zero", "0")
     kinds = ["whole" if zero == "0" else f"zero-{zero}"]

@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Return the name of the setup in the table."""
+        """Return the name of the setup, as the table shows it."""
         data = (self.ranks - self.spare) // (self.tensor * self.pipeline)
         spare = f" + {self.spare} spare" if self.spare else ""
         return f"t={self.tensor},p={self.pipeline},d={data}{spare}, {self.deaths} lost"
@@ -135,7 +135,7 @@ class Job:
         return [record["step"] for record in records if "loss" in record]
 
     def losses(self) -> list[str]:
-        """Return the lines of the log about lost ranks."""
+        """Return the lines of the run's log that report lost ranks."""
         file = self.run / "log.txt"
         if not file.exists():
             return []
@@ -193,7 +193,8 @@ def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
 
 
 def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Do a trial: kill ranks of a job whose other ranks continue."""
+    """Do a trial of a job that continues after the loss of ranks: kill some of its ranks, and
+    return the results."""
     trial = Trial(setup.name)
     job = Job(folder, f"shrink-{number}", setup, "shrink")
     soon = False
@@ -253,7 +254,7 @@ def compare(run: Path, undisturbed: Path) -> str:
 
 
 def corpus(folder: Path) -> None:
-    """Write the configuration and the data of all runs."""
+    """Write the configuration and the data of all runs into `folder`."""
     (folder / "config.toml").write_text(CONFIG)
     for name, tokens, seed in (("train", 40_000, 1), ("valid", 1000, 2)):
         (folder / name).mkdir()

@@ -55,7 +55,7 @@ class Record:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Return the rows of each part, by the name of the part."""
+        """Return the results measured so far: the rows of each part, by the name of the part."""
         parts: dict[str, Part] = self.everything["parts"]
         return parts
 

@@ -214,7 +214,7 @@ def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
 
 
 def machine() -> str:
-    """Return a description of this machine."""
+    """Return a line of text about this machine: cores, processor and version of Python."""
     text = Path("/proc/cpuinfo").read_text()
     name = next(line.split(":")[1] for line in text.splitlines() if "model name" in line)
     return f"{os.cpu_count()} cores of{name}, Python {platform.python_version()}"

@@ -42,7 +42,7 @@ def tree(data: Path, case: MethodCase, steps: int, ranks: int) -> dict[str, dict
 
 
 def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
-    """Train one case and return its entry of the list, which is the same on every rank."""
+    """Train one case, and return its entry of the JSON list, which is the same on every rank."""
     import torch
 
     from ptdmpi.config import resolve

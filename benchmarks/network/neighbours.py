@@ -99,7 +99,8 @@ class Averaging:
 
 
 def rank(rounds: int) -> None:
-    """Do the measurement on one rank. The first rank prints the rounds as JSON."""
+    """Train with all methods in `rounds` rounds on this rank. The first rank prints the
+    measurements of the rounds as JSON."""
     launch.prepare()
     from ptdmpi.comm.world import World, fail_together
     from ptdmpi.plan.layout.grid import grid_of

@@ -173,9 +173,9 @@ def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float,
 def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
-    """Return the root mean square error, and the fitted fractions for matrix multiplications and
-    memory. `reading` is the assumption about Figure 7: its FLOP/s have recomputation "counted" or
-    "not counted"."""
+    """Return the root mean square of log(predicted / measured time), and the fitted fractions for
+    matrix multiplications and memory. `reading` is the assumption about Figure 7: its FLOP/s have
+    recomputation "counted" or "not counted"."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}

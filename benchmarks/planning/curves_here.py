@@ -45,7 +45,8 @@ def _over_batch(layout: Layout) -> tuple[Point, ...]:
 
 
 def _axes(first: str, second: str, ranks: int, batch: int) -> tuple[Point, ...]:
-    """Return a point for each division of `ranks` ranks between the two axes."""
+    """Return a point of a curve for each division of `ranks` ranks between the axes `first` and
+    `second`, with `batch` sequences in a step."""
     points = []
     for size in (1, 2, 4):
         sizes = {"tensor": 1, "pipeline": 1, "data": 1} | {first: size, second: ranks // size}
@@ -127,12 +128,12 @@ class CaseTimes:
 
     @property
     def median_s(self) -> float:
-        """Return the median of the measured step times."""
+        """Return the median of the measured step times in seconds."""
         return statistics.median(self.measured_s)
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction."""
+        """Return the relative error of the predicted step time."""
         return self.predicted_s / self.median_s - 1
 
 
@@ -156,7 +157,7 @@ def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
 
 
 def table(curve: Curve, by_case: dict[TimedCase, CaseTimes]) -> list[list[str]]:
-    """Return the table of a curve, in sequences per second."""
+    """Return a table with the measured and the predicted sequences per second of a curve."""
     rows = [[f"Figure {curve.figure}: {curve.title}", "measured", "spread", "predicted", "error"]]
     for name, points in curve.series.items():
         for place, case in points:
@@ -205,7 +206,7 @@ def draw(by_ranks: dict[int, dict[TimedCase, CaseTimes]]) -> None:
 
 
 def main() -> None:
-    """Measure the curves, print their tables and draw the picture."""
+    """Measure and predict the step times of all curves, print their tables and draw the picture."""
     by_ranks = {ranks: measure(ranks) for ranks in sorted({curve.ranks for curve in CURVES})}
     print(f"{TURNS.model}, {TURNS.precision}, one thread per rank")
     for curve in CURVES:

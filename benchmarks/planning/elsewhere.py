@@ -293,7 +293,7 @@ def rank_correlation(mapped: list[MappedRun]) -> Ranking:
 
 
 def source_table() -> list[list[str]]:
-    """Return a table of the errors, with a row for each source."""
+    """Return a table of the errors of the predicted step times, with a row for each source."""
     head = ["source", "runs", "MAPE", "median", "bias", "tau", "pairs", "regret", "worst", "chosen"]
     rows = [head]
     for source in SOURCES:

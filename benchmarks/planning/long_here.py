@@ -50,7 +50,8 @@ def long_step(context: int, length: int) -> LongStep:
 
 
 def _measure(length: int) -> None:
-    """Do the measurement for one length on this rank; rank 0 prints the result."""
+    """Measure training steps with sequences of `length` positions on this rank. Rank 0 prints the
+    `LongStep` as JSON."""
     from ptdmpi.comm import launch
 
     launch.prepare()

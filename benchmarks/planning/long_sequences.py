@@ -33,7 +33,8 @@ GIB, MIB = 2**30, 2**20
 
 
 def pricer(length: int) -> Pricer:
-    """Return the pricer for steps of `STEP_TOKENS` tokens in sequences of `length` tokens."""
+    """Return the object that predicts the time and memory of steps of `STEP_TOKENS` tokens in
+    sequences of `length` tokens."""
     model = load_model(f"{MODEL},s={length}")
     return Pricer.of(load_cluster(CLUSTER), model, STEP_TOKENS // length, "bf16")
 
@@ -154,7 +155,8 @@ def _draw_here(axes: Any, steps: Sequence[LongStep], key: str, up: str) -> None:
 
 
 def draw(found: dict[str, dict[int, Price]], steps: Sequence[LongStep], *, quiet: bool) -> None:
-    """Draw the predictions and the measurements."""
+    """Draw the predictions `found` for LLaMA 8B, and the measurements `steps` of this machine, over
+    the length of a sequence. Measured times are drawn only if `quiet` is True."""
     from matplotlib.figure import Figure
 
     down, across = (2, 2) if quiet else (1, 3)
@@ -169,7 +171,7 @@ def draw(found: dict[str, dict[int, Price]], steps: Sequence[LongStep], *, quiet
 
 
 def main() -> None:
-    """Measure and predict, print tables, and draw the picture."""
+    """Measure this machine and predict the layouts, print both tables, and draw the picture."""
     # measure first, because predictions keep a core busy
     quiet = os.getloadavg()[0] < QUIET_LOAD
     steps = [long_step(context, length) for context in HERE_CONTEXTS for length in HERE_LENGTHS]

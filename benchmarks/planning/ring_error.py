@@ -148,7 +148,8 @@ def main() -> None:
 
 
 def _measure(length: int) -> None:
-    """Do the measurement for one length on this rank; rank 0 prints the result."""
+    """Compute the errors of attention for `length` positions on this rank; rank 0 prints them as
+    JSON."""
     from ptdmpi.comm import launch
 
     launch.prepare()

@@ -79,7 +79,8 @@ def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> 
 
 
 def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> str:
-    """Return a table of the layouts with the errors of their predictions."""
+    """Return a table of the layouts with their measured and predicted step times, and the errors of
+    the predictions."""
     rows = [["layout", "measured", "spread", "predicted", "error", ""]]
     errors = []
     for layout, guess, times in zip(LAYOUTS, predicted, measured, strict=True):

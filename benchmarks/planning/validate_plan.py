@@ -26,7 +26,7 @@ BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figur
 
 
 def predicted(row: PublishedRun) -> Price:
-    """Return the prediction of a published run."""
+    """Return the predicted step time and memory of a published run."""
     return Pricer.of(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
 
 
@@ -45,7 +45,7 @@ def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
 
 
 def error_table() -> list[list[str]]:
-    """Return a table of the errors, with a row for each data set."""
+    """Return a table of the errors of the predicted step times, with a row for each data set."""
     rows = [["data set", "runs", "MAPE", "bias", "of throughput", "goal", "worst run"]]
     for dataset, entries in errors().items():
         if entries[0][1].calibrates:

@@ -179,7 +179,7 @@ class Contest:
 
 
 def say(text: str) -> None:
-    """Print a line immediately."""
+    """Print a line, and flush standard output."""
     print(text, flush=True)
 
 

@@ -25,7 +25,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def reproducible(wanted: int) -> None:
-    """Compare steps with and without `run.reproducible = true`."""
+    """Measure the time and memory of steps with and without `run.reproducible = true`, and print
+    the ratios."""
     plain = Row("d=2", "fp32")
     compared(plain, replace(plain, reproducible=True), wanted, "with run.reproducible over without")
 

@@ -47,7 +47,7 @@ Key = tuple[str, int]
 
 
 def configuration(name: str, seed: int) -> smol.Tree:
-    """Return the configuration of the training of a model."""
+    """Return the configuration for training the model `name` of MODELS with the given seed."""
     return {
         "run": {"steps": STEPS, "seed": seed},
         "model": {**SIZES, **MODELS[name]},

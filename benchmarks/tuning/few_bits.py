@@ -144,7 +144,8 @@ HEAD = (
 
 
 def main() -> None:
-    """Quantize models, train them further, and write the tables."""
+    """Quantize the model, train it further and quantize it again, and write the tables of
+    perplexities."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="default: the demo's, trained here")
     parser.add_argument("data", type=Path, nargs="?", default=DATA, help="its shards")

@@ -50,8 +50,8 @@ def begin(base: Path) -> Path:
 
 
 def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[Path, list[float]]:
-    """Train in a layout, unless its run is already complete. Return the run directory of the
-    training and its losses."""
+    """Train in the layout with the numbers `axes` of tensor, pipeline and data ranks, unless its
+    run is already complete. Return the run directory and the losses."""
     tensor, pipeline, data = axes
     tree = smol.configuration(
         base,

@@ -230,7 +230,7 @@ def picture(base: Path, curves: dict[str, list[Any]], first: float) -> None:
 
 
 def _draw_memory(axes: Any, base: Path) -> None:
-    """Draw a bar of planned memory for each method and setting."""
+    """Draw a bar of planned memory for each method, number of tokens and mode of recomputation."""
     names = []
     heights = []
     for length, recompute in ((256, "none"), (2048, "none"), (8192, "none"), (8192, "full")):

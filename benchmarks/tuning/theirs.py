@@ -75,7 +75,8 @@ def loss_of(model: Any, batch: Microbatch) -> Tensor:
 def stepped(
     model: Any, config: Any, batches: list[list[Microbatch]], rates: list[float]
 ) -> list[float]:
-    """Train with AdamW, and return the loss of each step."""
+    """Train the adapters of `model` with AdamW on the batches, with one learning rate per step, and
+    return the loss of each step."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     own = config.optimizer
     optimizer = torch.optim.AdamW(

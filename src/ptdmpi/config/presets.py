@@ -25,6 +25,7 @@ UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 # The weight of the model family in the distance between two names. Names of completely different
 # families have the distance 3; sizes that differ by a factor of e = 2.718 have the distance 1.
 FAMILY_WEIGHT = 3.0
+UNKNOWN_SIZE = math.log(10)  # distance of a preset without a size from any size
 
 
 @cache
@@ -56,7 +57,10 @@ def nearest_presets(name: str, count: int = 2) -> list[str]:
         if not size:
             return 1 - difflib.SequenceMatcher(None, name.lower(), preset).ratio()
         likeness = difflib.SequenceMatcher(None, family, other).ratio()
-        return FAMILY_WEIGHT * (1 - likeness) + abs(math.log(size / parameters))
+        family_distance = FAMILY_WEIGHT * (1 - likeness)
+        if not parameters:  # such as "deepseek-v3", whose name does not contain its size
+            return family_distance + UNKNOWN_SIZE
+        return family_distance + abs(math.log(size / parameters))
 
     return sorted(model_presets(), key=distance)[:count]
 

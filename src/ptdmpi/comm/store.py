@@ -26,10 +26,10 @@ LIMIT = timedelta(minutes=5)
 
 class MpiStore(Store):
     """A key-value store that all ranks of a communicator share. All ranks make the store together.
-    It needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
+    The store needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
 
     Process groups that were made with the store still use it, but torch does not keep a reference
-    to it. Keep a reference yourself as long as such groups exist.
+    to the store. Keep a reference yourself as long as such groups exist.
     """
 
     def __init__(self, everyone: MPI.Comm) -> None:

@@ -171,8 +171,8 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Extend the file, and return tensors of the given `lengths`, filled with zeros. They are
-        mappings of the new part of the file. Raise OSError if the disk has no space."""
+        """Extend the file, and return tensors of the given `lengths`, filled with zeros. These
+        tensors are mappings of the new part of the file. Raise OSError if the disk has no space."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)

@@ -201,8 +201,8 @@ def token_ids(name: str) -> dict[str, int]:
 
 
 def ends_of(stored: StoredModel) -> set[int]:
-    """Return the ids that end a text. They are read from files that came with a model from Hugging
-    Face.
+    """Return the ids that end a text. The ids are read from files that came with a model from
+    Hugging Face.
 
     The files are config.json and generation_config.json of the model, or of the model from which
     its training began. Raise InputError if one of the files is not JSON.

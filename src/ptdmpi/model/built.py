@@ -70,8 +70,8 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
 
 
 def whole_linear(parts: Parts, name: str) -> ColumnParallelLinear:
-    """Return a linear layer whose full weight is on every tensor rank. Each rank applies it to the
-    positions that the rank has between blocks."""
+    """Return a linear layer whose full weight is on every tensor rank. Each rank applies the layer
+    to the positions that the rank has between blocks."""
     linear = as_linear(parts[name], None)
     module = ColumnParallelLinear(
         TensorAxis(OneRank()),

@@ -204,7 +204,7 @@ class Parameter(nn.Parameter):
     def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
         second part of a split backward. Until it is called, the function `add` keeps the tensors
-        that it needs in memory. It may communicate over the tensor axis. If `alone` is True, the
+        that it needs in memory. `add` may communicate over the tensor axis. If `alone` is True, the
         contribution is rounded separately before it is added, so that the result is the same as if
         another rank had computed it."""
         if alone:

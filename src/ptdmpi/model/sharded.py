@@ -190,7 +190,8 @@ class ReducedGradients:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Provide memory for the gradients of the shard units `numbers`, which are computed next.
-        The gradients of all earlier shard units are then complete."""
+        When this method is called, the gradients of the shard units of all earlier calls are
+        complete."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -318,8 +319,9 @@ class Walk:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Return `x` as the input of the module `place`. The forward then calls `forward` when it
-        enters the module, and the backward calls `backward` when it leaves the module."""
+        """Return `x` as the input of the module `place`, and call the method `forward` for the
+        module. When the backward has computed the gradient of `x`, the method `backward` is
+        called."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x

@@ -11,7 +11,7 @@ logical tensors with their values. Each slice has the list of axes along which r
 slices. Ranks that differ only along other axes have the same values. The form in which a rank
 stores its part of the state may differ between parameters and between kinds. Only this module knows
 this form, with one exception: after the loss of a rank, the surviving ranks send `State.flats`
-unchanged. They may do so, because the receiver of a flat tensor stores the same part of the state
+unchanged. This is correct, because the receiver of a flat tensor stores the same part of the state
 as the sender.
 """
 

@@ -40,7 +40,8 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     is the number of rotated elements of a head.
 
     Both returned tensors are float32. The rotated pairs are the channels (i, i + d / 2), as in the
-    LLaMA weights in Hugging Face's format; in latent attention they are neighbours.
+    LLaMA weights in Hugging Face's format; in latent attention, a rotated pair consists of
+    neighbouring channels.
     """
     size = model.rotary_size
     # compute in float32 for every compute type, because bfloat16 cannot represent large positions,

@@ -11,7 +11,7 @@ gradient is summed over the tensor ranks together with the contribution of the e
 of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
-rows (activations of one token each) that all of these ranks send to this expert. It computes the
+rows (activations of one token each) that all ranks send to this expert. This rank computes the
 gradient of a weight separately for each source rank, and adds these gradients in ascending order of
 ranks, so that the result is bitwise equal to data parallelism without divided experts.
 """

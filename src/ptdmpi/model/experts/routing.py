@@ -72,8 +72,8 @@ class Routing:
         self, logits: Tensor, loads: "SequenceLoads | None", balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the T tokens and multiplied by its
-        coefficient. They are computed from the router's outputs `logits` [T, E]. The T tokens are
-        the positions [s, b] of b sequences in row-major order.
+        coefficient. The losses are computed from the router's outputs `logits` [T, E]. The T tokens
+        are the positions [s, b] of b sequences in row-major order.
 
         `loads` (needed only for a balance loss of each sequence) and the balance numbers `balance`
         [E] are constants: the losses have no gradient with respect to them. Each loss is a sum over

@@ -5,12 +5,12 @@ implementation that supports the input computes attention.
 
 `ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. It
 computes attention with soft caps, which no fused kernel supports, and long causal attention on a
-CPU if it is the chosen kernel. `PackedKernel`: FlashAttention, with all sequences concatenated to
-one. It computes attention with windows or documents on a GPU, in 16-bit types. `MaskedKernel`:
-PyTorch's kernel with a mask. It computes attention with windows or documents on a GPU in wider
-types, and in a compiled graph. `BlockedKernel`: PyTorch's kernel in blocks of queries. It computes
-attention with windows or documents, and long causal attention, on a CPU. `WholeKernel`: PyTorch's
-kernel in one call. It computes all other inputs.
+CPU if the run has chosen this kernel. `PackedKernel`: FlashAttention, with all sequences
+concatenated to one. It computes attention with windows or documents on a GPU, in 16-bit types.
+`MaskedKernel`: PyTorch's kernel with a mask. It computes attention with windows or documents on a
+GPU in wider types, and in a compiled graph. `BlockedKernel`: PyTorch's kernel in blocks of queries.
+It computes attention with windows or documents, and long causal attention, on a CPU. `WholeKernel`:
+PyTorch's kernel in one call. It computes all other inputs.
 
 No kernel saves scores for the backward pass, but `ProductKernel` can save the probabilities.
 """

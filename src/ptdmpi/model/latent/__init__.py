@@ -1,1 +1,2 @@
-"""Multi-head latent attention: the functions between its linear layers."""
+"""Multi-head latent attention: the operations between its linear layers and the core of
+attention."""

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, V2: arXiv 2405.04434, section 2.1): from the
-compressed vectors of each position to queries, keys and values by head, and from the outputs of the
-heads to the values.
+"""Multi-head latent attention (DeepSeek-V2: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1). The
+functions of this module come before and after the core of attention: they make queries, keys and
+values by head, and remove padding from the outputs of the heads.
 
-In the shapes below, t is the number of tensor ranks, and a the number of heads. A head of queries
-and keys has n elements that are not rotated, and then r rotated elements, n + r = d. Its values
-have v <= d elements.
+In the shapes below, t is the number of tensor ranks, and a is the number of heads. For each head
+and position, a query or a key has d = n + r elements: first n elements that are not rotated, then r
+rotated elements. A value has v <= d elements.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,26 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Rotating(Protocol):
-    """An object with the cosines and sines of the rotary angles [s, 1 or b, 1, r]; None if they are
-    those that the layer stores."""
+    """An object that provides the cosines and sines of rotary angles for a forward pass."""
 
     @property
     def rotary(self) -> Rotary | None:
-        """Return the cosines and sines."""
+        """Return the cosines and sines, [s, 1 or b, 1, r] each, or None if the pass uses the angles
+        that the layer stores."""
 
 
 class Latents:
-    """The function that divides the output [s, b, width] of the compressing linear layer into the
-    latent vectors of queries and of keys and values, and the rotary key. The latent vectors are
-    normalized. Without compressed queries there is only one latent vector."""
+    """The function that divides the output [s, b, width] of the compressing linear layer into three
+    parts: the latent vector of the queries, the latent vector of keys and values, and the rotary
+    key. The latent vectors are normalized. If the model does not compress queries, the first part
+    is missing."""
 
     def __init__(self, norms: Sequence[Norm]) -> None:
         self.norms = tuple(norms)
         self.sizes = [norm.shape[0] for norm in norms]
 
     def __call__(self, x: Tensor, context: object) -> tuple[Tensor, ...]:
-        """Return the normalized latent vectors, and the rotary key."""
+        """Return the normalized latent vectors, and the rotary key [s, b, r]."""
         *latents, key = x.split([*self.sizes, x.shape[-1] - sum(self.sizes)], dim=-1)
         normed = (norm(latent) for norm, latent in zip(self.norms, latents, strict=True))
         return *normed, key
@@ -50,12 +51,12 @@ class Latents:
 class LatentHeads:
     """The function that makes queries, keys and values [b, a / t, s, d] from the expanded queries
     [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)] and the rotary key [s,
-    b, r]. Values are filled up with zeros.
+    b, r]. Values are padded with zeros from v to d elements.
 
-    The rotary key has only this rank's positions under sequence parallelism. The pairs of elements
-    that are rotated are neighbours (2 i, 2 i + 1), as in the published weights. After the rotation
-    the first elements of all pairs come before the second elements, in queries and in keys, which
-    does not change their products.
+    Under sequence parallelism, the rotary key has only this rank's positions. Each rotated pair
+    consists of the neighbouring elements 2 i and 2 i + 1, as in the published weights. After the
+    rotation, the first elements of all pairs are placed before all second elements. Queries and
+    keys have the same order, so their products do not change.
     """
 
     def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
@@ -66,7 +67,7 @@ class LatentHeads:
         self.rotary: Rotary | None = None
 
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
-        """Return queries, keys and values."""
+        """Return queries, keys and values, [b, a / t, s, d] each."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)
@@ -74,7 +75,7 @@ class LatentHeads:
 
 
 class _Pass(NamedTuple):
-    """One forward pass of `LatentHeads`, with the cosines and sines of one element of each pair."""
+    """One forward pass of `LatentHeads`. `cos` and `sin` have one number for each rotated pair."""
 
     layer: LatentHeads
     cos: Tensor
@@ -82,8 +83,9 @@ class _Pass(NamedTuple):
 
 
 class _Join(Function):
-    """The function of `LatentHeads`, before the heads come before the positions. The function saves
-    no activations. The gradient of the rotary key is summed over the heads of all tensor ranks."""
+    """The autograd Function of `LatentHeads`; its results are still [s, b, a / t, d]. It saves no
+    activations. In the backward, the gradient of the rotary key is summed over the heads of all
+    tensor ranks."""
 
     @staticmethod
     def forward(
@@ -118,16 +120,17 @@ class _Join(Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the second elements of the pairs in the last dim of x, after the
-    rotation by the angles of their positions: [..., r / 2] each."""
+    """Rotate the pairs in the last dim of x [..., r] by the angles of their positions. Return the
+    first elements of all rotated pairs, and the second elements: [..., r / 2] each."""
     first, second = x[..., 0::2], x[..., 1::2]
     turned = (first * cos).addcmul_(second, sin, value=-1.0)
     return turned, (second * cos).addcmul_(first, sin)
 
 
 def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of the pairs [..., r], if `dx` [..., r] has the gradients of the first
-    elements, and then of the second elements, of the rotated pairs."""
+    """Return the gradient of the argument x of `_rotated`, [..., r]. `dx` [..., r] has the
+    gradients of the rotated pairs: first those of all first elements, then those of all second
+    elements."""
     first, second = dx.chunk(2, dim=-1)
     turned = (first * cos).addcmul_(second, sin)
     other = (second * cos).addcmul_(first, sin, value=-1.0)
@@ -135,21 +138,21 @@ def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FilledValues:
-    """The function that cuts off the zeros with which `LatentHeads` has filled the values up: [s,
-    b, a / t * d] -> [s, b, a / t * v]."""
+    """The function that removes the padding which `LatentHeads` has added to the values, from the
+    outputs of the heads: [s, b, a / t * d] -> [s, b, a / t * v]."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.head_size = model.head_size
         self.values = model.values_width // model.heads
 
     def __call__(self, y: Tensor, context: object) -> Tensor:
-        """Return the outputs of the heads, without zeros."""
+        """Return the outputs of the heads, [s, b, a / t * v], without the padding."""
         taken: Tensor = _Take.apply(y, self.head_size, self.values)
         return taken
 
 
 class _Take(Function):
-    """The function of `FilledValues`."""
+    """The autograd Function of `FilledValues`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, head_size: int, values: int) -> Tensor:

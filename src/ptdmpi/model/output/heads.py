@@ -1,7 +1,7 @@
 """The outputs of a model: logits, scores and losses, computed from the activations of the last
 layer.
 
-Each output has modules, which the last pipeline stage registers. It computes losses, by name, from
+Each output has modules, which the last pipeline stage registers, and computes losses, by name, from
 activations. In the shapes below, V is the size of the vocabulary, t is the number of tensor ranks,
 and h is the hidden size.
 """

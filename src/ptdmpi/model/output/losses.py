@@ -141,8 +141,8 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
 
 def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
     """Return the sum of the loss `name` over all ranks and microbatches. `every` has, for each
-    rank, the values of each loss by name, one for each microbatch. They are added one after the
-    other, in the same order in all layouts."""
+    rank, the values of each loss by name, one for each microbatch. All values are added one after
+    the other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:

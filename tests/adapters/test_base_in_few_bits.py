@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     given = MODEL | LORA | {"adapt.base": str(tmp_path / "low")}
     for wrong, ranks, told in (
         (layout(t=2), 2, r"block = 16 .*\(32, 16, 24\); legal nearby: 2 or 4 or 8, if"),
-        (NF4, 1, "nf4, blocks of 8, and .*low.* matrices in nf4, blocks of 16; legal: neither"),
+        (NF4, 1, "nf4, blocks of 8, but .*low.* matrices in nf4, blocks of 16; legal: neither"),
         (NF4 | {"adapt.base": str(tmp_path / "whole")}, 1, 'in full; legal: weights = "none"'),
     ):
         with pytest.raises(InputError, match=told) as caught:

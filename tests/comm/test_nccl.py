@@ -245,7 +245,7 @@ NCCL4PY = pytest.mark.skipif(not real.installed(), reason="the extra nccl is not
 def test_without_libnccl_the_reason_is_clear():
     core = real.importlib.import_module("nccl.core")
     nothing = SimpleNamespace(libnccl=None)
-    words = r"no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13"
+    words = r"no libnccl: it comes with PyTorch's CUDA wheels or nvidia-nccl-cu13"
     with patch.object(core, "get_version", lambda: nothing):
         with pytest.raises(ValueError, match=words):
             real.loaded()

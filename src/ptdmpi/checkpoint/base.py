@@ -51,8 +51,8 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
             stored = f"in {_words(manifest.form)}"
             legal = "neither key, so that the base determines both"
         raise InputError(
-            f"quantize.weights and block ask for a frozen base in {_words(form)}, and {directory} "
-            f"has its matrices {stored}; legal: {legal}"
+            f"quantize.weights and quantize.block require a frozen base in {_words(form)}, but "
+            f"{directory} stores its matrices {stored}; legal: {legal}"
         )
     return directory, Base(str(directory), fingerprint(manifest))
 

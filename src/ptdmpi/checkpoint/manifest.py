@@ -379,19 +379,19 @@ def _require_form(manifest: Mapping[str, Any]) -> None:
         _require(manifest, name, (dict,), "it")
     _require_all(manifest["progress"], _PROGRESS, "progress")
     if manifest["progress"].keys() != _PROGRESS.keys():
-        raise ValueError(f"progress has other fields than {', '.join(_PROGRESS)}")
+        raise ValueError(f"progress must have the fields {', '.join(_PROGRESS)}")
     for name, file in manifest["files"].items():
         _require_all(file, _FILE, f"file {name!r}")
         if PurePath(name).name != name:
-            raise ValueError(f"file {name!r} is no plain name")
+            raise ValueError(f"file {name!r} is not a plain name")
     for name, tensor in manifest["tensors"].items():
         _require_tensor(f"tensor {name!r}", tensor, manifest["files"])
     exponents = manifest.get(EXPONENTS, {})
     if type(exponents) is not dict:
-        raise ValueError(f"{EXPONENTS} is no object")
+        raise ValueError(f"{EXPONENTS} is not an object")
     for name, text in exponents.items():
         if type(text) is not str or not _EXPONENTS.fullmatch(text):
-            raise ValueError(f"{EXPONENTS} of {name!r} are no whole numbers")
+            raise ValueError(f"{EXPONENTS} of {name!r} are not whole numbers")
     if QUANTIZATION in manifest:
         _require_quantization(manifest[QUANTIZATION], manifest["tensors"])
 
@@ -440,7 +440,7 @@ def _are_counts(values: list[Any]) -> bool:
 
 def _require_all(table: Any, kinds: Kinds, where: str) -> None:
     if type(table) is not dict:
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     for name, kind in kinds.items():
         _require(table, name, kind, where)
 

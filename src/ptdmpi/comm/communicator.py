@@ -463,7 +463,7 @@ class OneRank(Communicator):
         self.made = []
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
-        raise AssertionError("one rank has nobody to exchange with")
+        raise AssertionError("a group of one rank sends no messages")
 
     _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _never
     _isend = _irecv = _never

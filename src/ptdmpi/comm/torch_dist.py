@@ -284,8 +284,8 @@ class TorchCommunicator(RoutedCommunicator):
             )
         if everyone.Get_size() > 1 and not Mailbox.works_in_a_thread():
             raise SharedInputError(
-                'comm.wire = "torch" starts through a thread that answers over MPI, and this MPI '
-                'has no MPI_THREAD_MULTIPLE; legal: an MPI that has, or comm.wire = "mpi"'
+                'comm.wire = "torch" needs a thread that calls MPI, and this MPI has no '
+                'MPI_THREAD_MULTIPLE; legal: an MPI that has it, or comm.wire = "mpi"'
             )
         Session.begin(everyone, device)
         return f"torch.distributed over {BACKENDS[device.type]}"

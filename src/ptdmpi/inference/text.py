@@ -115,7 +115,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     beyond = sorted(token for token in {*prefix, *ends} if token >= stored.vocab_size)
     if beyond and min(ends) >= stored.vocab_size:
         raise InputError(
-            f"tokenizer {name} ends a text by id {beyond[0]}, the model has a vocabulary of "
+            f"tokenizer {name} ends a text with id {beyond[0]}, the model has a vocabulary of "
             f"{stored.vocab_size}: give the --tokenizer with which it was trained"
         )
     return Text(tokenizer, prefix, frozenset(ends), min(ends))

@@ -107,7 +107,7 @@ class Declaration:
     def __post_init__(self) -> None:
         for axis in self.apart:
             if not axis_named(axis).cuts_state:
-                raise ValueError(f'"{axis}" does not cut the state: nothing is apart along it')
+                raise ValueError(f'"{axis}" does not cut the state: its ranks are all equal')
 
     @property
     def packed(self) -> bool:

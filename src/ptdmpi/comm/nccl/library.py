@@ -269,7 +269,7 @@ def loaded() -> tuple[str, str]:
     might then use different ones."""
     library = importlib.import_module("nccl.core").get_version().libnccl
     if library is None:
-        raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")
+        raise ValueError("no libnccl: it comes with PyTorch's CUDA wheels or nvidia-nccl-cu13")
     several = libraries(Path("/proc/self/maps").read_text().splitlines())
     if len(several) > 1:
         raise ValueError(f"this process has loaded several libnccl: {', '.join(several)}")

@@ -138,8 +138,9 @@ def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FilledValues:
-    """The function that removes the padding which `LatentHeads` has added to the values, from the
-    outputs of the heads: [s, b, a / t * d] -> [s, b, a / t * v]."""
+    """The function that removes zeros from the outputs of the heads: [s, b, a / t * d] -> [s, b, a
+    / t * v]. The last d - v elements of each head are zeros, because `LatentHeads` has padded the
+    values."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.head_size = model.head_size

@@ -54,7 +54,7 @@ class Positions:
         shares.
         """
         if length % self.parts or (self.size > 1 and length % (2 * self.size)):
-            raise ValueError(f"{length} positions cannot be cut for {self}")
+            raise ValueError(f"{length} positions cannot be cut into equal parts for {self}")
         chunks = [range(length)]
         if self.size > 1:
             each = length // (2 * self.size)

@@ -1,4 +1,5 @@
-"""The activations of calibration samples between layers. Only one layer is in memory at a time."""
+"""The activations of GPTQ's calibration samples between the layers of a model. Only one layer is in
+memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

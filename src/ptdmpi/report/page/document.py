@@ -40,8 +40,8 @@ def document(shown: dict[str, Any], every_s: float | None = None) -> str:
     """Return the page as HTML. `shown` is a dict with the entries `head` and `content`.
 
     If `every_s` is given, the page asks its server for new data every `every_s` seconds. The page
-    has a content security policy: the browser runs only the script with the given hash, and loads
-    nothing from other addresses. So no text of the run can be executed as a script.
+    has a content security policy: the browser runs only the script whose hash is in the policy, and
+    loads nothing from other addresses. So no text of the run can be executed as a script.
     """
     script, style = (_part(name) for name in ("page.js", "page.css"))
     connect = "'none'" if every_s is None else "'self'"

@@ -113,7 +113,7 @@ def test_nothing_is_under_way_after_a_row(comm):
         engines.append(engine_on(*args, **kwargs))
         return engines[-1]
 
-    def counted(step):
+    def counted(step, **how):
         step()
         assert not engines[0].policy.settled
         return Counts(*([0] * len(Counts._fields)))

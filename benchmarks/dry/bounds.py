@@ -1,5 +1,6 @@
-"""The bounds of docs/reference/gpu-dry.md: what ptdmpi's layer may launch, move and keep in memory,
-relative to other trainers, and how far a counted peak may be from the planner's."""
+"""The bounds that the counts in docs/reference/gpu-dry.md must keep: on the launches, moved bytes
+and activations of ptdmpi's layer, relative to other trainers, and on the difference between the
+counted peak of memory and the planner's prediction."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -96,7 +96,8 @@ def configuration(model: dict[str, Any], micro_size: int, microbatches: int) -> 
 
 
 def ours(config: Config, vocab_size: int) -> Counts:
-    """Return the counts of a step of ptdmpi."""
+    """Build ptdmpi's engine for `config` on the null GPU, and return the counts of one training
+    step."""
     begin()
     with drawn_there():
         engine = engine_on(config, vocab_size, DEVICE)

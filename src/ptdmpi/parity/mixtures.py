@@ -102,7 +102,7 @@ class Chooser:
     def __init__(
         self, engine: Engine, expected: Choices | None = None, *, replaces: bool = False
     ) -> None:
-        """Watch all routers of the engine from now on."""
+        """Record the choices of all routers of `engine` from now on."""
         self.expected = expected
         self.replaces = replaces
         self.recorded: Choices = {}
@@ -117,14 +117,15 @@ class Chooser:
                 mixture.routing = _WatchedRouting(mixture.routing.model, layer, self, counts)
 
     def begin(self, step: int, batches: Sequence[Microbatch]) -> None:
-        """Prepare for a step on `batches`, which have only this rank's positions."""
+        """Prepare to record step `step`, which trains on `batches`. The batches have only this
+        rank's positions."""
         self._step, self._batches = step, batches
         self._done.clear()
 
     def choice(self, layer: int, own: Tensor, *, counts: bool) -> Tensor:
-        """Return the experts [T, k] of the tokens of the layer's next microbatch. The layer itself
-        has chosen the experts `own` [T, k]. Every layer computes the microbatches of a step in
-        their order. If `counts` is False, flips are not counted."""
+        """Return the experts of the tokens of the layer's next microbatch, [T, k] for T tokens with
+        k experts each. The layer itself has chosen the experts `own` [T, k]. Every layer computes
+        the microbatches of a step in their order. If `counts` is False, flips are not counted."""
         batch = self._batches[self._done[layer]]
         self._done[layer] += 1
         samples = batch.samples - self._step * GLOBAL_SIZE
@@ -151,6 +152,6 @@ class _WatchedRouting(Routing):
     counts: bool
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
-        """Return the experts [T, k] of each token."""
+        """Return the experts of each token, [T, k] for T tokens with k experts each."""
         own = super().choose(scores, balance)
         return self.chooser.choice(self.layer, own, counts=self.counts)

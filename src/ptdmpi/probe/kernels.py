@@ -100,7 +100,7 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
     m, n, k = shape
 
     def random(*size: int) -> Tensor:
-        """Return random numbers in the data type that is measured."""
+        """Return a tensor of shape `size` with random numbers in the data type that is measured."""
         return torch.randn(size, device=bench.device).to(dtype)
 
     x = random(m, k)

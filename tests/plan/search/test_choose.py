@@ -101,7 +101,7 @@ def test_a_graph_in_a_file_and_dealt_datasets_choose_d(tmp_path):
     found = choose.settled(small(**gossip, **where), RANKS, lambda config: 53)
     assert found is not None and resolve(found[0], RANKS).data_size == 4
     with pytest.raises(
-        InputError, match="over 4 data ranks: no layout of 6 ranks has a d that fits"
+        InputError, match="over 4 data ranks: no layout of 6 ranks has a legal data-parallel"
     ):
         choose.settled(small(**gossip, **where), 6, lambda config: 53)
     three = tree({"batch.global_size": 12, "data.split": "by_rank"})

@@ -119,7 +119,7 @@ class HeldParts:
         return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
 
     def _is_packed(self, place: str, part: Part) -> bool:
-        """Return True if the matrix of a part is quantized."""
+        """Return True if the matrix of the part `part` of the place `place` is quantized."""
         low_bit = LowBit.of(self.model.quantize)
         layers = place not in (EMBEDDING, HEAD)
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)

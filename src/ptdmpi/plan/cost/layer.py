@@ -60,7 +60,8 @@ class Seconds:
 
     @property
     def device(self) -> float:
-        """Return the time of the device: kernels, and the messages for which kernels wait."""
+        """Return the time that the device spends on kernels and on the messages for which kernels
+        wait."""
         return self.compute + self.messages + self.context + self.expert
 
     @property

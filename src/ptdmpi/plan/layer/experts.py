@@ -72,7 +72,7 @@ class MixExperts(Operator):
 
     @property
     def router_name(self) -> str:
-        """Return the name of the router."""
+        """Return the name of the router's linear layer."""
         return f"{self.name.rpartition('.')[0]}.router"
 
     def parts(self) -> dict[str, Part]:

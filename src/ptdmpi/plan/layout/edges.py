@@ -1,4 +1,4 @@
-"""A topology that is read from a file with one edge in each line."""
+"""A topology (a graph over data ranks) that is read from a file with one edge in each line."""
 
 import hashlib
 from collections.abc import Iterator

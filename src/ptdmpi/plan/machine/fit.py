@@ -1,4 +1,4 @@
-"""Fits of a few numbers to measurements, for `make calibrate` and `ptdmpi probe`."""
+"""Functions that fit a few numbers to measurements, for `make calibrate` and `ptdmpi probe`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -133,8 +133,8 @@ class Schedule:
         return (*own,) if source is None else (source, *own)
 
     def completes_gradients(self, op: Op) -> bool:
-        """Return True if `op` adds the last contribution of its microbatch to the gradients of its
-        stage."""
+        """Return True if `op` adds to the gradients of its stage, and no later op adds another
+        contribution of the same microbatch."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
         # if several kinds of ops add gradients, the kind that runs last has all the others in its
         # `after`

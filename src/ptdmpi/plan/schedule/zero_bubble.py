@@ -122,7 +122,7 @@ class _Rank:
         return all(need in ended for need in needs)
 
     def take(self, op: Op) -> None:
-        """Append `op`, which `choose` returned, to the order."""
+        """Append `op`, which `choose` has returned, to the order of the rank's ops."""
         self.order.append(op)
         self.left -= 1
         self.next[op.kind, op.stage] += 1

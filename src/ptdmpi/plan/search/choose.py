@@ -111,7 +111,8 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
         reasons = [file] if graph is not None else []
         reasons += [split] if config.data.split != "shared" else []
         raise InputError(
-            f"{', and '.join(reasons)}: no layout of {counted(ranks, 'rank')} has a d that fits"
+            f"{', and '.join(reasons)}: no layout of {counted(ranks, 'rank')} has a legal "
+            "data-parallel size"
         )
     return sizes
 

@@ -242,8 +242,8 @@ def test_bad_clusters_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("key", "line", "word"),
     [
-        ("memory_bytes = 84", "memory_bytes = 80", "device.memory_bytes = 80: .* not in GB"),
-        ("kernel_s = ", "kernel_s = 2.5", "device.kernel_s = 2.5: .* not in microseconds"),
+        ("memory_bytes = 84", "memory_bytes = 80", "device.memory_bytes = 80: .* not GB"),
+        ("kernel_s = ", "kernel_s = 2.5", "device.kernel_s = 2.5: .* not microseconds"),
         ("kernel_s = ", "", "device.kernel_s is missing"),
         ("devices = ", "device = 8", 'node.device is not a key; did you mean "devices"'),
         ("devices = ", 'devices = "eight"', "node.devices = 'eight': .* integer"),

@@ -3,8 +3,8 @@ configuration.
 
 There are three cases. If neither the settings nor the data have changed, the run continues. If a
 setting or the data has changed, the run stops with a one-line error that names the change and the
-legal values. If the user has allowed a change of the data (`data.change = "from here"`), the run
-continues and logs the changes.
+legal values. If only the data or its order has changed, and the user has allowed this (`data.change
+= "from here"`), the run continues and logs the changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set

@@ -110,9 +110,10 @@ class Measured(FrozenTable):
 class KernelWay(FrozenTable):
     """The implementation of one kind of kernel, for one data type on one kind of processor.
 
-    Such entries are in cluster files and in presets/kernels.toml; those in a cluster file take
-    precedence. `capability` is a key of torch.cpu.get_capabilities(); "" means any processor. `cpu`
-    is the beginning of the processor's name. `measured` describes the measurement in words.
+    Entries with this information are in cluster files and in presets/kernels.toml. The entries of a
+    cluster file take precedence. `capability` is a key of torch.cpu.get_capabilities(); "" means
+    any processor. `cpu` is the beginning of the processor's name. `measured` describes the
+    measurement in words.
     """
 
     capability: str

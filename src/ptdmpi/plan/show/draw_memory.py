@@ -106,9 +106,10 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, smallest memory, largest memory), three lists of about `COLUMNS` numbers
-    each. `amounts` has the memory in use from each of the `moments` on. The results are the minimum
-    and the maximum between one moment and the next, so that a picture can show many short peaks."""
+    """Return (moments, smallest memory, largest memory), three lists of at most about `COLUMNS`
+    numbers each. `amounts` has the memory in use from each of the `moments` on. The results are the
+    minimum and the maximum between one moment and the next, so that a picture can show many short
+    peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

@@ -90,7 +90,8 @@ class Resumption:
 
     def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
-        the disk. Return the progress of the copy, or None if no copy exists or can be read.
+        the disk. Return the progress of the copy, or None if there is no copy, or none that can be
+        read.
 
         The copy was made after an earlier start of the same job. At that start, training may have
         begun from the initial weights, or from the checkpoint that `checkpoint.resume = wanted`

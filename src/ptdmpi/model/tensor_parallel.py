@@ -313,8 +313,8 @@ def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def _no_gradients(ctx: Any) -> list[None]:
-    """Return None for each argument of an autograd Function after the first. The gradients of
-    parameters are added to `main_grad` instead."""
+    """Return the gradients of all arguments of an autograd Function except the first: None for
+    each. The gradients of parameters are not returned, because they are added to `main_grad`."""
     return [None] * (len(ctx.needs_input_grad) - 1)
 
 

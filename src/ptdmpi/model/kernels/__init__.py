@@ -1,8 +1,8 @@
 """The kernels of a layer. They are fast on their device and save few tensors for the backward pass.
 
 A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
-products with them. Each module of a stage has a reference to this object (`Computing`), which
-`compute_by` replaces.
+products with them. Each module of a stage that computes with kernels (`Computing`) has a reference
+to such an object; `compute_by` replaces it.
 
 A CPU without bfloat16 or float16 instructions would compute products of these types with scalar
 code (measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such
@@ -36,9 +36,9 @@ class Kernels:
     `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
     None, the default kernels of this machine for the type of the operands are used. `precision`
     determines the types of matrix products; if it is None, operands are multiplied in their own
-    type. If products have scales in this precision, only the linears of the layers use its 8-bit
-    types (`float8`); all other products are in the type of their operands. `triton` has the kinds
-    of kernels (`fused.KINDS`) that are computed in Triton, on a device.
+    type. If the precision uses 8-bit types with scales, only the products of the layers' linears
+    are in these types (`float8`); all other products are in the type of their operands. `triton`
+    has the kinds of kernels (`fused.KINDS`) that are computed in Triton, on a device.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ class Norm(Computing):
         partial_gradient: bool = False,
     ) -> None:
         """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
-        `shared_gradient` is True if the input has only this rank's positions under sequence
-        parallelism. `partial_gradient` is True if the input has only this rank's heads (see
+        `shared_gradient` is True if, under sequence parallelism, the input has only this rank's
+        positions. `partial_gradient` is True if the input has only this rank's heads (see
         `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps

@@ -27,9 +27,10 @@ OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
 
 
 class DelayedScales:
-    """The scales of one linear in the present step: the exponent k of each operand that has a
-    history. `seen` has, for each operand, the greatest magnitude in this step so far, as a tensor
-    without dims on the operand's device."""
+    """The scales of one linear in the present step. `exponents` has the exponent k of each operand
+    whose magnitudes in earlier steps are known; the scale of such an operand is 2^-k. `seen` has,
+    for each operand, the greatest magnitude in this step so far, as a tensor without dims on the
+    operand's device."""
 
     def __init__(self) -> None:
         self.exponents: Mapping[Operand, int] = {}

@@ -49,8 +49,8 @@ def columns_of(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, 
 
 
 def row_chunks(flat: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `flat` [s b, V/t]. One slice at a time is converted to a wider
-    type."""
+    """Yield slices of the rows of `flat` [s b, V/t]. The callers convert one slice at a time to a
+    wider type."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)

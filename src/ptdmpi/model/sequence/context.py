@@ -61,16 +61,17 @@ class ContextAxis:
         return ArrivingKeys(_BeginKeys.apply(k, v, under_way), under_way)
 
     def in_order(self, dealt: Tensor) -> Tensor:
-        """Return the tensor `dealt` [s, ...] in the order of positions. In `dealt`, the two chunks
-        of each rank come after the chunks of the previous rank."""
+        """Reorder the tensor `dealt` [s, ...] from the order of ranks to the order of positions,
+        and return the result. In `dealt`, the two chunks of each rank come after the chunks of the
+        previous rank."""
         chunks = dealt.unflatten(0, (self.size, 2, -1))
         # in the order of ranks, the first chunks have ascending positions, and the second chunks
         # have descending positions
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
-        """Return the tensor `whole` [s, ...], which is in the order of positions, in the order of
-        the ranks that have its chunks. This method is the inverse of `in_order`."""
+        """Reorder the tensor `whole` [s, ...] from the order of positions to the order of the ranks
+        that have its chunks, and return the result. This method is the inverse of `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 

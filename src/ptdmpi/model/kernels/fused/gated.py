@@ -10,8 +10,8 @@ S is the logistic function. For "swiglu", act(g) = g S(g). For "geglu", act is G
 form: act(g) = g S(z) with z = 2 sqrt(2 / pi) (g + 0.044715 g^3). In both cases act'(g) =
 S(z) + g S(z) (1 - S(z)) z', where z = g for "swiglu".
 
-For each output, the forward reads or writes 3 numbers, and the backward 5. The reference is
-`_Gated` in `ptdmpi.model.kernels.activation`.
+For each output, the forward reads or writes 3 numbers, and the backward 5. The reference
+implementation is `_Gated` in `ptdmpi.model.kernels.activation`.
 """
 
 import torch

@@ -13,7 +13,8 @@ so far, and multiplies the sum of exponentials by exp(m - m') whenever the maxim
 (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3). Each tensor rank does this for its own
 columns, and the caller combines the maxima and sums of the ranks.
 
-The reference is `softmax_losses` and `logit_gradient` in `ptdmpi.model.output.cross_entropy`.
+The reference implementation is `softmax_losses` and `logit_gradient` in
+`ptdmpi.model.output.cross_entropy`.
 """
 
 from typing import NamedTuple

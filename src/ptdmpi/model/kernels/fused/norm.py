@@ -17,7 +17,8 @@ where RMSNorm has no term mean(g). For the backward the kernels keep r and, for 
 1 / sigma. For each element of r, the forward reads and writes 4 numbers in all if there is a y, and
 otherwise 2. The backward reads and writes 4 numbers in all if there is a dr, and otherwise 3.
 
-The references are `ptdmpi.model.kernels.norm.rms_norm` and torch.nn.functional.layer_norm.
+The reference implementations are `ptdmpi.model.kernels.norm.rms_norm` and
+torch.nn.functional.layer_norm.
 """
 
 from typing import Any

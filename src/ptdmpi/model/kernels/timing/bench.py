@@ -34,8 +34,8 @@ class Bench:
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
-        """Store the ranks that measure: `everyone` is the communicator of all ranks, and
-        `local_ranks` is the number of ranks on this node."""
+        """Prepare the stopwatch. `everyone` is the communicator of all ranks that measure, `device`
+        is the device of this rank, and `local_ranks` is the number of ranks on its node."""
         self.everyone = everyone
         self.device = device
         own_core = local_ranks <= len(os.sched_getaffinity(0))

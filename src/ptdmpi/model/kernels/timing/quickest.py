@@ -104,7 +104,8 @@ def _rounds(kernel: HostAttention) -> bool:
 
 
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of the kernel table for causal attention."""
+    """Time the kernels of causal attention. Return the entry of the kernel table for the fastest
+    one."""
     ways = _attention_ways(dtype)
     times = _attention_times(bench, dtype, sizes)
     library = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
@@ -161,7 +162,7 @@ def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) ->
 
 
 def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of the kernel table for GELU."""
+    """Time the kernels of GELU. Return the entry of the kernel table for the fastest one."""
     x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
     exact = gelu(x.detach().double(), "gelu")
     times = []
@@ -178,8 +179,8 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of the kernel table for linears: for each kind of matrix product, the size
-    from which on oneDNN is faster."""
+    """Time the kernels of linears. Return the entry of the kernel table: for each kind of matrix
+    product, the size from which on oneDNN is faster than PyTorch's own product."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)

@@ -40,8 +40,8 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
-    """Return True if a rank is lost, so that an MPI operation could fail. The function checks
-    whether MPI has revoked a communicator of `world`, or reports a failed rank in it.
+    """Return True if an MPI operation has failed because a rank is lost: a communicator of `world`
+    is then revoked, or MPI reports a failed rank in it.
 
     The error class of the operation does not reliably show a loss: a broken barrier can raise
     MPI_ERR_OTHER. The function waits up to `patience_s` seconds before it returns False, because

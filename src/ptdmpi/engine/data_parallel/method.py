@@ -125,7 +125,8 @@ class DataParallel(OpHook):
 
     def agreed(self, value: float) -> float:
         """Return the greatest `value`, such as a norm, over all replicas. The result is the same on
-        all ranks. It decides whether a step is skipped, so it is NaN if any value is NaN."""
+        all ranks. The result decides whether a step is skipped, so it is NaN if any value is
+        NaN."""
         if not self.differs:
             return value  # equal replicas have the same `value`, so no message is needed
         values = self.data.all_gather_object(value)

@@ -215,8 +215,8 @@ class _Gated(Function):
 
 
 class _FusedGated(Function):
-    """A gated unit by one kernel in Triton, and its backward by another. For the backward the
-    function saves only its input."""
+    """A gated unit that one kernel in Triton computes; another kernel computes its backward. For
+    the backward the function saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:

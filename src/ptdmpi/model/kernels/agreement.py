@@ -271,7 +271,8 @@ def _triton_on_devices(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the kinds of kernels that the run records as computed in Triton, and the kinds that
     all ranks compute in Triton now. `before` has the kinds that the run recorded earlier, which may
-    be none. For a new run, `before` is None; it uses the kinds in the table of measurements."""
+    be none. For a new run, `before` is None; the run then uses the kinds in the table of
+    measurements."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared

@@ -149,8 +149,8 @@ class _FusedSoftmax(NamedTuple):
 def _fused_forward(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, _FusedSoftmax]:
-    """Compute the results of `softmax_losses` by Triton's kernel, which only reads the logits, and
-    return them."""
+    """Return the same results as `softmax_losses`, computed by a kernel in Triton, which does not
+    overwrite the logits."""
     from ptdmpi.model.kernels.fused import loss as fused
 
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])

@@ -113,7 +113,7 @@ def trained_without(comm, folder, changes):
 
 
 def damaged(comm, folder, changes):
-    """Change one byte of the stored outputs, and see the run refuse them."""
+    """Change one byte of the stored outputs, then their header, and see the run refuse them."""
     (header,) = Dataset(folder / "more").headers
     if comm.rank == 0:
         path = TEACHER.path(header, LOGS)
@@ -124,6 +124,11 @@ def damaged(comm, folder, changes):
     new = changes | {"run.dir": str(folder / "damaged")}
     with pytest.raises(InputError, match="is damaged"), loop(comm, folder, new) as made:
         made.run()
+    if comm.rank == 0:
+        values[values.index(b")")] ^= 1  # numpy raises TokenError for this header
+        path.write_bytes(values)
+    comm.Barrier()
+    refused(comm, folder, new, "is not an array of numpy; make them with")
 
 
 def test_options_of_a_teacher_belong_together():

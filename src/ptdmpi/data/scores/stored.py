@@ -7,7 +7,9 @@ checksums. The summary is written after the arrays.
 
 import contextlib
 import hashlib
+import itertools
 import json
+import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from ptdmpi.data.documents import Locate
 from ptdmpi.data.header import ShardHeader, format_checksum
 from ptdmpi.data.shards import Dataset
 
+# what numpy raises for a damaged header of an array
+BAD_ARRAY = (ValueError, TypeError, EOFError, OverflowError, SyntaxError, tokenize.TokenError)
 _OPEN_SHARDS = 512  # maximum number of shards whose arrays are mapped at a time
 
 
@@ -148,8 +152,8 @@ class StoredScores:
     `model` is the model's name in the summary."""
 
     def __init__(self, kind: ScoreKind, dataset: Dataset) -> None:
-        """Read the summary. Raise InputError if there is no summary, or if it was made from other
-        shards."""
+        """Read the summary and the header of each array. Raise InputError if there is no summary,
+        if it was made from other shards, or if an array has the wrong type or size."""
         self.kind = kind
         self.directory = dataset.directory
         self._headers = dataset.headers
@@ -165,6 +169,10 @@ class StoredScores:
                 )
             checksums = {suffix: entry.get(f"checksum{suffix}") for suffix in kind.types}
             self._checksums.append({name: str(value) for name, value in checksums.items()})
+        # A wrong file must stop a run at its start, not when a sample is needed hours later. The
+        # checksums are computed only when an array is used, because that reads the whole array.
+        for number, suffix in itertools.product(range(len(self._headers)), kind.types):
+            self._mapped(number, suffix)
 
     @property
     def sha256(self) -> str:
@@ -177,19 +185,29 @@ class StoredScores:
     def shard(self, number: int, suffix: str) -> np.ndarray:
         """Return one array of one shard, [tokens, ...], mapped into memory. Raise InputError if the
         file is damaged or cannot be read."""
+        values = self._mapped(number, suffix)
+        if format_checksum(zlib.crc32(values.data)) != self._checksums[number][suffix]:
+            path = self.kind.path(self._headers[number], suffix)
+            raise InputError(f"{path}: is damaged: it has another checksum; {self.kind.made_by}")
+        return values
+
+    def _mapped(self, number: int, suffix: str) -> np.ndarray:
+        """Return one array of one shard, [tokens, ...], mapped into memory, without computing its
+        checksum. Raise InputError if the file is no array of the right type and shape."""
         header = self._headers[number]
         path = self.kind.path(header, suffix)
         try:
             with open_file(path, "rb"):  # refuses a pipe
-                values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read: {error}; {self.kind.made_by}") from None
+                # this function, unlike `np.load`, reads only numpy's own format, never a pickle
+                values: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror or error}; {self.kind.made_by}") from None
+        except BAD_ARRAY:
+            raise InputError(f"{path}: is not an array of numpy; {self.kind.made_by}") from None
         if values.dtype not in self.kind.types[suffix] or values.shape[:1] != (header.tokens,):
             raise InputError(
                 f"{path}: has {values.dtype} {list(values.shape)}; {self.kind.made_by}"
             )
-        if format_checksum(zlib.crc32(values.data)) != self._checksums[number][suffix]:
-            raise InputError(f"{path}: is damaged: it has another checksum; {self.kind.made_by}")
         return values
 
 

@@ -1,5 +1,5 @@
-"""Functions that print lines on stdout and stderr. Notes are lines on stderr that only rank 0
-prints, and only without --quiet.
+"""Functions that print lines on stdout and stderr. Notes and warnings are lines on stderr that only
+rank 0 prints; notes are printed only without --quiet.
 """
 
 import os
@@ -9,8 +9,11 @@ from typing import TextIO
 import click
 
 from ptdmpi.base.launched import launched_rank
+from ptdmpi.base.words import printable_line
 
-QUIET = "ptdmpi.quiet"  # the key of the --quiet setting in the `meta` dictionary of click's context
+# keys in the `meta` dictionary of click's context
+QUIET = "ptdmpi.quiet"  # the setting --quiet
+WARNED = "ptdmpi.warned"  # the set of warnings that the command has printed
 
 
 def quiet() -> bool:
@@ -23,6 +26,16 @@ def note(line: str) -> None:
     """Print a note on stderr: a line that is not a result of the command."""
     if not (quiet() or launched_rank()):
         put(line, sys.stderr)
+
+
+def warn(line: str) -> None:
+    """Print a warning on stderr, also with --quiet. A command prints the same warning only once.
+    Control characters are escaped, because a warning may contain the name of a file."""
+    context = click.get_current_context(silent=True)
+    printed = set() if context is None else context.meta.setdefault(WARNED, set())
+    if line not in printed and not launched_rank():
+        printed.add(line)
+        put(f"warning: {printable_line(line)}", sys.stderr)
 
 
 def put(line: str, stream: TextIO) -> None:

@@ -14,13 +14,13 @@ from ptdmpi.base.box import Box, rows_of
 from ptdmpi.base.disk import open_file
 from ptdmpi.base.hub import is_hub_name, local_model
 from ptdmpi.base.progress import progress
+from ptdmpi.base.say import warn
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Damaged, Reader, header
 from ptdmpi.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     StoredTensor,
-    is_sound,
     read_manifest,
     sound_manifest,
 )
@@ -60,13 +60,22 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest complete checkpoint that `path` names. Raise InputError if no checkpoint is
-    complete."""
-    named = checkpoints(path)
-    chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
-    # if no checkpoint is complete, raise InputError with the reason for the newest one
-    sound_manifest(chosen)
-    return chosen
+    """Return the newest complete checkpoint that `path` names. If newer checkpoints are damaged,
+    print a warning that names their steps. Raise InputError if no checkpoint is complete."""
+    damage: list[tuple[Path, InputError]] = []
+    for checkpoint in reversed(checkpoints(path)):
+        try:
+            sound_manifest(checkpoint)
+        except InputError as error:
+            damage.append((checkpoint, error))
+            continue
+        if damage:
+            skipped = ", ".join(
+                f"step {files.step_of(newer)} is damaged ({why})" for newer, why in damage
+            )
+            warn(f"{path}: {skipped}; step {files.step_of(checkpoint)} is used")
+        return checkpoint
+    raise damage[0][1]
 
 
 # -- verify ----------------------------------------------------------------------------------------

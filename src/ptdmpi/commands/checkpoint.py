@@ -133,9 +133,9 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     """Compare two checkpoints, tensor by tensor. The runs that wrote them may have different
     layouts.
 
-    A run directory stands for its newest complete checkpoint. The relative difference is the
-    greatest difference divided by the greatest magnitude in the tensor. The exit code is 0 if the
-    checkpoints are bitwise equal, else 1.
+    A run directory stands for its newest complete checkpoint; a warning names newer ones that are
+    damaged. The relative difference is the greatest difference divided by the greatest magnitude in
+    the tensor. The exit code is 0 if the checkpoints are bitwise equal, else 1.
     """
     first = check.newest(first)
     second = check.newest(second)

@@ -75,7 +75,12 @@ RULES = [
     (
         {"parallel.virtual": 2, "parallel.schedule": "1f1b"},
         1,
-        '"1f1b" has virtual = 1, not 2; legal: schedule = "interleaved"',
+        '"1f1b" has virtual = 1, not 2; legal: schedule = "interleaved" or "gpipe" or "zb-v"',
+    ),
+    (
+        {"parallel.virtual": 1, "parallel.schedule": "zb-v"},
+        1,
+        'legal: schedule = "1f1b" or "gpipe" or "interleaved" or "zb-h1", or virtual = 2',
     ),
     (
         {"parallel.tensor": 8, "batch.global_size": 8},

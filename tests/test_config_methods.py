@@ -62,7 +62,11 @@ def mistakes(changes: dict) -> list[str]:
         ({**MUON, **LOCAL, "data_parallel.average_moments": True}, "other moments for matric"),
         ({"adapt.method": "full"}, '"full" trains all weights of a model: adapt.base is missing'),
         ({**FULL, "checkpoint.initial": "b"}, "must not name other weights; legal: one of"),
-        ({**FULL, "adapt.rank": 4}, 'no effect with adapt.method = "full"; legal: rank = 8'),
+        (
+            {**FULL, "adapt.rank": 4, "adapt.alpha": 8.0},
+            'adapt.method = "full" does not use adapt.rank and adapt.alpha; legal: remove these '
+            'keys, or method = "lora"',
+        ),
         ({"optimizer.muon_scale": "original"}, 'legal: muon_scale = "match_rms_adamw"'),
     ],
 )

@@ -199,12 +199,21 @@ def test_ctrl_c_ends_a_conversation_in_one_line(run, monkeypatch):
 
 def test_a_conversation_through_a_pipe(run):
     result = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\nagain\n")
+    assert "a likely continuation of it (the model has no template)" in result.stderr
     assert result.exit_code == 0 and "the conversation ends: end of input" in result.stderr
     assert result.stdout.count("\n") >= 2
     ended = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\n/quit\nagain\n")
     assert ended.exit_code == 0 and "the conversation ends: /quit" in ended.stderr
     refused = _invoke(run, "--chat", "--max-new-tokens", "32")
     assert refused.exit_code == 2
+
+
+def test_the_first_line_of_a_conversation_names_the_template(run):
+    (run / "hugging_face").mkdir()
+    keys = json.dumps({"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"})
+    (run / "hugging_face/tokenizer_config.json").write_text(keys)
+    result = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\n")
+    assert "answers each line in the format of its chat template" in result.stderr
 
 
 def test_a_torn_character_waits(run):

@@ -165,8 +165,26 @@ def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
     layout = "t=1,p=1,d=1,v=1,b=2"
     made(tmp_path / "run", 5, record(1, 3.0, layout=layout, step_time_s=7.0))
     assert preview(asked, ONE)["time"]["step_s"] == 7.0
-    asked["batch"]["micro_size"] = 4
+    cheap = configured(corpus, {"run.dir": str(tmp_path / "run"), "optimizer.learning_rate": 1e-5})
+    assert preview(cheap, ONE)["time"]["step_s"] == 7.0
+    for key, value in (
+        ("batch.micro_size", 4),
+        ("optimizer.kind", "sgd"),
+        ("precision.compute", "bf16"),
+        ("run.compile", True),
+        ("parallel.zero", 1),
+    ):
+        changed = configured(corpus, {"run.dir": str(tmp_path / "run"), key: value})
+        assert preview(changed, ONE)["time"]["step_s"] is None, key
+    (tmp_path / "run/config.toml").write_text("[run]\nname = 'run'\nsteps = 5\n")
     assert preview(asked, ONE)["time"]["step_s"] is None
+
+
+def test_the_text_of_a_preview_names_what_can_be_done(corpus):
+    text = as_text(preview(configured(corpus), RankCount(1, "given", 0)))
+    for name in ("train", "valid"):
+        assert f"ptdmpi-data verify {corpus / 'data' / name}" in text
+    assert "a rank; the memory that a rank has is not known: set run.cluster" in text
 
 
 @pytest.mark.parametrize(

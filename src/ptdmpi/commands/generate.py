@@ -93,11 +93,12 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
     from ptdmpi.generate.write import Writer
 
     writer = Writer(run, world, options)
-    note(
-        f"{writer.stored.checkpoint}: the answer to each line is a likely continuation of it; "
-        "Ctrl-D ends"
-    )
-    why = Chat(writer).talk(read_line)
+    chat = Chat(writer)
+    way = "the model answers each line in the format of its chat template"
+    if chat.dialogue.template is None:
+        way = "the answer to each line is a likely continuation of it (the model has no template)"
+    note(f"{writer.stored.checkpoint}: {way}; Ctrl-D ends")
+    why = chat.talk(read_line)
     note(f"\nptdmpi generate: the conversation ends: {why}")
 
 

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from ptdmpi.base.say import note
 from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import CONTEXT_METHODS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.presets import model_presets
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts, write_layout
@@ -122,7 +123,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @_layout_options
 @click.option(
     "--precision",
-    help="fp16, bf16, fp32 or fp64; default: bf16, or fp16 if the cluster has no bf16.",
+    help=f"{', '.join(PRECISIONS)}; default: bf16, or fp16 if the cluster has no bf16.",
 )
 @click.option("--lora", type=Number(1, MOST_BATCH), help="Train only adapters of this rank.")
 @click.option(

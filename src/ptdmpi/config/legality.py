@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.words import counted
-from ptdmpi.config.choices import CHUNKS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES, SPLITTING
+from ptdmpi.config.choices import (
+    CHUNKS,
+    OFFLOADS,
+    RECOMPUTE_MODES,
+    SCHEDULES,
+    SPLITTING,
+    usable_schedules,
+)
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
@@ -75,7 +82,7 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
         virtual != chunks,
         lambda: (
             f'schedule = "{schedule}" has virtual = {chunks}, not {virtual}; '
-            f'legal: schedule = "interleaved" or "gpipe", or virtual = {chunks}'
+            f"legal: schedule = {usable_schedules(virtual)}, or virtual = {chunks}"
         ),
     )
 

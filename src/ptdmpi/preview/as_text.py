@@ -1,5 +1,6 @@
 """The preview of a run, as lines of text."""
 
+import shlex
 from typing import Any
 
 from ptdmpi.base.words import counted, file_size, short
@@ -54,7 +55,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{dataset['path']}: {counted(dataset['samples'], 'sample')}"
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
-    not_read = f"opened, but not read through; to do that: ptdmpi-data verify {' '.join(paths)}"
+    commands = " && ".join(f"ptdmpi-data verify {shlex.quote(path)}" for path in paths)
+    not_read = f"opened, but not read through; to do that: {commands}"
     # Files of a task are read completely for the preview, so `not_read` would be wrong for them:
     # their entry "told" has remarks about their content, which are shown instead.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
@@ -63,10 +65,12 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     needed = f"{size(memory['bytes'])} a rank"
-    if memory["capacity_bytes"] is not None:
-        needed += f" of {size(memory['capacity_bytes'])}"
+    if memory["capacity_bytes"] is None:
+        needed += f"; the memory that a rank has is {memory['capacity_from']}"
+    else:
+        needed += f" of {size(memory['capacity_bytes'])} ({memory['capacity_from']})"
     parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
-    rows = [("memory", f"{needed} ({memory['capacity_from']})"), ("", parts)]
+    rows = [("memory", needed), ("", parts)]
     if memory["host_bytes"]:
         rows.append(("", f"and {size(memory['host_bytes'])} a rank on the host"))
     return rows

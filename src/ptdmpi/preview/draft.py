@@ -29,7 +29,7 @@ LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
-    "method": '"full" trains all weights of the base',
+    "method": 'or "ia3", or "full" (all weights): both without rank and alpha',
     "rank": "of the two matrices of each adapter",
     "base": "the frozen model",
 }

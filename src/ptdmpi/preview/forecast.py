@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.disk import read_file
+from ptdmpi.base.toml import tables_of
 from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint.base import base_told
 from ptdmpi.config import Config, InputError
@@ -28,11 +30,35 @@ from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.preview.first_samples import first_samples
 from ptdmpi.preview.ranks import RankCount
 from ptdmpi.preview.resume import resumed
+from ptdmpi.report import trained
 from ptdmpi.report.compare import cluster_of, pricer_of
-from ptdmpi.report.status import Watched
+from ptdmpi.report.status import BROKEN, Watched
 from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of
+
+# The sections and keys that do not change the time of a step, and, for sections with only a few
+# keys that change it, these keys. `timed` returns all other keys.
+UNTIMED_SECTIONS = ("checkpoint", "log")
+UNTIMED_KEYS = {
+    "adapt": {"base"},
+    "optimizer": {
+        "learning_rate",
+        "min_learning_rate",
+        "warmup_steps",
+        "decay",
+        "decay_steps",
+        "beta1",
+        "beta2",
+        "eps",
+        "weight_decay",
+    },
+    "precision": {"initial_loss_scale", "loss_scale_window"},
+}
+TIMED_KEYS = {
+    "run": {"threads", "reproducible", "compile", "loss", "kernels", "verify_every"},
+    "data": {"document_boundaries", "reader"},
+}
 
 
 def preview(
@@ -155,7 +181,7 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
-    source = "not known: give --cluster, or start this command by mpirun, like the run"
+    source = "not known: set run.cluster, or start this command by mpirun, like the run"
     nodes = 1
     if ranks.local:
         nodes = math.ceil(ranks.count / ranks.local)
@@ -226,19 +252,44 @@ def _here(local_ranks: int) -> tuple[int, str]:
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
     """Return the time of one step and of the remaining `steps`. If a cluster is named, the step
     time is predicted for this cluster. Otherwise it is the measured time of earlier steps of this
-    run with the same layout, or None if there are no such steps."""
+    run, if the newest of them had the same values of all keys that change the step time (`timed`).
+    Otherwise it is None."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:
         step_s = price.step_time_s
         source = "predicted"
     elif (Path(config.run.dir) / "metrics.jsonl").is_file():
-        status = _status(Path(config.run.dir))
-        if status.get("rank_count") and status["layout"] == _layout(config).partition(", ")[0]:
+        path = Path(config.run.dir)
+        status = _status(path)
+        same_layout = status.get("rank_count") and status["layout"] == str(config.layout)
+        if same_layout and _settings_at(path, status["step"]) == timed(config):
             step_s = status["step_time_s"]
             source = "as measured in this run"
     total = None if step_s is None else steps * step_s
     return {"step_s": step_s, "from": source, "steps": steps, "total_s": total}
+
+
+def timed(config: Config) -> dict[str, Any]:
+    """Return the values of all keys that change the time of a step, as section -> key -> value."""
+    return {
+        name: getattr(config, name).model_dump(
+            include=TIMED_KEYS.get(name), exclude=UNTIMED_KEYS.get(name)
+        )
+        for name in Config.sections()
+        if name not in UNTIMED_SECTIONS
+    }
+
+
+def _settings_at(path: Path, step: int) -> dict[str, Any] | None:
+    """Return the result of `timed` for the configuration with which the run in the directory `path`
+    trained `step`. Return None if this configuration cannot be read."""
+    try:
+        history = trained.trained_steps(path, [{"step": step}])
+        newest = tables_of(read_file(path / "config.toml"))
+        return timed(trained.resolved(trained.config_at(history, step, newest)))
+    except (*BROKEN, InputError):
+        return None
 
 
 def _status(path: Path) -> dict[str, Any]:

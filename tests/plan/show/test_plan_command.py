@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from ptdmpi.commands.plan import command
 from ptdmpi.config import InputError, resolve
+from ptdmpi.config.precision import PRECISIONS
 from tests.parallel import ROOT
 
 COMMON = ("--model", "l=8,h=1024,a=16", "--cluster", "selene", "--batch", "16")
@@ -326,3 +327,8 @@ def test_a_preset_without_a_published_batch_has_a_usual_one(model, batch):
     result = CliRunner().invoke(command, ["--model", model, *where], catch_exceptions=False)
     assert json.loads(result.stdout)["batch"] == batch
     assert f"{batch} sequences" in result.stderr and "--batch" in result.stderr
+
+
+def test_the_help_lists_every_precision():
+    shown = CliRunner().invoke(command, ["--help"]).stdout
+    assert all(name in shown for name in PRECISIONS)

@@ -7,7 +7,6 @@ from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import USED, AdaptConfig, targets_of
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.kinds import LATENT
-from ptdmpi.config.methods import toml_text
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.sections import CheckpointConfig, TaskConfig
@@ -39,14 +38,21 @@ def _beginning_rules(adapt: AdaptConfig, checkpoint: CheckpointConfig) -> Iterat
 
 
 def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
-    for key, field in AdaptConfig.model_fields.items():
-        value = getattr(adapt, key)
-        if key != "method" and key not in USED[adapt.method] and value != field.default:
-            shown = toml_text(field.default)
-            yield (
-                f'adapt.{key} has no effect with adapt.method = "{adapt.method}"; legal: '
-                f"{key} = {shown}"
-            )
+    unused = [
+        key
+        for key, field in AdaptConfig.model_fields.items()
+        if key != "method"
+        and key not in USED[adapt.method]
+        and getattr(adapt, key) != field.default
+    ]
+    if unused:
+        names = " and ".join(f"adapt.{key}" for key in unused)
+        keys = "this key" if len(unused) == 1 else "these keys"
+        methods = [f'"{name}"' for name, used in USED.items() if used and {*unused} <= {*used}]
+        yield (
+            f'adapt.method = "{adapt.method}" does not use {names}; legal: remove {keys}, or '
+            f"method = {' or '.join(methods)}"
+        )
 
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Encoding of tasks as tokens, in one process or several. The results are returned in the order of
 the tasks."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -27,7 +28,6 @@ from data_prep.sources import (
     TEXT,
     Chunk,
     Task,
-    document_share,
     split_document,
     split_whole,
 )
@@ -252,6 +252,13 @@ def _rows(
         text = _decode(data, f"{chunk.path}: row {row}", 0, options.errors)
         yield split_whole(text.encode())
         start += length
+
+
+def document_share(first_piece: bytes) -> float:
+    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document. It
+    is computed from the piece's 8-byte BLAKE2b digest."""
+    digest = hashlib.blake2b(first_piece, digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.corpus import Work
-from data_prep.encode import Encoded
+from data_prep.encode import Encoded, document_share
 from data_prep.megatron import MegatronIndex, TokenBlock, bin_path, idx_path
-from data_prep.sources import document_share
 from data_prep.state import CorpusCounters, files_identity
 from data_prep.vocabulary import Vocabulary, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError

@@ -6,7 +6,6 @@ depend only on the files and their order, not on the number or the speed of the 
 """
 
 import bz2
-import hashlib
 import lzma
 import os
 import zlib
@@ -20,6 +19,7 @@ import zstandard
 
 from data_prep.parquet import read_rows
 from ptdmpi.base.hub import downloaded, is_hub_name
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 
 TEXT = ".txt"
@@ -121,6 +121,19 @@ def walk(directory: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(files))
 
 
+def _files_in(directory: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return all files in a directory tree whose names say that they are read, in sorted order.
+    Raise InputError if such a file is a link to a missing file, a pipe or a device."""
+    paths = [path for path in walk(directory) if _kind(path, suffixes)]
+    unusable = [path for path in paths if not path.is_file()]
+    if unusable:
+        first = unusable[0]
+        reason = "is a pipe or a device" if first.exists() else "is a link to a missing file"
+        files = counted(len(unusable), "unusable file")
+        raise InputError(f"{first}: {reason} ({files} in {directory}); replace or remove it")
+    return paths
+
+
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
     """Return the files of the corpus, in the order of `inputs`. The files of a directory are
     returned in sorted order.
@@ -128,8 +141,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     A usable file is a .txt, .jsonl or .parquet file, or has one of the `suffixes`, and is then read
     like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
     may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
-    InputError for a missing input, a file that is not usable, a directory without a usable file,
-    and a file that is given twice.
+    InputError for a missing input, a file that is not usable, a file that is given twice, and a
+    directory without a usable file. Also raise the errors of `_files_in`.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -141,7 +154,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
         if is_hub_name(str(given)):
             given = downloaded(str(given), "dataset", _usable(suffixes))
         if given.is_dir():
-            paths = [path for path in walk(given) if _kind(path, suffixes) and path.is_file()]
+            paths = _files_in(given, suffixes)
             if not paths:
                 raise InputError(f"{given}: no usable file in this directory; usable are {legal}")
             names = [str(path.relative_to(given)) for path in paths]
@@ -157,16 +170,10 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
                 f"{given}: unknown kind of file; usable are {legal}; --suffix adds others"
             )
         for path, name in zip(paths, names, strict=True):
-            status = path.stat()
+            stat = path.stat()
             kind = _kind(path, suffixes) or TEXT
             sources.append(
-                CorpusFile(
-                    path=path,
-                    name=name,
-                    kind=kind,
-                    size_bytes=status.st_size,
-                    modified_ns=status.st_mtime_ns,
-                )
+                CorpusFile(path, name, kind, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns)
             )
     seen: set[Path] = set()
     for source in sources:
@@ -490,10 +497,3 @@ def read_tasks(
     of bytes that were read. Raise InputError for a file that cannot be read."""
     chunks = (chunk for source in sources for chunk in _chunks(source, text_field, advance))
     return tasks_of(group, chunks)
-
-
-def document_share(first_piece: bytes) -> float:
-    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document. It
-    is computed from the piece's 8-byte BLAKE2b digest."""
-    digest = hashlib.blake2b(first_piece, digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64

@@ -8,10 +8,16 @@ from typing import Any, Protocol
 
 from data_prep.corpus import OutputOptions, Work
 from data_prep.duplicates import Duplicates, check
-from data_prep.encode import Encoded, EncodeOptions, Encoder, map_in_order, read_pieces
+from data_prep.encode import (
+    Encoded,
+    EncodeOptions,
+    Encoder,
+    document_share,
+    map_in_order,
+    read_pieces,
+)
 from data_prep.sources import (
     Task,
-    document_share,
     find_sources,
     group_sources,
     read_tasks,

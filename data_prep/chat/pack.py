@@ -15,7 +15,8 @@ from data_prep.chat.forms import ChatFields, messages_of
 from data_prep.chat.pairs import pair_of
 from data_prep.chat.records import find_records, record_tasks
 from data_prep.corpus import OutputOptions
-from data_prep.sources import CorpusFile, document_share, size_on_disk
+from data_prep.encode import document_share
+from data_prep.sources import CorpusFile, size_on_disk
 from data_prep.state import CorpusCounters, GroupProgress, RunState, files_identity, write_file
 from data_prep.vocabulary import (
     END_OF_DOCUMENT,

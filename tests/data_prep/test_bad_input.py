@@ -396,3 +396,24 @@ def test_inputs_that_are_no_files(tmp_path, monkeypatch, capsys):
         words = ["--output", tmp_path / "o", "--tokenizer", "bytes"]
         assert message in fail(monkeypatch, capsys, "tokenize", name, *words)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["tokenize", "train-tokenizer"])
+def test_a_folder_is_read_whole_or_not_at_all(good, monkeypatch, capsys, command):
+    words = [command, good, "--output", good.parent / "o"]
+    words += ["--tokenizer", "bytes"] if command == "tokenize" else ["--vocab-size", 300]
+    # the endings of these three are not read, so the files do not matter
+    (good / "b.md").symlink_to("/nonexistent")
+    os.mkfifo(good / "pipe")
+    (good / "zero").symlink_to("/dev/zero")
+    (good / "z.jsonl").symlink_to("/dev/zero")
+    assert "z.jsonl: is a pipe or a device (1 unusable file in" in fail(monkeypatch, capsys, *words)
+    os.mkfifo(good / "y.txt")
+    (good / "sub").mkdir()
+    (good / "sub" / "x.parquet").symlink_to("loop.parquet")
+    error = fail(monkeypatch, capsys, *words)
+    assert "y.txt: is a pipe or a device (3 unusable files in" in error
+    (good / "b.txt.gz").symlink_to("/nonexistent")
+    error = fail(monkeypatch, capsys, *words)
+    assert "b.txt.gz: is a link to a missing file (4 unusable files in" in error
+    assert not (good.parent / "o").exists()

@@ -15,7 +15,8 @@ import pytest
 import zstandard
 
 from data_prep.cli import main
-from data_prep.sources import document_share, split_document
+from data_prep.encode import document_share
+from data_prep.sources import split_document
 from data_prep.state import RunState
 from data_prep.vocabulary import load_tokenizer, train_bpe
 from ptdmpi.data.shards import Dataset, map_tokens, verify

@@ -473,7 +473,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read and check a complete dataset, or one shard. The exit code is 2 if anything is wrong."""
+    """Check a dataset and its tokenizer, or one shard. The exit code is 2 if anything is wrong."""
     from data_prep.examine import problems, shard_paths
 
     mistakes = problems(path)

@@ -8,6 +8,7 @@ import numpy as np
 
 from data_prep.state import TOKENIZER_COPY
 from data_prep.vocabulary import BYTES, BYTES_SHA256, Tokenizer, load_tokenizer
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed, read_header
 from ptdmpi.data.shards import Dataset, find_shards, map_tokens, map_weights, verify
@@ -18,6 +19,8 @@ _SHOWN_TOKENS = 16
 def shard_paths(path: Path) -> list[Path]:
     """Return the paths of the shards in the directory `path`, or `path` itself if it is a shard.
     Raise InputError if there is no shard."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or directory")
     return find_shards(path) if path.is_dir() else [path]
 
 
@@ -108,8 +111,30 @@ def format_description(description: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _tokenizer_problems(header: ShardHeader) -> list[str]:
+    """Return the mistake in the copy of the tokenizer next to a shard. The result is empty if there
+    is no copy, or if the shard's tokenizer has no file."""
+    suffix = Path(header.tokenizer).suffix
+    copy = header.path.with_name(TOKENIZER_COPY + suffix)
+    if suffix not in (".json", ".model"):
+        return []
+    try:
+        actual = hashlib.sha256(read_file(copy)).hexdigest()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{copy}: cannot be read: {error.strerror}"]
+    if actual == header.tokenizer_sha256:
+        return []
+    return [
+        f"{copy}: has sha256 {actual}, but the shards record {header.tokenizer_sha256}; replace it "
+        f"by the file {header.tokenizer} from which the shards were made"
+    ]
+
+
 def problems(path: Path) -> list[str]:
-    """Return the mistakes in the shards of a directory, or in one shard, one line for each mistake.
+    """Return the mistakes in a dataset, or in one shard, one line for each mistake. In a dataset,
+    the copy of the tokenizer is checked, too.
 
     Raise InputError if there is no shard at all.
     """
@@ -117,8 +142,8 @@ def problems(path: Path) -> list[str]:
     mistakes = [mistake for shard in paths for mistake in verify(shard)]
     if not mistakes and path.is_dir():
         try:
-            for header in Dataset(path).headers:
-                confirmed(header)
+            headers = [confirmed(header) for header in Dataset(path).headers]
+            mistakes += _tokenizer_problems(headers[0])
         except InputError as error:  # each shard is valid, but the shards are not of one dataset
             mistakes.append(str(error))
     return mistakes

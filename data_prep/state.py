@@ -22,7 +22,14 @@ from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.base.lock import FileLock
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
+from ptdmpi.data.header import (
+    SUMMARY,
+    ShardHeader,
+    confirmed,
+    listed_headers,
+    listing,
+    read_header,
+)
 from ptdmpi.data.shards import UNFINISHED
 
 # name of the copy of the tokenizer's file, without its suffix (.json or .model)
@@ -166,8 +173,9 @@ def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> N
 
 
 def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
-    """Raise InputError if a finished output directory has no summary, or if a shard that the
-    summary lists is missing."""
+    """Open all shards of a finished output directory, without reading their tokens. Raise
+    InputError if the directory has no summary, or if a shard that the summary lists is missing,
+    has a damaged header, or was replaced."""
     if summary is None:
         raise InputError(f"{output}: {SUMMARY} is missing; use --force to start again")
     shards = summary.get("shards")
@@ -178,6 +186,14 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
         raise InputError(
             f"{output}: {gone[0]}, made by an earlier run, is missing; use --force to start again"
         )
+    try:
+        for name, header in listed_headers(output).items():
+            if header is None:
+                read_header(output / name)
+            else:
+                confirmed(header)
+    except InputError as error:
+        raise InputError(f"{error} (use --force to start again)") from None
 
 
 def _nothing_held_out(documents: int) -> str:

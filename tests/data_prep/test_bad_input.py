@@ -312,7 +312,8 @@ def test_verify_names_each_problem(tmp_path, monkeypatch, capsys):
 def test_verify_and_inspect_without_shards(tmp_path, monkeypatch, capsys):
     for command in ("inspect", "verify"):
         assert "no *.h5 file" in fail(monkeypatch, capsys, command, tmp_path)
-    assert "no such file" in fail(monkeypatch, capsys, "inspect", tmp_path / "none.h5")
+        missing = tmp_path / "none.h5"
+        assert "none.h5: no such file or directory" in fail(monkeypatch, capsys, command, missing)
 
 
 def test_bad_tokenizer_training(good, monkeypatch, capsys):

@@ -137,6 +137,20 @@ def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
     )
     assert "all sound" in run(monkeypatch, capsys, "verify", output)
     (output / "tokenizer.json").write_text("another")
+    if name == "bytes":  # the file is not of these shards
+        assert "all sound" in run(monkeypatch, capsys, "verify", output)
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, capsys, "verify", output)
+        (problem,) = capsys.readouterr().out.splitlines()
+        recorded = described["tokenizer_sha256"]
+        assert f"{output / 'tokenizer.json'}: has sha256 " in problem and recorded in problem
+        (output / "tokenizer.json").unlink()
+        (output / "tokenizer.json").symlink_to("/dev/zero")
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, capsys, "verify", output)
+        assert "is a pipe or a device" in capsys.readouterr().out
+        assert "all sound" in run(monkeypatch, capsys, "verify", shard)
     described = json.loads(run(monkeypatch, capsys, "inspect", shard, "--json"))
     assert (described["first_text"] is None) == (name != "bytes")
 

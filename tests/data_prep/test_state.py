@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import h5py
 import pytest
 
 from data_prep import cli
@@ -86,6 +87,36 @@ def test_a_damaged_summary(tmp_path, words, monkeypatch, capsys, content):
     (tmp_path / "o" / SUMMARY).write_text(content)
     assert "--force to start again" in refused(monkeypatch, capsys, *words)
     run(monkeypatch, *words, "--force")
+
+
+def test_finished_shards_are_opened(tmp_path, words, monkeypatch, capsys):
+    run(monkeypatch, *words)
+    shards = sorted((tmp_path / "o").glob("*.h5"))
+    assert len(shards) > 2
+    run(monkeypatch, *words)
+    capsys.readouterr()
+    sound = shards[-1].read_bytes()
+    with h5py.File(shards[-1], "r+") as file:
+        file.attrs["eod_id"] = 300
+    error = refused(monkeypatch, capsys, *words)
+    assert f"{shards[-1]}: has eod_id 300" in error and "--force to start again" in error
+    with h5py.File(shards[-1], "r+") as file:
+        file.attrs["eod_id"] = 255
+    assert f"{shards[-1]} has eod_id 255, but" in refused(monkeypatch, capsys, *words)
+    shards[-1].write_bytes(sound[:-100])
+    assert "truncated" in refused(monkeypatch, capsys, *words)
+    shards[-1].write_bytes(sound)
+    run(monkeypatch, *words)
+    # an older version listed only the names of the shards
+    summary = json.loads((tmp_path / "o" / SUMMARY).read_text())
+    summary["shards"] = [shard.name for shard in shards]
+    (tmp_path / "o" / SUMMARY).write_text(json.dumps(summary))
+    run(monkeypatch, *words)
+    capsys.readouterr()
+    shards[1].write_bytes(b"")
+    assert f"{shards[1]}: " in refused(monkeypatch, capsys, *words)
+    run(monkeypatch, *words, "--force")
+    assert shards[-1].read_bytes() == sound
 
 
 @pytest.mark.parametrize("change", [{"shards": "x"}, {"counters": {}}, {"more": 1}, None])

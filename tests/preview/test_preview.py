@@ -208,6 +208,7 @@ def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("ptdmpi.preview.resume.files.checkpoints_in", lambda path: [path])
     progress = SimpleNamespace(progress=SimpleNamespace(step=3), said={})
     monkeypatch.setattr("ptdmpi.preview.resume.sound_manifest", lambda path: progress)
+    monkeypatch.setattr("ptdmpi.preview.resume.require_kinds", lambda *_: None)
     monkeypatch.setattr(Course, "judge", lambda *_: None)
     worse = [{"step": n, "validation_loss": 1.0 + n} for n in (1, 2, 3)]
     made(tmp_path / "run", 5, *worse)
@@ -264,6 +265,15 @@ def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypat
     assert any("optimizer.learning_rate" in change for change in forecast["resume"]["changed"])
     with pytest.raises(InputError, match=r"run\.seed 1234 -> 7"):
         CliRunner().invoke(train, [*again, "--set", "run.seed=7"], catch_exceptions=False)
+    for changed, message in (
+        (
+            "optimizer.kind=muon",
+            r"has no momentum_buffer but exp_avg and exp_avg_sq \(optimizer.kind",
+        ),
+        ("model.layers=3", "layers"),
+    ):
+        with pytest.raises(InputError, match=message):  # as the run
+            CliRunner().invoke(train, [*again, "--set", changed], catch_exceptions=False)
     never = [*again, "--set", "checkpoint.resume=never"]
     assert "set aside" in json.loads(CliRunner().invoke(train, never).stdout)["resume"]["says"]
 
@@ -323,6 +333,10 @@ def test_init_writes_adapters_of_a_trained_model(corpus, monkeypatch):
     written = tomllib.loads(Path("lora.toml").read_text())
     assert written["adapt"] == {"method": "lora", "rank": 16, "alpha": 32.0, "base": "runs/base"}
     assert written["model"]["hidden"] == 32 and "document_boundaries" not in written["data"]
+    for changed, message in (("model.rope_theta=5.0", "rope_theta"), ("adapt.base=no", "no")):
+        words_of_run = ["lora.toml", "--dry-run", "--ranks", "1", "--set", changed]
+        with pytest.raises(InputError, match=message):  # as the run
+            CliRunner().invoke(train, words_of_run, catch_exceptions=False)
     mpirun(1, ["-m", "ptdmpi", "train", "lora.toml"], cwd=corpus)
     for name, option, message in (
         ("both", ["--adapt", "runs/base", "--model", "l=1,h=32,a=2"], "both name a model"),

@@ -198,8 +198,9 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     fit = partial(_require_fit, reader, wanted, state.peers.size)
     kind = partial(require_kind, directory, manifest.said, wanted.whole)
     unfit = _first(world, InputError, kind)
-    unfit = unfit or _first(world, InputError, fit)
+    # `judge` names the keys of the configuration that do not fit, so its message comes first
     unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
+    unfit = unfit or _first(world, InputError, fit)
     if unfit:
         raise SharedInputError(unfit)
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
@@ -226,17 +227,7 @@ def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
 def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
     """Raise InputError if the checkpoint lacks a wanted kind of tensors, or stores a wanted tensor
     with another shape. `peers` is the number of replicas of this run."""
-    there = {name.partition("/")[0] for name in (*reader.tensors, *reader.means)}
-    missing = sorted(set(wanted.kinds) - {WEIGHTS} - there)
-    if missing:
-        others = sorted({name.partition("@")[0] for name in there} - {WEIGHTS})
-        instead = ", no optimizer state"
-        if others:
-            instead = f" but {' and '.join(others)}"
-        raise InputError(
-            f"checkpoint {reader.directory} has no {' and '.join(missing)}{instead}: a run can "
-            "begin from it (checkpoint.initial), not resume"
-        )
+    require_kinds(reader.directory, reader.manifest, wanted.kinds)
     for piece in wanted.pieces:
         shape = piece.shape
         name = _stored(reader, piece, peers)
@@ -244,6 +235,23 @@ def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
         if wanted.shorter and piece.name == POSITIONS and stored is not None:
             shape = (max(shape[0], stored.shape[0]), *shape[1:])
         reader.require(name, shape)
+
+
+def require_kinds(directory: Path, manifest: Manifest, kinds: Collection[str]) -> None:
+    """Raise InputError if the checkpoint in `directory` lacks a kind of state in `kinds`, such as a
+    moment of the optimizer."""
+    there = {name.partition("/")[0] for name in (*manifest.tensors, *manifest.means)}
+    missing = sorted(set(kinds) - {WEIGHTS} - there)
+    if missing:
+        others = sorted({name.partition("@")[0] for name in there} - {WEIGHTS})
+        instead = ", no optimizer state"
+        if others:
+            instead = f" but {' and '.join(others)}"
+        raise InputError(
+            f"checkpoint {directory} has no {' and '.join(missing)}{instead} (optimizer.kind, "
+            "optimizer.ema_decay and data_parallel.method decide): a run can begin from it "
+            "(checkpoint.initial), not resume"
+        )
 
 
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:

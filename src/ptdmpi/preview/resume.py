@@ -5,10 +5,14 @@ from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.base import base_at
 from ptdmpi.checkpoint.examine import newest
+from ptdmpi.checkpoint.load import require_kinds
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, InputError
+from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.course import Course
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.train.standing import standing_of
 
 
@@ -20,6 +24,8 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     from where the run resumes, and what has changed. If the run begins anew, "step" is 0 and "path"
     is None. Raise InputError if the run may not resume.
     """
+    if config.adapt.adapts:
+        _stand_on_base(config, course)
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume
     existing = files.checkpoints_in(own)
@@ -32,6 +38,7 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     path = newest(named)
     manifest = sound_manifest(path)
     course.judge("resume", path, manifest.said)
+    require_kinds(path, manifest, (*config.optimizer.moments, *config.data_parallel.kinds))
     step = manifest.progress.step
     changed = list(course.answer.changed)
     if step >= config.run.steps and named != own:
@@ -55,6 +62,14 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     if config.checkpoint.initial:
         said += "; checkpoint.initial is not used"
     return {"step": step, "path": str(path), "changed": changed, "says": said}
+
+
+def _stand_on_base(config: Config, course: Course) -> None:
+    """Raise the InputError that the run would raise if its adapters do not fit the base model."""
+    path = Path(config.adapt.base)
+    directory, base = base_at(path, LowBit.of(config.quantize))
+    said = sound_manifest(directory).said
+    course.stand_on(base, directory, said, known_tokenizer(path))
 
 
 def _begins_anew(config: Config, own: Path, existing: int) -> str:

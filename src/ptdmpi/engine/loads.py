@@ -110,9 +110,9 @@ class Balance:
         return ExpertLoads(host[:, : self.model.experts].long(), losses)
 
     def update(self, loads: ExpertLoads, written: bool) -> None:
-        """Update the balance numbers of this rank's layers, in the master weights. If `written` is
-        True, the optimizer has already copied the master weights to the weights, so this method
-        writes the weights, too."""
+        """Update the balance numbers (one bias of the router for each expert) of this rank's
+        layers. They are part of the master weights. If `written` is True, the optimizer has already
+        copied the master weights to the weights, so this method writes the weights, too."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total

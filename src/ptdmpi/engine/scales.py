@@ -3,8 +3,9 @@ an operand is computed from its magnitudes in earlier steps.
 
 Once per step, all ranks agree on the greatest magnitude of each operand of each linear, over all
 ranks and all microbatches. The scales are therefore the same in every layout, unless a layout
-rounds the operands differently. The state of every rank stores the exponents of the last steps for
-all linears of the model (`Counters`), so that a run may resume in another layout.
+rounds the operands differently. Every rank stores, for each linear of the model, the exponents of
+the greatest magnitudes of the last steps (in `Counters`), so that a run may resume in another
+layout.
 """
 
 from collections.abc import Iterator, Mapping

@@ -244,8 +244,8 @@ class LabelScores:
         )
 
     def of(self, sample_ids: np.ndarray, suffix: str) -> np.ndarray:
-        """Return the rows of one array for each label, [n, length, ...], for the samples
-        `sample_ids` (int [n])."""
+        """Return the stored values for each label of the samples `sample_ids` (int [n]), [n,
+        length, ...]. `suffix` names the array that has the values."""
         rows = []
         places = zip(*(column.tolist() for column in self._locate(sample_ids)), strict=True)
         for number, sample in places:

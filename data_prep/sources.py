@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 
 from data_prep.parquet import read_rows
+from ptdmpi.base.disk import why_unusable
 from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
@@ -127,10 +128,9 @@ def _files_in(directory: Path, suffixes: Sequence[str]) -> list[Path]:
     paths = [path for path in walk(directory) if _kind(path, suffixes)]
     unusable = [path for path in paths if not path.is_file()]
     if unusable:
-        first = unusable[0]
-        reason = "is a pipe or a device" if first.exists() else "is a link to a missing file"
-        files = counted(len(unusable), "unusable file")
-        raise InputError(f"{first}: {reason} ({files} in {directory}); replace or remove it")
+        number = counted(len(unusable), "unusable file")
+        reason = why_unusable(unusable[0])
+        raise InputError(f"{unusable[0]}: {reason} ({number} in {directory}); replace or remove it")
     return paths
 
 

@@ -300,6 +300,34 @@ def test_damaged_files(tmp_path):
         from_hf(tmp_path / "nowhere", target)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_damaged_files_of_the_tokenizer(tmp_path, name):
+    source = saved(tmp_path / "hf", "gpt2")
+
+    def refused(message):
+        words = ["from-hf", str(source), str(tmp_path / "ours")]
+        error = CliRunner().invoke(command, words).exception
+        assert isinstance(error, InputError) and f"{source / name}{message}" in str(error)
+        assert "\n" not in str(error) and os.listdir(tmp_path) == ["hf"]
+
+    (source / "notes.json").write_text("[1,")  # no file of the tokenizer: copied as it is
+    for content, message in (("[1,2", " is not JSON"), ("", " is not JSON"), ("[1]", " is not a")):
+        (source / name).write_text(content)
+        refused(message)
+    (source / name).unlink()
+    (source / name).symlink_to("nowhere.json")
+    refused(": is a link to a missing file")
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    refused(": is a pipe or a device")
+    (source / name).unlink()
+    (source / name).write_text("{}")
+    (source / "folder").mkdir()
+    (source / "pytorch_model.bin").symlink_to("nowhere.bin")  # weights that are not read
+    from_hf(source, tmp_path / "ours")
+    assert (tmp_path / "ours/hugging_face/notes.json").read_text() == "[1,"
+
+
 def test_the_target(tmp_path):
     source = saved(tmp_path / "hf", "gpt2")
     (tmp_path / "full").mkdir()

@@ -103,6 +103,12 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
     return open(path, mode, buffering=0)
 
 
+def why_unusable(path: Path) -> str:
+    """Return what is wrong with an entry of a directory that is neither a regular file nor a
+    directory, as the rest of a sentence that begins with its name."""
+    return "is a pipe or a device" if path.exists() else "is a link to a missing file"
+
+
 def read_file(path: Path) -> bytes:
     """Return the content of a file. Raises OSError if the file cannot be read, or is a pipe or a
     device."""

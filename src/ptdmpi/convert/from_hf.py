@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ptdmpi.base.box import Box
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import why_unusable, write_whole
 from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
@@ -38,6 +38,16 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md",
 # Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
+# Files that contain a JSON object, if the model has them: a damaged one is refused, not copied.
+_OBJECTS = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+}
+
 
 def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     """Convert the model directory `source` to a directory `target`. If the model was downloaded
@@ -51,6 +61,7 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
+    _require_whole(source)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
         # vocab_size is given separately, because the embedding tables of `transformers` may have
         # more rows than the tokenizer has ids
@@ -97,6 +108,18 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
+
+
+def _require_whole(source: Path) -> None:
+    """Check the files that are copied from the model directory `source`. Raise InputError for a
+    link to a missing file, a pipe or a device, and for a file of _OBJECTS that is damaged."""
+    for path in sorted(source.iterdir()):
+        if path.suffix in WEIGHT_SUFFIXES or path.is_dir():
+            continue
+        if not path.is_file():
+            raise InputError(f"{path}: {why_unusable(path)}; replace or remove it")
+        if path.name in _OBJECTS:
+            tensors.read_json(path)
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:

@@ -72,6 +72,24 @@ def test_weights_are_read_by_their_own_names_and_any_box(tmp_path, codes):
     assert low.manifest.said["quantization"] == {"codes": codes, "block": 16, "method": "absmax"}
 
 
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_routers_are_not_quantized(tmp_path, dense_layers):
+    """Also if the first layer has no experts."""
+    mixture = {"experts": 2, "experts_per_token": 2, "expert_hidden": 48}
+    mixture["balance"] = "none"
+    keys = LLAMA | mixture | {"dense_layers": dense_layers}
+    source = stored(tmp_path / "model", VOCAB_SIZE, **keys)
+    quantize(source, tmp_path / "low", LowBit("int4", 16))
+    assert "codes/layers.1.mlp.experts.1.up.weight" in open_model(tmp_path / "low").manifest.names
+    name = "weights/layers.1.mlp.router.weight"
+    assert np.array_equal(read(tmp_path / "low")[name], read(source)[name])
+    if dense_layers == 0:
+        to_hf(tmp_path / "low", tmp_path / "packed", quantized=True)
+        theirs = json.loads((tmp_path / "packed/config.json").read_text())
+        gates = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in (0, 1)]
+        assert theirs["quantization_config"]["ignore"] == ["lm_head", *gates]
+
+
 def test_what_is_damaged_is_found(tmp_path):
     quantize(stored(tmp_path / "model", VOCAB_SIZE), tmp_path / "low", LowBit("int4", 16))
     low = open_model(tmp_path / "low")

@@ -188,6 +188,10 @@ def test_weights_of_another_tokenizer_or_other_heads_are_no_beginning(corpora, n
     fresh = _course(*_start(corpora, seed=3, mixture="b"))
     fresh.judge("initial", Path("step-5"), _manifest(first))
     assert fresh.trained_on == fresh.now and fresh.samples(0) == 0
+    converted = _manifest(first) | {"settings": {}}
+    converted["model"]["vocab_size"] = 320
+    fresh.judge("initial", Path("step-5"), converted)
+    assert not any("vocab_size" in text for text in fresh.answer.changed)
 
 
 # Of each key of [model], another value than `_start` has.

@@ -33,10 +33,12 @@ WORD_BYTES = 4
 @dataclass(frozen=True)
 class PackedModel:
     """The tensors of a plan that are written in packed form, by name. Each tensor contains complete
-    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers)."""
+    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers). `routers`
+    has the names of the routers' modules, which are not packed."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
+    routers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
@@ -68,7 +70,12 @@ class PackedModel:
                 f"{where}: the format pack-quantized cannot represent it: {reason}; legal: leave "
                 "out --packed, and write float32 or the type of --dtype"
             )
-        return cls(form, quantized)
+        routers = tuple(
+            name.removesuffix(".weight")
+            for name, tensor in plan.by_name.items()
+            if tensor.ours.endswith(".mlp.router.weight") and name not in quantized
+        )
+        return cls(form, quantized, routers)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Return the `headers` of the weight files with the entries of quantized weights replaced
@@ -109,7 +116,7 @@ class PackedModel:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": [family.output],
+            "ignore": [family.output, *self.routers],
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:

@@ -200,6 +200,8 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     version, only settings of the section [model] are compared."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
+        if key == "model.vocab_size" and value == 0:
+            continue  # 0 means the size that the data needs, which the shapes of tensors show
         if key in old and old[key] != value:
             yield f"{key} {old[key]} -> {value}"
 

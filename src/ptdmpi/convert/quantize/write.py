@@ -22,6 +22,7 @@ from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader, write
 from ptdmpi.checkpoint.manifest import CODES, QUANTIZATION, SCALES, write_manifest
 from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config.kinds import LayerKind
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.quantize.calibration import Calibration, CalibrationSamples
 from ptdmpi.convert.quantize.gptq import gptq
@@ -76,10 +77,10 @@ def quantize(
     at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` selects the stored
-    values that are quantized: the trained weights, or the moving average of the weights. Raise
-    InputError if the checkpoint is damaged or already quantized, or if the format does not fit the
-    model; then `target` is not written.
+    `gptq`. Embedding tables, norms, biases, routers and the head are copied. `kind` selects the
+    stored values that are quantized: the trained weights, or the moving average of the weights.
+    Raise InputError if the checkpoint is damaged or already quantized, or if the format does not
+    fit the model; then `target` is not written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:
@@ -122,17 +123,30 @@ def quantize(
 
 def matrices(model: ModelConfig) -> list[str]:
     """Return the logical names of the weights to quantize: the weights of the linear layers in all
-    transformer layers."""
-    parts = parameters.layer(model).items()
-    linears = [name for name, part in parts if isinstance(part, Linear)]
-    return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
+    transformer layers, without routers."""
+    return [
+        f"layers.{i}.{name}.weight"
+        for i in range(model.layers)
+        for name in _linears(model, model.kind_of(i))
+    ]
+
+
+def _linears(model: ModelConfig, kind: LayerKind) -> dict[str, Linear]:
+    """Return the linears of a layer of kind `kind` whose weights are quantized, by name. Routers
+    compute in float32, so their weights are not quantized."""
+    parts = parameters.layer(model, kind).items()
+    return {
+        name: part
+        for name, part in parts
+        if isinstance(part, Linear) and not parameters.is_of_router(name)
+    }
 
 
 def _require_block(model: ModelConfig, form: LowBit) -> None:
     """Raise InputError if the block size is odd, or does not divide the length of the rows of a
     matrix."""
-    parts = parameters.layer(model).values()
-    widths = {part.inputs for part in parts if isinstance(part, Linear)}
+    kinds = {run.kind for run in model.runs()}
+    widths = {part.inputs for kind in kinds for part in _linears(model, kind).values()}
     if form.block % 2 or any(width % form.block for width in widths):
         legal = [n for n in divisors(math.gcd(*widths)) if n % 2 == 0]
         choice = "legal: none here"

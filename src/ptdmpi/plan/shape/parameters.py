@@ -90,6 +90,12 @@ def is_of_expert(name: str) -> bool:
     return name.startswith("mlp.experts.")
 
 
+def is_of_router(name: str) -> bool:
+    """Return True if the parameters with the name `name` in a layer belong to the router of the
+    experts."""
+    return name == "mlp.router"
+
+
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     """Return the groups of parameters (parts) before the first layer, by name."""
     return parts_of(describe.embedding(model, vocab_size))

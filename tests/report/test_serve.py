@@ -107,7 +107,7 @@ def test_mistakes_are_one_line(tmp_path):
             "one run": [run, run, "--web"],
             "--json": [run, "--web", "--json"],
             "needs --web": [run, "--port", "8000"],
-            "no run directory": [str(tmp_path), "--web"],
+            "is not a run directory": [str(tmp_path), "--web"],
         }
         for words, arguments in wrong.items():
             done = CliRunner().invoke(command, arguments)

@@ -127,7 +127,7 @@ def test_the_command_prints_once_where_there_is_no_terminal(tmp_path):
     assert plain.exit_code == 0 and "step 1/10" in plain.stdout and "\x1b" not in plain.stdout
     status = json.loads(CliRunner().invoke(command, [str(run), str(run), "--json"]).stdout)
     assert [run_status["step"] for run_status in status["runs"]] == [1, 1]
-    with pytest.raises(InputError, match="no run directory"):
+    with pytest.raises(InputError, match="is not a run directory"):
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ptdmpi import report
-from ptdmpi.base.say import note
+from ptdmpi.base.say import note, warn
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
@@ -48,6 +48,7 @@ def _one(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> 
     """Print and write the report on one run."""
     loaded = report.read(run)
     numbers = report.summary(loaded)
+    _warn_of(loaded)
     foreseen = compare.foreseen(
         run, loaded.measured_config, loaded.steps[-1].get("vocab_size"), cluster
     )
@@ -104,6 +105,12 @@ def _written(
         return [], [f"no pictures: {error}; --output DIR draws them elsewhere"]
 
 
+def _warn_of(run: report.RecordedRun) -> None:
+    """Print a warning for each file of a run that cannot be read completely."""
+    for problem in run.problems:
+        warn(f"{run.path}/{problem}")
+
+
 def note_all(lines: list[str]) -> None:
     """Print each line as a note on stderr."""
     for line in lines:
@@ -114,6 +121,8 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
     """Print and draw the comparison of several runs."""
     loaded = [report.read(path) for path in runs]
     numbers = [report.summary(run) for run in loaded]
+    for run in loaded:
+        _warn_of(run)
     drawn, unwritten = _compared(loaded, output)
     settings = several.differing(loaded)
     gap = several.largest_gap(loaded)

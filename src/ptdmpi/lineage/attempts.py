@@ -88,6 +88,23 @@ def attempts(directory: Path) -> list[PastAttempt]:
     return [attempt for attempt in past if attempt is not None]
 
 
+def unreadable_lines(directory: Path) -> list[int]:
+    """Return the numbers of the lines in a run directory's history that cannot be read, counted
+    from 1. An incomplete last line, which a crash may leave, is left out, and so are empty lines.
+    Raises OSError if the file cannot be read."""
+    path = directory / HISTORY
+    if not path.exists():
+        return []
+    content = read_file(path)
+    whole = content[: content.rfind(b"\n") + 1]
+    numbers = []
+    for number, text in enumerate(whole.splitlines(), 1):
+        line = _line(text)
+        if line is None or (line.get("event") == "begin" and _attempt(line) is None):
+            numbers += [number] if text.strip() else []
+    return numbers
+
+
 def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
     with contextlib.suppress(KeyError, ValueError, TypeError):
         return PastAttempt(
@@ -143,13 +160,18 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         content = read_file(path)
     except FileNotFoundError:
         return []
-    lines = []
-    for line in content.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict) and isinstance(value.get("attempt"), int):
-                lines.append(value)
-    return lines
+    lines = map(_line, content.splitlines())
+    return [line for line in lines if line is not None]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a history file as a JSON object; None if it is not JSON or has no attempt
+    number."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict) and isinstance(value.get("attempt"), int):
+            return value
+    return None
 
 
 def _ends_line(path: Path) -> bool:

@@ -131,7 +131,8 @@ def _cells(status: dict[str, Any]) -> dict[str, str]:
     with unknown values are left out."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
-        cells["saved"] = f"{status['checkpoint']['step']:,}"
+        saved = status["checkpoint"]
+        cells["saved"] = "unknown" if saved is None else f"{saved['step']:,}"
     if "step" in status:
         cells |= {
             "step": f"{status['step']:,}/{status['steps']:,}",
@@ -183,6 +184,8 @@ def _checkpoint(status: dict[str, Any]) -> str:
     if "checkpoint" not in status:
         return "none yet"
     checkpoint = status["checkpoint"]
+    if checkpoint is None:
+        return "unknown"
     return f"{checkpoint['name']}, {duration(checkpoint['age_s'])} ago"
 
 
@@ -193,14 +196,14 @@ def _mfu(status: dict[str, Any]) -> str:
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Return the lines that are shown below a run: a line about slow ranks, if there are any, and
-    the newest warnings in the log."""
+    """Return the lines that are shown below a run: a line for each file that cannot be read
+    completely, a line about slow ranks, if there are any, and the newest warnings in the log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]
     )
-    remarks: list[str] = status["remarks"]
-    return [f"slow ranks: {slow}", *remarks] if slow else remarks
+    slow_ranks = [f"slow ranks: {slow}"] if slow else []
+    return [*status["problems"], *slow_ranks, *status["remarks"]]
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -2,18 +2,20 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptdmpi.base.disk import read_file
 from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
+from ptdmpi.lineage.attempts import HISTORY, unreadable_lines
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
-from ptdmpi.report.sound import has_sound_values
+from ptdmpi.report.sound import LineCount, has_sound_values, unreadable
 
+METRICS = "metrics.jsonl"
 # the keys that every record of a training step must have
 STEP = {"loss", "layout", "rank_count", "tokens"}
 # keys of the record of a validation: the loss, and either a perplexity (for text) or an accuracy
@@ -29,7 +31,8 @@ class RecordedRun:
     newest measured timeline, or None, and `measured_config` is the configuration with which its
     step was trained. `records` are all records in `metrics.jsonl`, oldest first. `steps`,
     `validations` and `tasks` are the records of steps, of validations and of evaluations of tasks.
-    `attempts` are the attempts that trained the recorded steps.
+    `attempts` are the attempts that trained the recorded steps. `problems` has a text for each file
+    with unreadable lines, and for each unreadable timeline.
     """
 
     path: Path
@@ -41,6 +44,7 @@ class RecordedRun:
     measured: Timeline | None
     measured_config: dict[str, Any]
     attempts: list[trained.TrainedSteps]
+    problems: list[str]
 
 
 def read(path: Path) -> RecordedRun:
@@ -48,29 +52,34 @@ def read(path: Path) -> RecordedRun:
     not a run directory."""
     try:
         config = tables_of(read_file(path / "config.toml"))
-        text = read_file(path / "metrics.jsonl").decode(errors="replace")
+        content = read_file(path / METRICS)
     except OSError as error:
         raise InputError(
             f"{path} is not a run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: config.toml is damaged: {error}") from None
-    return recorded(path, config, list(records(text.splitlines())))
+    lines = [line.decode(errors="replace") for line in content.splitlines()]
+    # the last line is incomplete if a crash has truncated it, or if it is being written now
+    whole = len(lines) if content.endswith(b"\n") else len(lines) - 1
+    count = LineCount(METRICS)
+    valid = [*records(lines[:whole], count), *records(lines[whole:], LineCount(METRICS))]
+    return recorded(path, config, valid, count.problems())
 
 
-def recorded(path: Path, config: dict[str, Any], records: list[dict[str, Any]]) -> RecordedRun:
-    """Return the run in the directory `path`. `config` is the content of its `config.toml`, and
-    `records` are the records in its `metrics.jsonl`. Raise InputError if the newest timeline or the
-    history cannot be read."""
+def recorded(
+    path: Path,
+    config: dict[str, Any],
+    records: list[dict[str, Any]],
+    problems: Sequence[str] = (),
+) -> RecordedRun:
+    """Return the run in the directory `path`. `config` is the content of its `config.toml`,
+    `records` are the records in its `metrics.jsonl`, and `problems` are texts about unreadable
+    lines in this file. Raise InputError if the history is a file that cannot be opened."""
     steps = [record for record in records if record.keys() >= STEP]
     attempts = trained.trained_steps(path, steps)
-    measured = None
-    measured_step = None
-    timelines = sorted((path / "timeline").glob("step-*.json"))
-    if timelines:
-        newest = timelines[-1]
-        measured = _timeline(newest)
-        measured_step = int(newest.stem.removeprefix("step-"))
+    lines = unreadable_lines(path)
+    measured = _measured(path / "timeline")
     return RecordedRun(
         path=path,
         config=trained.config_at(attempts, None, config),
@@ -78,27 +87,58 @@ def recorded(path: Path, config: dict[str, Any], records: list[dict[str, Any]]) 
         steps=steps,
         validations=[record for record in records if VALIDATION[0] in record],
         tasks=[record for record in records if "tasks" in record],
-        measured=measured,
-        measured_config=trained.config_at(attempts, measured_step, config),
+        measured=measured.timeline,
+        measured_config=trained.config_at(attempts, measured.step, config),
         attempts=attempts,
+        problems=[
+            *problems,
+            *unreadable(HISTORY, len(lines), min(lines, default=0)),
+            *measured.problems,
+        ],
     )
 
 
-def _timeline(path: Path) -> Timeline:
-    try:
-        return Timeline.from_json(read_file(path).decode())
-    except (InputError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from None
+class _Measured(NamedTuple):
+    """The newest readable timeline of a run and its step, or None, and a text for each newer
+    timeline that cannot be read."""
+
+    timeline: Timeline | None
+    step: int | None
+    problems: list[str]
 
 
-def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _measured(folder: Path) -> _Measured:
+    """Return the newest readable timeline in a folder."""
+    problems: list[str] = []
+    for path in sorted(folder.glob("step-*.json"), reverse=True):
+        try:
+            timeline = Timeline.from_json(read_file(path).decode())
+            return _Measured(timeline, int(path.stem.removeprefix("step-")), problems)
+        except OSError as error:
+            reason = str(error.strerror)
+        except (InputError, ValueError) as error:
+            reason = str(error)
+        problems.append(f"{path.relative_to(folder.parent)}: {reason}")
+    return _Measured(None, None, problems)
+
+
+def records(lines: Iterable[str], count: LineCount) -> Iterator[dict[str, Any]]:
     """Yield the valid records in `lines`. Lines that a crash has truncated or an editor has damaged
-    are skipped."""
+    are skipped; `count` counts them."""
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and _is_sound(record):
-                yield record
+        record = _record(line)
+        count.add(line, record is not None)
+        if record is not None:
+            yield record
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """Return the record in a line; None if the line is not a valid record."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and _is_sound(record):
+            return record
+    return None
 
 
 def _is_sound(record: dict[str, Any]) -> bool:

@@ -3,13 +3,46 @@ still be valid JSON."""
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.train.records.keys import RECORD_KEYS
 
 # a number above this limit counts as damaged
 MOST_DRAWN = 1e300
 SCORES = ("accuracy", "exact_match")
+
+
+@dataclass
+class LineCount:
+    """The lines of a file that were read so far: their number, the number of unreadable lines among
+    them, and the number of the first unreadable line. Lines are numbered from 1."""
+
+    file: str
+    lines: int = 0
+    unreadable: int = 0
+    first: int = 0
+
+    def add(self, line: str, readable: bool) -> None:
+        """Count the next line of the file. An empty line is not unreadable."""
+        self.lines += 1
+        if not readable and line.strip():
+            self.unreadable += 1
+            self.first = self.first or self.lines
+
+    def problems(self) -> list[str]:
+        """Return a text about the unreadable lines; the list is empty if there are none."""
+        return unreadable(self.file, self.unreadable, self.first)
+
+
+def unreadable(file: str, count: int, first: int) -> list[str]:
+    """Return a text about `count` unreadable lines in a file, whose first has the number `first`;
+    the list is empty if `count` is 0."""
+    if not count:
+        return []
+    which = f"line {first}" if count == 1 else f"the first is line {first}"
+    return [f"{file}: {counted(count, 'line')} cannot be read: {which}"]
 
 
 def is_number(value: Any) -> bool:

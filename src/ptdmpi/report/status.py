@@ -15,7 +15,7 @@ from typing import Any
 from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
-from ptdmpi.report.sound import are_scores, is_number
+from ptdmpi.report.sound import LineCount, are_scores, is_number
 from ptdmpi.sinks.record import median
 
 RECENT = 50  # the displayed rates are medians over this number of newest steps
@@ -79,7 +79,7 @@ class Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        return [line.decode(errors="replace") for line in whole.splitlines()]
 
 
 class Watched:
@@ -117,9 +117,12 @@ class Watched:
         self._tasks: dict[str, Any] = {}
         self._slow: list[dict[str, Any]] = []
         self._slow_step = 0
+        self._count = LineCount("metrics.jsonl")
 
     def status(self) -> dict[str, Any]:
-        """Return the present status of the run. Keys whose values are unknown are absent."""
+        """Return the present status of the run. Keys whose values are unknown are absent.
+        "problems" has a text for each file that cannot be read completely; "checkpoint" is None if
+        this file is `latest`."""
         with contextlib.suppress(*BROKEN):
             # A restart of the run may have changed the number of steps. Ignore a config.toml that
             # is incomplete now.
@@ -128,7 +131,7 @@ class Watched:
         if self._metrics.begun_anew:
             self._forget()
         for line in lines:
-            self._take(line)
+            self._count.add(line, self._take(line))
         for line in self._log.lines():
             self._last_line = line
             if any(word in line for word in WARNINGS):
@@ -147,21 +150,26 @@ class Watched:
             status |= self._validation()
         if self._tasks:
             status |= {"tasks": self._tasks["tasks"], "tasks_step": self._tasks["step"]}
-        checkpoint = _newest_checkpoint(self.path / "checkpoints")
-        if checkpoint:
-            status["checkpoint"] = checkpoint
+        problems = self._count.problems()
+        try:
+            if checkpoint := _newest_checkpoint(self.path / "checkpoints"):
+                status["checkpoint"] = checkpoint
+        except ValueError as error:
+            status["checkpoint"] = None
+            problems.append(str(error))
+        status["problems"] = problems
         status["slow_ranks"] = self._slow
         status["remarks"] = list(self._remarks)
         return status
 
-    def _take(self, line: str) -> None:
-        """Store the record that `line` contains; ignore a line that is not a record."""
+    def _take(self, line: str) -> bool:
+        """Store the record that `line` contains. Return False if the line is not a record."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            return
+            return False
         if not isinstance(record, dict) or not _is_sound(record):
-            return
+            return False
         if "validation_loss" in record:
             self._validations.append(record)
         elif "tasks" in record:
@@ -176,6 +184,7 @@ class Watched:
                 self._slow_step = record["step"]
             elif record["step"] >= self._slow_step + RECENT:
                 self._slow = []
+        return True
 
     def _progress(self) -> dict[str, Any]:
         last = self._recent[-1]
@@ -267,11 +276,20 @@ def binned(values: list[float], most: int) -> list[float]:
 
 def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
     """Return the name, the step and the age in seconds of the checkpoint that the file `latest`
-    names. The checkpoint itself is not checked. Return None if there is no such file or no such
-    checkpoint."""
+    names. The checkpoint itself is not checked. Return None if there is no such file. Raise
+    ValueError if the file cannot be read, or names no checkpoint."""
+    latest = directory / "latest"
     try:
-        name = read_file(directory / "latest").decode().strip()
-        age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)
-        return {"name": name, "step": int(name.removeprefix("step-")), "age_s": age_s}
-    except (OSError, ValueError):
+        name = read_file(latest).decode().strip()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ValueError(f"checkpoints/latest: {error.strerror}") from None
+    except UnicodeDecodeError:
+        name = ""
+    try:
+        step = int(name.removeprefix("step-"))
+        age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)
+    except (OSError, ValueError):
+        raise ValueError("checkpoints/latest: names no checkpoint of this run") from None
+    return {"name": name, "step": step, "age_s": age_s}

@@ -26,6 +26,10 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     `RECORD_KEYS` defines, for each key of the records, the rows that are computed from it.
     """
     if not run.steps:
+        if run.problems:
+            raise InputError(
+                f"{run.path}: metrics.jsonl contains no readable step; {'; '.join(run.problems)}"
+            )
         raise InputError(f"{run.path}: metrics.jsonl contains no step yet")
     numbers: dict[str, Any] = {}
     for key, declared in RECORD_KEYS.items():

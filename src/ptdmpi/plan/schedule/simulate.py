@@ -133,8 +133,15 @@ class Timeline:
             legal = {*OTHER_SPANS, *(kind.span for kind in OP_KINDS.values())}
             if any(span.kind not in legal or span.end_s < span.start_s for span in spans):
                 raise ValueError("a span is of unknown kind or ends before it starts")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"this is not a timeline that ptdmpi wrote: {error!r}") from error
+        except json.JSONDecodeError:
+            raise InputError("this is not JSON: truncated or damaged") from None
+        except ValueError as error:
+            raise InputError(f"this is not a timeline that ptdmpi wrote: {error}") from error
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(
+                "this is not a timeline that ptdmpi wrote: a key or a value is missing, or has the "
+                "wrong type"
+            ) from error
         return timeline
 
 

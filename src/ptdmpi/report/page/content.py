@@ -1,6 +1,7 @@
 """The content of the page, as data for the page's script: tables, lists and texts."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     return texts
 
 
-def head(status: dict[str, Any]) -> dict[str, Any]:
+def head(status: dict[str, Any], problems: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data for the head of the page: name, state, fraction of completed steps, tiles
-    (name, text), and warnings. `status` is a result of `Watched.status`."""
+    (name, text), and warnings. `status` is a result of `Watched.status`, and `problems` are texts
+    about unreadable files (`RecordedRun.problems`), which become warnings."""
     under = ""
     if "layout" in status:
         under = f"{status['layout']}, {counted(status['rank_count'], 'rank')}"
@@ -62,7 +64,11 @@ def head(status: dict[str, Any]) -> dict[str, Any]:
         "state": state,
         "share": min(1.0, status.get("step", 0) / status["steps"]),
         "tiles": _tiles(status),
-        "warnings": ([f"slow ranks: {slow}"] if slow else []) + status["remarks"],
+        "warnings": [
+            *dict.fromkeys((*status["problems"], *problems)),
+            *([f"slow ranks: {slow}"] if slow else []),
+            *status["remarks"],
+        ],
         "time": time.time(),
     }
 
@@ -88,7 +94,7 @@ def _tiles(status: dict[str, Any]) -> list[tuple[str, str]]:
     tiles.append(("memory per rank", size(status["peak_memory_bytes"])))
     if status["state"] == "running" and status["left_s"]:
         tiles.append(("time left", duration(status["left_s"])))
-    if "checkpoint" in status:
+    if status.get("checkpoint"):
         tiles.append(("checkpoint", f"step {status['checkpoint']['step']:,}"))
     return tiles
 

@@ -76,5 +76,6 @@ def _hash(text: str) -> str:
 def write(run: RecordedRun, foreseen: Timeline | None, path: Path) -> None:
     """Write the page of a run to `path`. `foreseen` is the timeline of the predicted step. Raise
     OSError if the file cannot be written."""
-    shown = {"head": head(Watched(run.path).status()), "content": content(run, foreseen)}
+    first = head(Watched(run.path).status(), run.problems)
+    shown = {"head": first, "content": content(run, foreseen)}
     path.write_text(document(shown), encoding="utf-8")

@@ -15,7 +15,8 @@ from ptdmpi.base.toml import tables_of
 from ptdmpi.config import InputError
 from ptdmpi.report.page.content import content, head
 from ptdmpi.report.page.document import as_json, document
-from ptdmpi.report.run import recorded, records
+from ptdmpi.report.run import METRICS, recorded, records
+from ptdmpi.report.sound import LineCount
 from ptdmpi.report.status import BROKEN, Tail, Watched
 
 HOST = "127.0.0.1"
@@ -33,7 +34,9 @@ class Followed:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._watched = Watched(path)
-        self._metrics = Tail(path / "metrics.jsonl")
+        self._metrics = Tail(path / METRICS)
+        self._count = LineCount(METRICS)
+        self._problems: list[str] = []
         self._records: list[dict[str, Any]] = []
         self._content: dict[str, Any] | None = None
         self._version = 0
@@ -46,14 +49,16 @@ class Followed:
         is the version that the caller already has; if it is the newest version, the returned
         content is None."""
         with self._lock:
-            shown = head(self._watched.status())
+            status = self._watched.status()
+            problem = ""
             if time.monotonic() >= self._rest_until:
                 start = time.monotonic()
                 problem = self._refresh()
                 end = time.monotonic()
                 self._rest_until = end + (end - start) / BUSY_FRACTION
-                if problem:
-                    shown["warnings"] = [*shown["warnings"], problem]
+            shown = head(status, self._problems)
+            if problem:
+                shown["warnings"] = [*shown["warnings"], problem]
             news = {"head": shown, "version": self._version, "content": None}
             if known != self._version:
                 news["content"] = self._content
@@ -68,10 +73,14 @@ class Followed:
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
             self._records.clear()
-        self._records.extend(records(lines))
+            self._count = LineCount(METRICS)
+        self._records.extend(records(lines, self._count))
+        self._problems = []
         try:
             config = tables_of(read_file(self.path / "config.toml"))
-            self._content = content(recorded(self.path, config, list(self._records)))
+            run = recorded(self.path, config, list(self._records), self._count.problems())
+            self._content = content(run)
+            self._problems = run.problems
         except (InputError, *BROKEN) as error:
             return f"the records cannot be shown: {error}"
         self._version += 1

@@ -134,17 +134,20 @@ def _files_in(directory: Path, suffixes: Sequence[str]) -> list[Path]:
     return paths
 
 
-def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
+def find_sources(
+    inputs: Sequence[str | Path], suffixes: Sequence[str] = (), more: str = "; --suffix adds others"
+) -> list[CorpusFile]:
     """Return the files of the corpus, in the order of `inputs`. The files of a directory are
     returned in sorted order.
 
     A usable file is a .txt, .jsonl or .parquet file, or has one of the `suffixes`, and is then read
     like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
     may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
-    InputError for a missing input, a file that is not usable, a file that is given twice, and a
-    directory without a usable file. Also raise the errors of `_files_in`.
+    InputError for a missing input, an unusable file or directory (with `more` in the message) and a
+    file that is given twice. Also raise the errors of `_files_in`.
     """
-    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
+    names = ", ".join((TEXT, JSONL, *suffixes))
+    legal = f"{names} (also with .gz, .bz2, .xz or .zst), .parquet{more}"
     sources: list[CorpusFile] = []
     if "" in map(str, inputs):
         raise InputError("an input without a name; give files or directories")
@@ -166,9 +169,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
             paths = [given]
             names = [given.name]
         else:
-            raise InputError(
-                f"{given}: unknown kind of file; usable are {legal}; --suffix adds others"
-            )
+            raise InputError(f"{given}: unknown kind of file; usable are {legal}")
         for path, name in zip(paths, names, strict=True):
             stat = path.stat()
             kind = _kind(path, suffixes) or TEXT

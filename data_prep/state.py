@@ -435,6 +435,8 @@ class RunState:
             reason = (
                 "the corpus has no token to train on: all documents are empty, held out or too long"
             )
+            if sums.too_long:
+                reason += f" ({sums.too_long} too long); legal: a larger --seq-length"
         elif len(self.outputs) > 1 and sums.valid_tokens == 0:
             reason = _nothing_held_out(sums.documents)
         if reason is not None:

@@ -63,6 +63,10 @@ def mistakes(changes: dict) -> list[str]:
         ({"adapt.method": "full"}, '"full" trains all weights of a model: adapt.base is missing'),
         ({**FULL, "checkpoint.initial": "b"}, "must not name other weights; legal: one of"),
         (
+            {"adapt.method": "lora", "adapt.base": "a", "adapt.targets": "q_proj"},
+            'legal: "all", or a list with names or globs of attention.q, attention.k',
+        ),
+        (
             {**FULL, "adapt.rank": 4, "adapt.alpha": 8.0},
             'adapt.method = "full" does not use adapt.rank and adapt.alpha; legal: remove these '
             'keys, or method = "lora"',

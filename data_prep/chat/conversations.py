@@ -90,9 +90,9 @@ class Conversations:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadConversation(f"not a JSON line: {error}") from None
+            raise BadConversation(f"not a JSON line: {error}{_of_array(line)}") from None
         if not isinstance(record, dict):
-            raise BadConversation("no JSON object")
+            raise BadConversation(f"no JSON object{_of_array(line)}")
         conversations = self._messages_of(record)
         for message in chain.from_iterable(conversations):
             texts = list(_texts(message))
@@ -104,6 +104,11 @@ class Conversations:
                         f"a message has the text {special}, which would become a special token"
                     )
         return conversations
+
+
+def _of_array(line: bytes) -> str:
+    """Return a hint for an error message if a line begins like a JSON array."""
+    return "; a file with a JSON array must end in .json" if line.lstrip()[:1] == b"[" else ""
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:

@@ -25,7 +25,7 @@ JSON = ".json"
 def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
     """Return the .jsonl and .json files among the inputs, including compressed files. Raise
     InputError for any other kind of file. The errors of `find_sources` are also raised."""
-    sources = find_sources(inputs, (JSON,))
+    sources = find_sources(inputs, (JSON,), more="")
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
             raise InputError(

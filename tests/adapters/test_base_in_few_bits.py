@@ -216,7 +216,11 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     quantize(tmp_path / "whole", tmp_path / "low", LowBit("nf4", 16))
     given = MODEL | LORA | {"adapt.base": str(tmp_path / "low")}
     for wrong, ranks, told in (
-        (layout(t=2), 2, r"block = 16 .*\(32, 16, 24\); legal nearby: 2 or 4 or 8, if"),
+        (
+            layout(t=2),
+            2,
+            r"block = 16 .*\(32, 16, 24\); .* 2 or 4 or 8, with .* quantize --block",
+        ),
         (NF4, 1, "nf4, blocks of 8, but .*low.* matrices in nf4, blocks of 16; legal: neither"),
         (NF4 | {"adapt.base": str(tmp_path / "whole")}, 1, 'in full; legal: weights = "none"'),
     ):

@@ -74,3 +74,5 @@ def test_names_stand_for_no_paths_that_exist(folder):
 def test_a_path_needs_a_target(folder):
     with pytest.raises(InputError, match="TARGET is missing: theirs is a path"):
         run("convert", "from-hf", "theirs")
+    with pytest.raises(InputError, match=r"SmolLM2-135M: no such folder; legal: .* as org/name"):
+        run("convert", "from-hf", "SmolLM2-135M", "out")

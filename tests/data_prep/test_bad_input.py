@@ -161,6 +161,7 @@ def test_bad_arguments(good, monkeypatch, capsys):
     (good.parent / "bad.json").write_text("{}")
     assert "none.txt: no such file" in error(good / "none.txt", "--tokenizer", "bytes")
     assert "usable are .txt, .jsonl, .py" in error(empty, "--tokenizer", "bytes", "--suffix", ".py")
+    assert ".parquet; --suffix adds others" in error(empty, "--tokenizer", "bytes")
     assert "given twice" in error(good, good / "a.txt", "--tokenizer", "bytes")
     assert "none.json" in error(good, "--tokenizer", "none.json")
     assert "bad.json" in error(good, "--tokenizer", good.parent / "bad.json")

@@ -222,7 +222,9 @@ def test_conversations_of_which_nothing_counts_are_left_out(
     arguments += ("--template", tmp_path / "t.jinja", "--output", tmp_path / "o")
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, capsys, *arguments)
-    assert "has no token to train on" in f"{stopped.value.code} {capsys.readouterr().err}"
+    errors = f"{stopped.value.code} {capsys.readouterr().err}"
+    assert "has no token to train on" in errors
+    assert ("(1 too long); legal: a larger --seq-length" in errors) == (len(prompt) > 64)
     assert not (tmp_path / "o").exists()
 
 

@@ -154,3 +154,12 @@ def test_broken_arrays_are_named(tmp_path, monkeypatch, capsys, text, message):
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.h5"))
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": "q", "answer": "a"}]', "[\n3]"])
+def test_an_array_in_a_file_of_lines_is_named(tmp_path, monkeypatch, capsys, text):
+    path = tmp_path / "array.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        shards(monkeypatch, path, tmp_path / "out")
+    assert "a file with a JSON array must end in .json" in capsys.readouterr().err

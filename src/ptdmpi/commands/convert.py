@@ -58,6 +58,11 @@ def from_hugging_face(source: str, target: Path | None, as_json: bool) -> None:
         name = source
         target = target or converted_at(name)
         folder = downloaded(source, "model", MODEL_FILES)
+    elif not folder.is_dir():
+        raise InputError(
+            f"{source}: no such folder; legal: a folder with config.json and *.safetensors, or the "
+            "name of a model on the Hugging Face hub, as org/name"
+        )
     if target is None:
         raise InputError(
             f"TARGET is missing: {source} is a path, and only models of the Hugging Face hub are "

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ptdmpi.config.section import (
     Bound,
@@ -70,6 +70,14 @@ class AdaptConfig(Section):
     ] = "all"
     first_layer: Bound[NonNegative] = 0
     base: Reported[PathText] = ""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _are_listed(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "all":
+            known = ", ".join((*ATTENTION_TARGETS, *(f"{MLP}.{name}" for name in MLP_TARGETS)))
+            raise ValueError(f'legal: "all", or a list with names or globs of {known}')
+        return value
 
     @property
     def adapts(self) -> bool:

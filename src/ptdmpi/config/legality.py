@@ -297,7 +297,7 @@ def _blocks(layout: Layout, model: ModelConfig) -> Rule:
         if legal:
             remedy = f"legal nearby: {nearest(block, legal)}"
             if model.adapt.adapts:
-                remedy += ", if adapt.base has blocks of this size"
+                remedy += ", with an adapt.base made by ptdmpi quantize --block of this size"
         return (
             f"quantize.block = {block} does not divide the inputs of all linears on a tensor rank "
             f"({', '.join(map(str, widths))}); {remedy}"

@@ -104,7 +104,7 @@ def test_a_latest_that_names_nothing_is_named(run, content):
 
 
 TIMELINES = {
-    "{": "this is not JSON: truncated or damaged",
+    "{": "this is not a timeline: not JSON, truncated or damaged",
     "{}": "a key or a value is missing, or has the wrong type",
     "null": "a key or a value is missing, or has the wrong type",
     '{"columns": [], "spans": [[1]]}': "its columns are []",

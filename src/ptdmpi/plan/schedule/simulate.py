@@ -134,7 +134,7 @@ class Timeline:
             if any(span.kind not in legal or span.end_s < span.start_s for span in spans):
                 raise ValueError("a span is of unknown kind or ends before it starts")
         except json.JSONDecodeError:
-            raise InputError("this is not JSON: truncated or damaged") from None
+            raise InputError("this is not a timeline: not JSON, truncated or damaged") from None
         except ValueError as error:
             raise InputError(f"this is not a timeline that ptdmpi wrote: {error}") from error
         except (KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -221,7 +221,7 @@ def test_the_head_of_a_task_alone(comm):
     [
         (LORA | {"adapt.first_layer": 3}, "= 3, but the model has 3 layers; legal: 0 to 2, or 3"),
         (LORA | CLASSES | {"adapt.first_layer": 4}, "has 3 layers; legal: 0 to 3$"),
-        (FIRST, 'no effect with adapt.method = "none"; legal: first_layer = 0'),
+        (FIRST, 'adapt.method = "none" does not use adapt.first_layer; legal: remove'),
         (LORA | {"adapt.first_layer": -1}, "first_layer"),
     ],
 )

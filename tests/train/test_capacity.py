@@ -41,7 +41,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), allocator):
         with pytest.raises(type(error)) as caught, memory.explained():
             raise error
-        assert "would fit:" in caught.value.__notes__[0]
+        assert "would be enough:" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError) as caught, memory.explained():
         raise RuntimeError("something else")
     assert not hasattr(caught.value, "__notes__")

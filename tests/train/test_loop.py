@@ -245,7 +245,7 @@ def test_a_signal_on_one_rank_stops_all_after_saving(corpus):
 
 MISTAKES = {
     "world": (["parallel.tensor=4"], "2 ranks cannot be split"),
-    "batch": (["batch.global_size=9"], "no multiple of data * micro_size"),
+    "batch": (["batch.global_size=9"], "not a multiple of data * micro_size"),
     "heads": (["parallel.tensor=2", "model.heads=1"], "does not divide model.heads"),
     "data": (['data.train=[{path="nowhere"}]'], "nowhere: no such directory"),
     "truncated": (['data.train=[{path="truncated"}]'], "truncated"),

@@ -246,11 +246,13 @@ def require_kinds(directory: Path, manifest: Manifest, kinds: Collection[str]) -
         others = sorted({name.partition("@")[0] for name in there} - {WEIGHTS})
         instead = ", no optimizer state"
         if others:
-            instead = f" but {' and '.join(others)}"
+            instead = (
+                f" but {' and '.join(others)} (optimizer.kind, optimizer.ema_decay and "
+                "data_parallel.method decide)"
+            )
         raise InputError(
-            f"checkpoint {directory} has no {' and '.join(missing)}{instead} (optimizer.kind, "
-            "optimizer.ema_decay and data_parallel.method decide): a run can begin from it "
-            "(checkpoint.initial), not resume"
+            f"checkpoint {directory} has no {' and '.join(missing)}{instead}: a run can begin from "
+            "it (checkpoint.initial), not resume"
         )
 
 

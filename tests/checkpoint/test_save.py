@@ -224,7 +224,10 @@ def test_what_resume_steps_over_and_what_it_refuses(comm, tmp_path):
     assert checkpoints.resume(str(tmp_path / "latest"))[0].step == 3
     assert checkpoints.resume("never") == (None, [])
 
-    for change in ({"model.hidden": 64}, {"model.heads": 2}, {"model.norm_eps": 1e-3}):
+    wide = build(world, {**CHANGES, **layout(t=2), "model.hidden": 64})
+    with pytest.raises(SharedInputError, match="this model needs"):
+        _checkpoints(wide, tmp_path).resume("auto")
+    for change in ({"model.heads": 2}, {"model.norm_eps": 1e-3}):
         other = build(world, {**CHANGES, **layout(t=2), **change})
         key = next(iter(change))
         for wanted in ("auto", str(tmp_path / "step-00000003")):

@@ -198,9 +198,10 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     fit = partial(_require_fit, reader, wanted, state.peers.size)
     kind = partial(require_kind, directory, manifest.said, wanted.whole)
     unfit = _first(world, InputError, kind)
-    # `judge` names the keys of the configuration that do not fit, so its message comes first
-    unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
+    kinds = partial(require_kinds, directory, manifest, wanted.kinds)
+    unfit = unfit or _first(world, InputError, kinds)
     unfit = unfit or _first(world, InputError, fit)
+    unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
     if unfit:
         raise SharedInputError(unfit)
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
@@ -225,9 +226,8 @@ def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
-    """Raise InputError if the checkpoint lacks a wanted kind of tensors, or stores a wanted tensor
-    with another shape. `peers` is the number of replicas of this run."""
-    require_kinds(reader.directory, reader.manifest, wanted.kinds)
+    """Raise InputError if the checkpoint lacks a wanted tensor, or stores it with another shape.
+    `peers` is the number of replicas of this run."""
     for piece in wanted.pieces:
         shape = piece.shape
         name = _stored(reader, piece, peers)

@@ -99,9 +99,10 @@ def shape(name: str) -> ModelConfig:
     return small({**sizes, **SHAPES[name]}).model
 
 
-def check(placed: Placed, serial_forward, precision: str) -> None:
+def check(placed: Placed, serial_forward, precision: str, within: str | None = None) -> None:
     """The layer's output, input gradient and weight gradients against `serial_forward(leaves, x)`,
-    which is batch first."""
+    which is batch first. `within` is the precision whose tolerance applies."""
+    within = within or precision
     axis = placed.axis
     x = random_tensor("x", (S, B, H), precision).requires_grad_()
     dy = random_tensor("dy", (S, B, H), precision)
@@ -113,9 +114,9 @@ def check(placed: Placed, serial_forward, precision: str) -> None:
     found = placed.layer(mine, Context())
     found.backward(positions(dy, axis))
 
-    assert difference(found, positions(y, axis)) < TOLERANCES[precision]
-    assert difference(mine.grad, positions(x.grad, axis)) < TOLERANCES[precision]
-    placed.check_gradients(serial, precision)
+    assert difference(found, positions(y, axis)) < TOLERANCES[within]
+    assert difference(mine.grad, positions(x.grad, axis)) < TOLERANCES[within]
+    placed.check_gradients(serial, within)
 
 
 class Part(Block):
@@ -152,6 +153,8 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
         placed,
         lambda w, x: reference.attention(w, "attention", x, model),
         precision,
+        # the angles of RoPE are float32, and the reference rounds those of YaRN in another order
+        within="fp32" if model.rope_scaling == "yarn" else precision,
     )
 
 

@@ -325,25 +325,18 @@ def fail_together(world: World) -> Iterator[None]:
             raise  # the caller ends the program, and MPI is finalized as usual
         print(f"ptdmpi: interrupted (rank {world.rank})", file=sys.stderr, flush=True)
         world.control.Abort(130)
-    except OSError as error:
-        if error.filename is not None or error.errno not in OUTPUT_ERRORS:
-            _abort_after(world, error)
-        # The output cannot be written: the program that reads it has ended, or its disk is full.
-        if world.size == 1:
-            raise  # the caller ends the program with one line, and MPI is finalized as usual
-        why = f"rank {world.rank} cannot write its output: {error.strerror}"
-        print(f"ptdmpi: error: {why}", file=sys.stderr, flush=True)
-        time.sleep(0.2)  # give the launcher time to forward the line before the abort
-        world.control.Abort(1)
     except BaseException as error:
-        _abort_after(world, error)
+        if world.size == 1 and isinstance(error, OSError) and _is_of_output(error):
+            raise  # the caller ends the program with one line, and MPI is finalized as usual
+        text = "".join(traceback.format_exception(error))
+        lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        world.last_words(error)
+        world.abort_wires()
+        world.control.Abort(1)
 
 
-def _abort_after(world: World, error: BaseException) -> None:
-    """Print the traceback of an unexpected error of this rank, and end all ranks."""
-    text = "".join(traceback.format_exception(error))
-    lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
-    print("\n".join(lines), file=sys.stderr, flush=True)
-    world.last_words(error)
-    world.abort_wires()
-    world.control.Abort(1)
+def _is_of_output(error: OSError) -> bool:
+    """Return True if `error` is of a write to stdout or stderr: the program that reads the output
+    has ended, or the disk is full or broken. Errors of other files have a file name."""
+    return error.filename is None and error.errno in OUTPUT_ERRORS

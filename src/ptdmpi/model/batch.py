@@ -1,5 +1,5 @@
-"""A microbatch as tensors, the copy of microbatches to the device while the device computes, and
-the state of a microbatch on its way through the pipeline stages of a rank."""
+"""The tensors of a microbatch, the copy of microbatches to the device while the device computes,
+and the state of a microbatch on its way through the pipeline stages of a rank."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Sl
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """The most probable tokens of a teacher model at each of s positions of b sequences: `ids`,
-    int64 [s, b, K], and their log-probabilities in nats, `logs` [s, b, K]."""
+    """The K tokens that a teacher model finds most probable at each of s positions of b sequences:
+    the token ids `ids`, int64 [s, b, K], and their log-probabilities in nats, `logs` [s, b, K]."""
 
     ids: Tensor
     logs: Tensor
@@ -79,8 +79,8 @@ class Microbatch:
         return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
 
     def at(self, positions: Positions) -> "Microbatch":
-        """Return the same samples, with only some `positions` of the sequences. The tensors must be
-        on the host.
+        """Return this microbatch with only the given `positions` of each sequence. The tensors must
+        be on the host.
 
         `documents` keeps all positions, because queries see keys at all positions. Masked positions
         are converted to indices among this rank's positions. The weight of a masked position that
@@ -100,8 +100,9 @@ class Microbatch:
         return replace(here, labels=labels, weights=weights, pairs=pairs, teacher=teacher)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
-        """Return a copy of this microbatch, which has only this rank's positions, with the masked
-        positions and the segment order of `whole`, which is the same microbatch at all
+        """Return a copy of this microbatch with the masked positions and the segment order of
+        `whole`. This microbatch has only the `positions` of this rank; `whole` is the same
+        microbatch with all positions. In the result, a masked position is an index into this rank's
         positions."""
         assert whole.masked is not None
         count = len(self.inputs)
@@ -177,8 +178,9 @@ class MicrobatchPass:
 @dataclass
 class _Slot:
     """Memory for the microbatches of one step: `host` is on the host, and `there` is on the device.
-    Once the device has passed the mark `free`, it no longer uses this memory. Once it has passed
-    `copied`, the copy from host to device is complete."""
+    `free` and `copied` are events in the device's queues of work. After the event `free`, the
+    device no longer uses this memory. After the event `copied`, the copy from host to device is
+    complete."""
 
     host: Tensor
     there: Tensor
@@ -187,11 +189,11 @@ class _Slot:
 
 
 class Placing:
-    """Copies of microbatches to a device. All microbatches of a step are sent in one copy. Two
-    slots of memory (`_Slot`) are used in turn: while the device computes with one slot, the host
-    fills the other one, and neither of them waits. A tensor that `place` has returned may be used
-    only by kernels that are started before the next call of `place`. If the device is the host,
-    nothing is copied."""
+    """The transfer of microbatches from the host to a device. All microbatches of a step are
+    transferred in one copy. Two slots of memory (`_Slot`) are used in turn: while the device
+    computes with one slot, the host fills the other one, and neither of them waits. A tensor that
+    `place` has returned may be used only by kernels that are started before the next call of
+    `place`. If the device is the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -235,7 +237,8 @@ class Placing:
         ]
 
     def _next(self, size: int) -> _Slot:
-        """Return the slot of memory that is used next, with at least `size` bytes."""
+        """Return the slot of memory for this call of `place`, with at least `size` bytes. The two
+        slots are used in turn. If the slot is too small, allocate a new one."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
             # the copy from this slot began two calls ago, so the host hardly ever waits for it

@@ -33,7 +33,8 @@ class Boundary:
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return the part of `x` that this rank sends, as a flat contiguous tensor."""
+        """Return the part of the activation `x` [s, b, h] that this rank sends, as a flat
+        contiguous tensor."""
         # only values are sent, without an autograd graph: the next stage builds a graph of its own,
         # and its backward op sends the gradient back
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)

@@ -78,7 +78,7 @@ class ParameterBuffer(FlatOrder):
         self.device = device
         self.trains = trains
         self.one_type = precision.compute == precision.master
-        # functions to call when the weights have changed
+        # functions that `refresh_weights` calls first, after the master weights have changed
         self.followers: list[Callable[[], None]] = []
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()
@@ -148,9 +148,9 @@ class ParameterBuffer(FlatOrder):
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
         """Fill the master weights with random values that depend only on the seed and the
-        parameter's name, so the logical tensors are the same in every layout. Each rank computes
-        only the part that it stores. If `trained_alone` is True, frozen weights get no random
-        values, because they are loaded from a checkpoint."""
+        parameter's name, so the undivided parameters are the same in every layout. Each rank
+        computes only the part that it stores. If `trained_alone` is True, frozen weights get no
+        random values, because they are loaded from a checkpoint."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -188,8 +188,9 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Write the initial values of a logical tensor into `parts`. Each part is (slice of the logical
-    tensor, view of the memory in which this slice is stored)."""
+    """Write the initial values of a parameter into `parts`. Each part is (slice of the undivided
+    parameter, view of the memory in which this slice is stored). The values depend only on `seed`
+    and the parameter's name."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)

@@ -68,8 +68,8 @@ class Documents:
         )
 
     def others(self, positions: Positions = ALL) -> Tensor:
-        """Return a bool mask [b, 1, queries, s] for the queries at `positions`. An element is True
-        if the query and the key are in different documents."""
+        """Return a bool mask [b, 1, queries, s] for the queries at `positions` and the keys at all
+        s positions. An element is True if the query and the key are in different documents."""
         queries = positions.of(self.numbers, dim=1)
         return queries[:, None, :, None] != self.numbers[:, None, None, :]
 
@@ -83,8 +83,8 @@ class Pairs:
     preferred answer of pair n, 2 n + 1 for the other answer, and -1 for a label with weight 0.
     `references` [s, b] are the log-probabilities of the labels in the reference model. `size` is
     the number of pairs. `counted` is the number that this rank contributes when pairs are counted
-    over the context axis: the rank with the first position contributes all pairs, and every other
-    rank contributes 0.
+    over the ranks of the context axis: the rank with the first position contributes `size`, and
+    every other rank contributes 0.
     """
 
     answers: Tensor

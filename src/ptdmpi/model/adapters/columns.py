@@ -1,4 +1,5 @@
-"""The selection of adapters for a product that computes only some outputs of a linear."""
+"""A function that selects the adapters of a linear layer for a matrix product that computes only
+some outputs of the layer."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -11,15 +12,16 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
-    """Return the adapters for the outputs `columns` of a linear, for a product that computes only
-    these outputs. The returned adapters share the parameters of the given ones, but their column
-    numbers count from the first of these outputs."""
+    """Return those of `adapters` that change the outputs `columns` of a linear layer, for a product
+    that computes only these outputs. The returned adapters are copies with the same parameters.
+    Their column numbers count from `columns.start`."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 
 
 def _moved(adapter: Adapter, first: int) -> Adapter:
-    """Return an adapter with the same parameters, for outputs whose first column is `first`."""
+    """Return a copy of `adapter` with the same parameters, whose column numbers count from the
+    column `first` of the linear layer."""
     moved = copy(adapter)
     moved.columns = slice(adapter.columns.start - first, adapter.columns.stop - first)
     return moved

@@ -66,7 +66,8 @@ class _Rescale(Function):
 
 
 def _accumulate(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add dy x, summed over the positions, to the gradient of the factors. The data type of the sum
-    is that of the gradient."""
+    """Add the sum of `dy * x` over all positions to the gradient buffer of the factors `weight`.
+    `dy` [s, b, c] is the gradient of the scaled channels, and `x` [s, b, c] has their values before
+    they were scaled. The sum is computed in the data type of the gradient buffer."""
     if weight.requires_grad:
         weight.accumulate(lambda total: total.add_((dy.to(total.dtype) * x).flatten(0, -2).sum(0)))

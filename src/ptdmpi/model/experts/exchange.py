@@ -34,35 +34,41 @@ class RowCounts(NamedTuple):
 class Dispatch(Protocol):
     """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
-    each with j weights. `held` has the rows of each expert of this rank; the expert numbers in
-    `held` count from this rank's first expert. `counts` has the numbers of rows that ranks send to
-    each other, or is None if nothing is sent."""
+    each with j weights: j = 1 if rows are sent to the ranks of their experts, because a row is then
+    sent once for each expert, and j = k otherwise. `held` has the rows of each expert of this rank;
+    the expert numbers in `held` count from this rank's first expert. `counts` has the numbers of
+    rows that ranks send to each other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [R, hidden] that this rank's experts compute. The argument has the
-        activations of this rank's tokens [T, hidden]."""
+        """Send each row to the ranks that have its experts. The argument `rows` [T, hidden] has the
+        activations of this rank's tokens. Return the rows [R, hidden] that this rank's experts
+        compute."""
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values [R, j] of the rows that this rank's experts compute. The argument [T,
-        k] has a value for each token of this rank and each of the token's k experts."""
+        """Send each value to the rank that has its expert. The argument `values` [T, k] has one
+        value, such as a weight, for each token of this rank and each of the token's k experts.
+        Return the values [R, j] of the rows that this rank's experts compute."""
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the sum of the experts' results for each of this rank's tokens, [T, hidden]. The
-        results are added in the order of the experts' numbers. The argument has the results [R,
-        hidden] of this rank's experts."""
+        """Send the results of experts back to the ranks of their tokens. The argument `results` [R,
+        hidden] has the results of this rank's experts. Return the sum of the experts' results for
+        each of this rank's tokens, [T, hidden]. A token's results are added in ascending order of
+        the experts' numbers."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send values back to the ranks of their tokens. The argument [R, j] has the values of the
-        rows that this rank's experts compute. Return [T, k]: a value for each token of this rank
-        and each of the token's k experts."""
+        """Send values back to the ranks of their tokens; this is the inverse of `pairs`. The
+        argument `values` [R, j] has the values of the rows that this rank's experts compute. Return
+        a tensor [T, k] with one value for each token of this rank and each of the token's k
+        experts."""
 
 
 class LocalDispatch:
-    """The dispatch without messages, for ranks that have all experts. In the notation of
-    `Dispatch`, R = T and j = k: each token is one row, with the weights of its k experts."""
+    """The dispatch without messages, for a rank that has all experts. In the notation of
+    `Dispatch`, R = T and j = k: the activation of each token is one row, with the weights of the
+    token's k experts."""
 
     counts: RowCounts | None = None
 
@@ -87,12 +93,13 @@ class LocalDispatch:
 
 
 class SentDispatch:
-    """The dispatch of rows over a group of ranks, by all-to-alls with different numbers of rows for
-    each rank. Each row has one weight: j = 1 in the notation of `Dispatch`."""
+    """The dispatch of rows (activations of one token each) over a group of ranks, by all-to-all
+    messages with a different number of rows for each rank. A row is sent once for each expert of
+    its token, so it has one weight: j = 1 in the notation of `Dispatch`."""
 
     def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
-        """Compute which rows this rank sends to each rank. `chosen` [T, k] has the experts of its
-        tokens."""
+        """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
+        experts of each of this rank's T tokens."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]
@@ -106,8 +113,8 @@ class SentDispatch:
         self.held: Sequence[Segment] = _in_turn(counts.arriving, chosen.device)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Send each token's row to each of its experts. Return the rows that this rank's experts
-        compute."""
+        """Send the row (the activation) of each token to each of its experts. Return the rows that
+        this rank has received, which its experts compute."""
         return self._there(rows[self.order // self.each])
 
     def pairs(self, values: Tensor) -> Tensor:
@@ -142,8 +149,9 @@ class SentDispatch:
 
 
 def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Segment]:
-    """Return the received rows as segments: one for each source rank and expert, ordered by source
-    rank and then by expert. Rank r has sent `arriving[r][n]` rows for expert n of this rank."""
+    """Return the received rows as segments. Each segment has the rows from one source rank for one
+    expert. Segments are ordered by source rank, then by expert. Rank r has sent `arriving[r][n]`
+    rows for expert n of this rank."""
     held = []
     begin = 0
     for of_rank in arriving:
@@ -183,8 +191,9 @@ class ExpertAxis:
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
-        """Tell all ranks how many rows this rank sends to each expert. Return the numbers of rows
-        that this rank sends and receives."""
+        """Exchange the numbers of rows with all ranks of the group. Return the numbers of rows that
+        this rank sends and receives. `chosen` [T, k] has the experts of this rank's T tokens; the
+        layer has `experts` experts."""
         leaving = chosen.flatten().bincount(minlength=experts)
         arriving = self.comm.all_to_all(leaving).view(self.size, -1)
         return RowCounts(leaving.tolist(), arriving.tolist())

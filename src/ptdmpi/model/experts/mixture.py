@@ -136,8 +136,8 @@ class MixturePass:
         return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
 
     def linear(self, of_expert: ExpertLinear) -> LinearPass:
-        """Return the arguments for computing one of an expert's two linears. The adapters have no
-        dropout."""
+        """Return the arguments for computing one of an expert's two linear layers. The adapters of
+        experts have no dropout."""
         return LinearPass(
             weight=of_expert.weight,
             bias=None,
@@ -147,17 +147,19 @@ class MixturePass:
         )
 
     def dispatch(self, chosen: Tensor, counts: RowCounts | None = None) -> Dispatch:
-        """Return the dispatch of rows to their experts `chosen` [T, k]; see
-        `ExpertAxis.dispatch`."""
+        """Return the object that sends the rows of T tokens to their k `chosen` experts [T, k] and
+        back; see `ExpertAxis.dispatch`."""
         return self.dealt.dispatch(chosen, self.routing.model.experts, counts)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the outputs [T, E] of the router for rows [T, hidden], in float32 or wider."""
+        """Return the outputs [T, E] of the router for the activations `rows` [T, hidden] of T
+        tokens. There is one output for each of the E experts, in float32 or a wider type."""
         return self.kernels.linear(widened(rows), widened(self.router.weight))
 
     def forward(self, rows: Tensor, weights: Tensor, held: Sequence[Segment]) -> "Computed":
-        """Compute this rank's experts for rows [T, hidden] with weights [T, k]. The result has the
-        weighted sum of the experts' outputs."""
+        """Compute this rank's experts for the activations `rows` [T, hidden] of T tokens. `weights`
+        [T, k] has the weights of each token's k experts. `held` has the tokens of each expert. The
+        result has the weighted sum of the experts' outputs."""
         total = torch.zeros_like(rows)
         weights = weights.flatten().unsqueeze(-1)
         kept = list[ExpertTensors]()
@@ -176,8 +178,8 @@ class MixturePass:
         return Computed(total, kept)
 
     def kept_of(self, saved: Sequence[Tensor]) -> list["ExpertTensors"]:
-        """Return the tensors that `forward` has kept for each segment. `saved` is the flat list in
-        which autograd has saved them."""
+        """Return the tensors that `forward` has kept for each segment (the tokens of one expert).
+        `saved` is the flat list of these tensors, as autograd has saved them."""
         first, second = (len(linear.adapters) for linear in self.experts[0])
         each = 1 + first + second
         return [
@@ -273,16 +275,16 @@ class ExpertTensors(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The weighted sum of the experts' outputs [tokens, hidden], and the tensors of each segment
-    that the backward needs."""
+    """The result of `MixturePass.forward`: the weighted sum of the experts' outputs [tokens,
+    hidden], and the tensors that the backward needs of each segment (the tokens of one expert)."""
 
     total: Tensor
     kept: list[ExpertTensors]
 
 
 class Gradients(NamedTuple):
-    """The gradients with respect to the input [tokens, hidden] and to the tokens' weights [tokens,
-    experts of a token]."""
+    """The gradients of the loss with respect to the input of the experts [tokens, hidden] and to
+    the weights of each token's experts [tokens, experts of a token]."""
 
     rows: Tensor
     weights: Tensor

@@ -48,7 +48,9 @@ class Routing:
         return ranked[:, : self.model.experts_per_token].contiguous()
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return the scores [T, E], with -inf for experts outside the best groups of the token."""
+        """Return the scores [T, E], with -inf in place of the scores of experts outside the token's
+        best groups. The experts are divided into `router_groups` groups, of which each token keeps
+        `router_top_groups`."""
         groups = self.model.router_groups
         by_group = scores.unflatten(-1, (groups, -1))  # [T, groups, experts of a group]
         # DeepSeek-V2 rates a group by the score of its best expert (arXiv 2405.04434, section
@@ -144,9 +146,9 @@ class Chosen:
 
 
 class Segment(NamedTuple):
-    """The tokens of one expert, in ascending order. `rows` has the numbers of the tokens, and
-    `pairs` has the indices of the pairs (token, expert) in a flat tensor with k elements for each
-    token."""
+    """The tokens of one expert, in ascending order. `rows` has the numbers of the tokens. `pairs`
+    has the index of each pair (token, expert) in a flat tensor with k elements for each token, one
+    for each of its k experts."""
 
     expert: int
     rows: Tensor

@@ -66,9 +66,10 @@ class TensorTokens:
         return self.axis.comm.all_gather(y.contiguous())
 
     def loads(self, chosen: Tensor, experts: int, sequences: int) -> SequenceLoads:
-        """Return the loads of `experts` experts in whole sequences. `chosen` [T, k] has the experts
-        of this rank's tokens. If tensor ranks route different tokens of the same sequences, the
-        counts of all tensor ranks are added. Counts are integers, so the sum is exact."""
+        """Return the loads of `experts` experts: the number of tokens that each sequence routes to
+        each expert. `chosen` [T, k] has the k experts of each of this rank's T tokens. If tensor
+        ranks route different tokens of the same sequences, the counts of all tensor ranks are
+        added. The counts are integers, so their sum is exact."""
         loads = SequenceLoads.of(chosen, experts, sequences)
         if not self.apart:
             return loads

@@ -67,7 +67,8 @@ class LatentHeads:
         self.rotary: Rotary | None = None
 
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, [b, a / t, s, d] each."""
+        """Return queries, keys and values, each [b, a / t, s, d] for this rank's a / t heads of d
+        elements."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)
@@ -83,9 +84,9 @@ class _Pass(NamedTuple):
 
 
 class _Join(Function):
-    """The autograd Function of `LatentHeads`; its results are still [s, b, a / t, d]. It saves no
-    activations. In the backward, the gradient of the rotary key is summed over the heads of all
-    tensor ranks."""
+    """The autograd Function of `LatentHeads`. Its results have the shape [s, b, a / t, d];
+    `LatentHeads` permutes their dims. It saves no activations. In the backward, the gradient of the
+    rotary key is summed over the heads of all tensor ranks."""
 
     @staticmethod
     def forward(
@@ -147,13 +148,15 @@ class FilledValues:
         self.values = model.values_width // model.heads
 
     def __call__(self, y: Tensor, context: object) -> Tensor:
-        """Return the outputs of the heads, [s, b, a / t * v], without the padding."""
+        """Return the outputs of this rank's a / t heads, [s, b, a / t * v], without the padding: v
+        elements of each head."""
         taken: Tensor = _Take.apply(y, self.head_size, self.values)
         return taken
 
 
 class _Take(Function):
-    """The autograd Function of `FilledValues`."""
+    """The autograd Function of `FilledValues`, which removes the padding in the forward and adds it
+    to the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, head_size: int, values: int) -> Tensor:

@@ -78,7 +78,8 @@ class Box:
         )
 
     def rows(self, first: int, last: int) -> "Box":
-        """Return the rows [first, last) of dim 0, counted from the first row of the slice."""
+        """Return the part of this slice with the rows [first, last) of dim 0. Row 0 is the first
+        row of this slice."""
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
     def slabs(self, rows: int) -> Iterator["Box"]:

@@ -49,7 +49,7 @@ def give_back() -> None:
 def at_most(further_bytes: int) -> Iterator[None]:
     """Return a context in which this process may allocate at most `further_bytes` bytes in addition
     to its present memory. Python raises MemoryError if this limit is exceeded. If the user has set
-    a lower limit, the lower limit remains valid."""
+    a lower limit, the lower limit applies."""
     former, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = _data_bytes() + further_bytes
     limits = [limit for limit in (former, hard, wanted) if limit != resource.RLIM_INFINITY]

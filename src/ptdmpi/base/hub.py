@@ -18,7 +18,8 @@ _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2",
 
 def is_hub_name(name: str) -> bool:
     """Return True if `name` can be the name of a repository of the hub, such as "org/name". Return
-    False for a path: a name whose first folder exists, or which ends like a file name.
+    False for a path: a name whose first folder exists, or which ends with one of the suffixes
+    `_FILES`.
     """
     folder, _, rest = name.partition("/")
     if not _NAME.fullmatch(name) or rest.endswith(_FILES):

@@ -40,8 +40,8 @@ def fingerprint(manifest: Manifest) -> str:
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and a `Base` that identifies its
     weights. Raise InputError if there is no checkpoint, or if the matrices of the checkpoint are
-    not quantized in the format `form`. If `form` is None, they may have any format, or not be
-    quantized."""
+    not quantized in the format `form`. If `form` is None, the matrices may have any format, or not
+    be quantized."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -58,8 +58,9 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
 
 
 def form_at(path: Path) -> LowBit | None:
-    """Return the quantized format of the matrices in the newest complete checkpoint of `path`; None
-    if the matrices are not quantized. Raise InputError if there is no complete checkpoint."""
+    """Return the quantized format of the matrices in the newest complete checkpoint that `path`
+    names; None if the matrices are not quantized. Raise InputError if there is no complete
+    checkpoint."""
     return sound_manifest(newest(path)).form
 
 

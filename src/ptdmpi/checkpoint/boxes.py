@@ -136,7 +136,8 @@ class Reader:
 
     If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
     array `checked` has one entry for each piece in `pieces`; the entry is 1 if the piece was
-    compared with its checksum. `means` is `Manifest.means`. Threads must not share a reader.
+    compared with its checksum. The attribute `means` has the value of `Manifest.means`. Threads
+    must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

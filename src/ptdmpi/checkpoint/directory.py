@@ -5,7 +5,7 @@ may be removed.
     checkpoints/latest                   the name of the newest one, for users and scripts
     checkpoints/best                     the name of the one with the lowest validation loss
     checkpoints/step-00000200.tmp        a checkpoint that is being written, or left by a crash
-    checkpoints/step-00000100.replaced   replaced by a newer save; restored after a crash
+    checkpoints/step-00000100.replaced   an older save of this step; restored if a new save crashes
     checkpoints/step-00000100.damaged    damaged, and replaced by a newer save of this step
     checkpoints/step-00000100.abandoned  not continued: the run began anew, or at an earlier step
     checkpoints/branched_from            the checkpoint from which the run was resumed

@@ -167,8 +167,8 @@ class Manifest:
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
         """Return, for each quantized weight, the description of its dequantized values: a float32
-        tensor of full shape. The result is a dict by the name under which these values can be read.
-        The descriptions have no pieces, because no file contains the dequantized values."""
+        tensor of full shape. The keys of the result are the names by which these values can be
+        read. The descriptions have no pieces, because no file contains the dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits

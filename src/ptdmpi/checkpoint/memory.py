@@ -180,9 +180,9 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the copy that the last call of `find` has found, by the function `load`. If a node
-        lacks files that its ranks need, another node sends them. Return the manifest, or the reason
-        why the copy cannot be read."""
+        """Load the copy that the last call of `find` has found. The function `load` reads its
+        files. If a node lacks files that its ranks need, another node sends them. Return the
+        manifest, or the reason why the copy cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:

@@ -42,7 +42,8 @@ class Clock(Protocol):
         must wait for the device anyway."""
 
     def asked_from_here(self) -> None:
-        """Prepare the calling thread, so that it can call `done` of this clock's marks."""
+        """Prepare the calling thread, so that it can call the method `done` of this clock's
+        marks."""
 
 
 class HostMark(float):

@@ -87,7 +87,7 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
-        """Add the time of all later collectives to `waits`; if it is None, measure no time."""
+        """Add the time of all later collectives to `waits`; if `waits` is None, measure no time."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def _host_room(flat: Tensor) -> Tensor:
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
     """Return the arguments that describe consecutive parts of a tensor to MPI: (sizes and offsets
-    of the parts in bytes, MPI.BYTE). Part k has `counts[k]` elements."""
+    of the parts in bytes, MPI.BYTE). Part k has `counts[k]` elements of the type of the tensor
+    `like`."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE

@@ -28,7 +28,7 @@ def default_schedule(virtual: int) -> str:
 
 def usable_schedules(virtual: int) -> str:
     """Return the pipeline schedules that accept `virtual` model chunks per rank, as text for an
-    error message. The default for this number comes first."""
+    error message. The default schedule for this number of chunks comes first."""
     usable = [name for name in SCHEDULES if CHUNKS.get(name, virtual) == virtual]
     usable.sort(key=lambda name: name != default_schedule(virtual))
     return " or ".join(f'"{name}"' for name in usable)

@@ -28,9 +28,9 @@ LETTERS = {
 
 
 class Dealing(NamedTuple):
-    """The distribution of the experts of a layer over `ranks` ranks. If `whole` is True, experts
-    are not divided, and each expert is on one of `tensor` tensor ranks. If `whole` is False, all
-    tensor ranks divide the width of each expert, and `tensor` is 1."""
+    """The distribution of the experts of a layer over `ranks` ranks. If `whole` is True, no expert
+    is divided, and experts are distributed over the `tensor` tensor ranks, too. If `whole` is
+    False, all tensor ranks divide the width of each expert, and `tensor` is 1."""
 
     ranks: int = 1
     whole: bool = False
@@ -71,14 +71,13 @@ class Layout:
     `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
     model; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the
     gradients, and stage 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
-    These ranks may form several groups of `shard_group` neighbouring ranks, and each group then has
-    a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). None means one
-    group of all these ranks.
-    `offload` says where the optimizer's state is stored: on the device ("none"), in the host's
-    memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers`
-    is the number of layers in the first stage; None means that the planner chooses the number.
-    `context_method` is the method by which attention gets the keys and values of other ranks on the
-    context axis.
+    The `copies` ranks may form several groups of `shard_group` neighbouring ranks, and each group
+    then has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). If
+    `shard_group` is None, all `copies` ranks form one group. `offload` says where the optimizer's
+    state is stored: on the device ("none"), in the host's memory ("optimizer"; Ren et al. 2021,
+    arXiv 2101.06840), or in a file ("disk"). `first_layers` is the number of layers in the first
+    stage; None means that the planner chooses the number. `context_method` is the method by which
+    attention gets the keys and values of other ranks on the context axis.
     """
 
     tensor: int

@@ -166,7 +166,8 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
 
 def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...]:
     """Return the values of `parallel.zero` that are legal with the data-parallel method of
-    `section`."""
+    `section`. `reproducible` is the value of `run.reproducible`, with which gradients cannot be
+    sharded."""
     if section.method != "all_reduce":
         return (0,)
     return stages_of_zero(reproducible)

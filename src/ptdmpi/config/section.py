@@ -24,7 +24,7 @@ def _without_nul(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_without_nul)]
 FileName = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-DirectoryName = FileName  # an empty path would mean the current directory
+DirectoryName = FileName  # not empty, because "" would mean the current directory
 
 
 def _is_below(name: str) -> str:

@@ -343,7 +343,8 @@ def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) ->
 
 
 def _require_rank(rank: int, model: ModelConfig, reader: Reader) -> None:
-    """Raise InputError if no difference between weights of the model can have the rank `rank`."""
+    """Raise InputError if `rank` is above the smaller dim of every matrix of the model. No
+    difference between two such matrices can have this rank."""
     most = 1
     for place in places(model, AdaptConfig(method="lora")):
         inputs = reader.manifest[key(WEIGHTS, f"{place.linear}.weight")].shape[1]

@@ -154,7 +154,7 @@ class ConfigJson:
 class NumberedName(NamedTuple):
     """The name of a module of ptdmpi, written like the keys of `Family.modules`: with {i} in place
     of the layer's number, and {e} in place of the expert's number. `numbers` maps each letter to
-    the number that it replaces."""
+    the number that the letter replaces."""
 
     name: str
     numbers: Mapping[str, str]

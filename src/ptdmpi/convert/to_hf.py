@@ -127,7 +127,7 @@ def to_hf(
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:
     """Return the plan for the tensors in `contents`. Tensors that `from_hf` stored as buffers are
-    buffers. Raise the same errors as `make_plan`."""
+    buffers in the plan, too. Raise the same errors as `make_plan`."""
     plan = make_plan(
         contents.family,
         stored.config().model,

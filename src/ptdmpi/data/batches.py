@@ -16,7 +16,7 @@ from ptdmpi.data.shards import Dataset, gather
 # The number of samples whose positions are computed by one call of numpy. It is large enough to
 # make the overhead of the call negligible.
 _WINDOW_SAMPLES = 1 << 14
-# Several small steps are read together, up to this number of samples.
+# If steps have few samples, the samples of several steps are read together, at most this number.
 _BLOCK_SAMPLES = 64
 
 

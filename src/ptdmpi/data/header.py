@@ -142,8 +142,8 @@ class _Extent(NamedTuple):
 
 def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
     """Return the position, length and type of the 1-D contiguous dataset `name`. Raise TypeError or
-    ValueError if there is no dataset of this name, or if it has another type or layout, or is not
-    completely inside the file."""
+    ValueError if there is no dataset of this name, or if its type is not in `dtypes`, its layout is
+    not contiguous, or it is not completely inside the file."""
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")

@@ -4,9 +4,10 @@ The sandbox limits time, memory, files and processes. A program gets its own dir
 and no capabilities. The sandbox stops accidents and simple attacks, but not a program that was
 written to break out of the sandbox. In particular, a program can make any system call. If root
 starts the program, the program runs as the user `nobody`: it can read the files that all users may
-read. By a path with `..`, it can also read such files in folders near the interpreter's library,
-even if `nobody` may not enter these folders. If another user starts the program, the program can
-read the files of this user. Run programs that are not trusted at all in a container.
+read. By a path with `..`, the program can also read files with this permission in folders near the
+interpreter's library, even if `nobody` may not enter these folders. If another user starts the
+program, the program can read the files of this user. Run programs that are not trusted at all in a
+container.
 """
 
 import os

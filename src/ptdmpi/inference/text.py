@@ -66,8 +66,7 @@ class Text:
         return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text that the ids `ids` add to the text of the ids `before`, which they
-        follow.
+        """Return the text that the ids `ids` add if they follow the ids `before`.
 
         If `ids` were decoded alone, some tokenizers would leave out a space at the beginning.
         """
@@ -108,7 +107,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
-    # true if another program trained the model
+    # this condition is true if another program trained the model
     if kept_files(stored) is not None and not stored.datasets:
         ends = ends_of(stored) or ends
         prefix = _prefix(name)

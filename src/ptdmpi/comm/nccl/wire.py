@@ -192,7 +192,8 @@ class NcclCarrier:
         return self.whole.pending()
 
     def failure(self) -> str:
-        """Return the name of the first connection that has failed, and its error."""
+        """Return the name of the first connection that has failed, and its error; "" if none has
+        failed."""
         for line in (self.whole, *self.pairs.values()):
             if error := line.failure():
                 return f"{line.name}: {error}"

@@ -25,7 +25,7 @@ from ptdmpi.data.documents import Locate
 from ptdmpi.data.header import ShardHeader, format_checksum
 from ptdmpi.data.shards import Dataset
 
-# what numpy raises for a damaged header of an array
+# the exceptions that numpy raises for an array with a damaged header
 BAD_ARRAY = (ValueError, TypeError, EOFError, OverflowError, SyntaxError, tokenize.TokenError)
 _OPEN_SHARDS = 512  # maximum number of shards whose arrays are mapped at a time
 
@@ -197,7 +197,7 @@ class StoredScores:
         header = self._headers[number]
         path = self.kind.path(header, suffix)
         try:
-            with open_file(path, "rb"):  # refuses a pipe
+            with open_file(path, "rb"):  # raises OSError for a pipe
                 # this function, unlike `np.load`, reads only numpy's own format, never a pickle
                 values: np.ndarray = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:

@@ -78,8 +78,8 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A part of a logical tensor: the slice of the logical tensor, its values, and the `HeldShare`
-    to which it belongs."""
+    """A part of a logical (undivided) parameter: its slice of the parameter, the values of this
+    slice, and the tensor-parallel share (`HeldShare`) to which the slice belongs."""
 
     box: Box
     values: Tensor
@@ -88,9 +88,10 @@ class LogicalPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The elements of an entry that this rank owns: [begin, end) of the entry's local tensor, in
-    row-major order. The owned elements begin at index `offset` of this rank's part of shard unit
-    number `unit`. Shard units of frozen weights are numbered separately."""
+    """The elements of a parameter (`entry`) that this rank owns: the elements [begin, end) of the
+    parameter's local tensor, in row-major order. The owned elements begin at index `offset` of this
+    rank's part of shard unit number `unit`. Shard units of frozen weights are numbered separately.
+    """
 
     entry: Entry
     begin: int
@@ -122,8 +123,9 @@ class OwnPart:
             done += box.elements
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
-        """Yield the parts of the logical tensor that the owned elements contain, with views of
-        `flat`. Padding, which is not part of the logical tensor, is skipped."""
+        """Yield the slices of the logical (undivided) parameter that the owned elements contain,
+        with views of `flat`, which has the values of these elements. Padding, which is not part of
+        the logical parameter, is skipped."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -218,7 +220,8 @@ class FlatOrder:
 
     @staticmethod
     def _end(length: int, shards: int) -> int:
-        """Return `length`, rounded up to a number that can be cut into equal shards."""
+        """Return `length`, rounded up to a multiple of `shards` times ALIGNMENT, so that it can be
+        cut into `shards` equal shards."""
         grain = ALIGNMENT * shards
         return -(-length // grain) * grain
 
@@ -283,8 +286,8 @@ def unit_number(units: Sequence[Unit], entry: Entry) -> int:
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Create the entry (the position in the flat buffer) of each parameter, one after the other
-    from `start` on. Return the end of the last entry in the flat buffer."""
+    """Store the position of each parameter in the flat buffer in `entries`, one parameter after the
+    other from `start` on. Return the position after the last parameter."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

@@ -122,7 +122,8 @@ class Heads:
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def _turned(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return queries (number 0) or keys (1) [s, b, heads, d], normalized and rotated."""
+        """Return the queries or keys x [s, b, heads, d], normalized and rotated. `number` is 0 for
+        queries and 1 for keys."""
         if self.joins_heads:
             x = self.norms[number](x.flatten(2)).unflatten(-1, (-1, self.head_size))
         elif self.norms:
@@ -248,7 +249,7 @@ def drop_hidden(
 
 @dataclass(frozen=True)
 class Normalized:
-    """The function that computes a norm over the hidden size."""
+    """The function that computes a norm over the hidden channels of each activation."""
 
     norm: Norm
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# The number of elements of a slab, which are drawn at once. It is a multiple of 16. A slab is small
-# compared with a large tensor.
+# Initial weights are drawn in slabs of consecutive rows. This is the largest number of elements of
+# a slab, a multiple of 16. A slab is small compared with a large tensor.
 SLAB_ELEMENTS = 2**22
 
 
@@ -31,9 +31,9 @@ def initial(
     *,
     wanted: Sequence[Box] | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the initial values of the logical tensor `name`, float32 on the CPU, in slabs of rows
-    as (box, values). Only slabs that overlap a box in `wanted` are yielded; if `wanted` is None,
-    all slabs are yielded.
+    """Yield the initial values of the undivided parameter `name` with the given shape, float32 on
+    the CPU, in slabs of consecutive rows as (box, values). Only slabs that overlap a box in
+    `wanted` are yielded; if `wanted` is None, all slabs are yielded.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
     slab is bitwise equal to the same rows of a tensor that torch draws in one call. This is

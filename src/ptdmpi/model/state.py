@@ -7,12 +7,12 @@ kind are either equal on all replicas, or different. The state also contains a f
 (`Counters`).
 
 Code that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of
-logical tensors with their values. Each slice has the list of axes along which ranks have different
-slices. Ranks that differ only along other axes have the same values. The form in which a rank
-stores its part of the state may differ between parameters and between kinds. Only this module knows
-this form, with one exception: after the loss of a rank, the surviving ranks send `State.flats`
-unchanged. This is correct, because the receiver of a flat tensor stores the same part of the state
-as the sender.
+logical (undivided) tensors with their values. Each slice has the list of axes along which ranks
+have different slices. Ranks that differ only along other axes have the same values. The form in
+which a rank stores its part of the state may differ between parameters and between kinds. Only this
+module knows this form, with one exception: after the loss of a rank, the surviving ranks send
+`State.flats` unchanged. This is correct, because the receiver of a flat tensor stores the same part
+of the state as the sender.
 """
 
 import contextlib
@@ -229,7 +229,8 @@ class State:
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
         """Return how many elements the flat tensor of gradients has in addition to the elements of
-        `parts`. The additional elements are the gradient of the second use of a tied table."""
+        `parts`, which has this rank's part of each shard unit. The additional elements are the
+        gradient of the second use of a tied table."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
@@ -392,9 +393,9 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Assemble logical tensors from the pieces of all ranks. All pieces must belong to one kind of
-    state. Return the tensors by the name of the parameter, and the names of the tensors with copies
-    on several ranks that are not bitwise equal. Tensors and names are sorted by name.
+    """Assemble logical (undivided) tensors from the pieces of all ranks. All pieces must belong to
+    one kind of state. Return the tensors by the name of the parameter, and the names of the tensors
+    with copies on several ranks that are not bitwise equal. Tensors and names are sorted by name.
 
     An element that no rank has is set to NaN, so that every comparison with this element fails.
     """

@@ -137,8 +137,8 @@ class Gathered:
             self._begun = axis.gather_begin(x())
 
     def __call__(self) -> Tensor:
-        """Return the activation at all positions. Begin the gather if it has not begun, and wait
-        until it is complete."""
+        """Return the activation at all positions. Begin to gather it if that has not begun, and
+        wait until the gather is complete."""
         if self._whole is None:
             self._whole, arrived = self._begun or self._axis.gather_begin(self._x())
             self._begun = None
@@ -306,8 +306,9 @@ class _RowLinear(Function):
 
 
 def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the two groups of tensors that `LinearPass.keep` has saved. They are detached, because
-    they would keep their autograd graphs in memory."""
+    """Return the two groups of tensors that `LinearPass.keep` has saved: those of the input, and
+    the inner activations of the adapters. The tensors are detached, because otherwise they would
+    keep their autograd graphs in memory."""
     saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
     return saved[: ctx.kept], saved[ctx.kept :]
 
@@ -356,7 +357,8 @@ class LayerLinear(Computing):
         super().take(kernels)
 
     def begun(self, stream: RandomStream | None) -> LinearPass:
-        """Return a new pass of the linear."""
+        """Return a `LinearPass` for one forward pass of this linear. `stream` is the random stream
+        for the adapters' dropout; None without dropout."""
         return LinearPass(
             weight=self.weight,
             bias=self.bias,

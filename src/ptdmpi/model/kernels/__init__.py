@@ -71,7 +71,8 @@ class Kernels:
         return kind in self.triton and not torch.compiler.is_compiling()
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
-        """Return the choice of kernels that is used for operands of a type on a device."""
+        """Return the choice of host kernels for operands of the type `dtype` on a device of the
+        type `device_type`."""
         return self.choice or choices.usual_choice(device_type, dtype)
 
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
@@ -94,13 +95,14 @@ class Kernels:
         return x
 
     def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the input x [..., inputs] of a linear in the form that its products use, and the
-        tensors to keep for the backward."""
+        """Return two values for the input x [..., inputs] of a linear: the input in the form that
+        the matrix products use, which may be rounded to 8 bits, and the tensors to keep for the
+        backward."""
         return x, (x,)
 
     def entered(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Return the input of a linear in the form that `entering` returned, in the type `dtype`.
-        `kept` has the tensors that were kept for the backward."""
+        `kept` has the tensors that `entering` returned for the backward."""
         return kept[0]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,8 +140,9 @@ class Kernels:
         return x.shape[:-1].numel() * weight.numel() >= least
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x, summed over the positions, to `total`, for dy [..., outputs] and x [...,
-        inputs]. `total` is [outputs, inputs], in float32 or wider."""
+        """Add the gradient of a weight, dy^T x summed over the positions, to `total` [outputs,
+        inputs], which is in float32 or wider. dy [..., outputs] is the gradient of the output, and
+        x [..., inputs] is the input."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
         # if the types allow it, one kernel computes the product and adds it to `total`

@@ -24,7 +24,8 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
 from ptdmpi.plan.layer.elementwise import Activate
 
-# number of elements in a chunk of rows; the four float32 tensors of a chunk take 2 MiB in all
+# The number of elements in a chunk of rows. The second implementation needs four float32 tensors
+# for a chunk, which take 2 MiB in all.
 CHUNK_ELEMENTS = 1 << 17
 # PyTorch's implementation is used for tensors with fewer elements. For such tensors, the second
 # implementation would lose as much time by starting ten kernels instead of one as it saves. From
@@ -101,8 +102,9 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """Write function(*given) into `result`. If `result` has a narrower type, compute in the memory
-    `room` first, because torch would otherwise allocate new memory."""
+    """Write function(*given) into `result`. If the type of `result` is narrower than the type of
+    `room`, write the function's value into `room` first, because torch would otherwise allocate new
+    memory for it."""
     if result.dtype == room.dtype:
         function(*given, out=result)
     else:
@@ -158,7 +160,8 @@ class _Gelu(Function):
         (slope,) = ctx.saved_tensors
         if ctx.shrunk == 1.0:
             return dy * slope
-        # multiply by both factors in one kernel, so that the result is rounded only once
+        # multiply dy by the saved derivative and by 1 / `shrunk` in one kernel, so that the result
+        # is rounded only once
         return torch.addcmul(dy.new_zeros(()), dy, slope, value=1.0 / ctx.shrunk)
 
 

@@ -84,8 +84,9 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
-    """Return the stored form of the kernels of a device. Without kernels in Triton, it is the same
-    as in older versions, which had no kernels in Triton."""
+    """Return the stored form of the kernels of a device: the attention backends `attention` and the
+    kinds of kernels `triton` that are computed in Triton. If `triton` is empty, the form is the
+    same as in older versions, which had no kernels in Triton."""
     kept = {"attention": list(attention)}
     if triton:
         kept["triton"] = list(triton)
@@ -101,9 +102,9 @@ def offered(device: torch.device) -> tuple[str, ...]:
 
 
 def offered_in_triton(device: torch.device) -> tuple[str, ...]:
-    """Return the kinds of kernels that were faster in Triton on a device, according to the first
-    entry for this device in the table of measurements. The result is empty on the host, and if
-    Triton is not available."""
+    """Return the kinds of kernels that are faster in Triton than in PyTorch on a device, according
+    to the first entry for this device in the table of measurements. The result is empty on the
+    host, and if Triton is not available."""
     if not _has_triton(device):
         return ()
     return tuple(_entry("device_triton", device).get("kinds", ()))
@@ -115,7 +116,8 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _entry(kind: str, device: torch.device) -> Mapping[str, Any]:
-    """Return the table's first entry for a kind of kernel on a device; {} if there is none."""
+    """Return the first entry for a kind of kernel on a device in the table of measurements; {} if
+    there is none."""
     vendor = host.vendor(device.type)
     for entry in table()[kind]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -177,8 +179,9 @@ def agreed(
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
-    """Agree on the choice of rank 0, or on the run's earlier choice. A kernel that some rank lacks
-    is replaced: every rank has PyTorch's kernels, and can convert 16-bit types to float32."""
+    """Return the host kernels that all ranks use: those that the run has used before (`known`), or
+    else the fastest kernels of rank 0. If some rank lacks a kernel, it is replaced by PyTorch's
+    kernel, or by products in float32, which every rank has."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
@@ -197,9 +200,9 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> Settled:
-    """Return the kernels in `kept`, or the `fastest` kernels if `kept` has none. `able` has the
-    abilities of all hosts: a kernel that some host cannot compute is replaced by one that every
-    host can compute."""
+    """Return the kernels that the run has used so far (`kept`), or the `fastest` kernels if `kept`
+    has none. `able` has the abilities of all hosts. A kernel that some host cannot compute is
+    replaced by one that every host can compute."""
     taken: dict[str, Any] = {}
     lines: list[str] = []
     changed = False
@@ -244,7 +247,8 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
 
 
 def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
-    """Return True if the hosts of all ranks can compute the wanted kernel."""
+    """Return True if the hosts of all ranks can compute the kernel `wanted` of the kind `kind`.
+    `able` has the abilities of these hosts."""
     if kind == "linear" and wanted != OneDnnLinears():
         return all(each.fuses for each in able)
     if kind == "half" and wanted == "native":
@@ -255,7 +259,8 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Agree on the attention backends and on the kernels in Triton that every rank has."""
+    """Return the attention backends and the kinds of kernels in Triton that all ranks use, on a run
+    with devices. Only kernels that every rank has are used."""
     kept, taken = _attention_on_devices(world, device, known, say)
     recorded = any(name in BACKENDS for name in known.get("attention", ()))
     before = known.get("triton", () if recorded else None)

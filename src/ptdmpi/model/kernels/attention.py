@@ -186,8 +186,8 @@ class PackedKernel:
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        # not used if this rank has only some positions, because each run of consecutive positions
-        # would need a copy of the keys
+        # This implementation is not used if this rank has only some positions, because each run of
+        # consecutive positions would need a copy of the keys.
         if not given.positions.are_all:
             return False
         # a direct call of the kernel does not pad heads (flash_api.cpp), so the kernel must support

@@ -161,8 +161,9 @@ def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, T
 
 
 def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
-    """Return softmax(scores) v, and the log-sum-exp of each block of queries, [sequences, heads,
-    queries]."""
+    """Compute attention by PyTorch's CPU kernel, one block of queries after the other. Return
+    softmax(scores) v [b, heads, s, head size], and one tensor for each block with the log-sum-exp
+    of its queries' scores, [sequences, heads, queries of the block]."""
     out, sums = torch.empty_like(q), []
     for queries, keys, mask in blocks(q, seen):
         out[queries], sum_of_exponentials = (
@@ -180,8 +181,8 @@ def joined(
     seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Join the tensors `sums` of all blocks of queries. Each tensor has one number for each query
-    of its block; the result [b, heads, queries] has the numbers of all queries."""
+    """Join the tensors `sums` of all blocks of queries to one tensor [b, heads, queries]. Each
+    tensor in `sums` has one number, such as a log-sum-exp, for each query of its block."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:

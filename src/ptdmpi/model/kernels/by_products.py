@@ -212,8 +212,8 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
 
 @contextlib.contextmanager
 def _rounding_operands(wanted: bool) -> Iterator[None]:
-    """Return a context in which oneDNN's fpmath mode is "bf16" if `wanted` is True. Torch has this
-    setting since version 2.9.
+    """Return a context in which oneDNN's fpmath mode is "bf16" if `wanted` is True. Torch has had
+    this setting since version 2.9.
 
     In this mode oneDNN may round the operands of float32 products to bfloat16, so that the
     processor's bfloat16 units can multiply them. The rounding does not change operands that are

@@ -19,7 +19,7 @@ from ptdmpi.model.kernels.table import table
 # that one call for the whole sequence needs.
 QUERY_BLOCK = 128
 
-# measurements of kernels: kind of kernel -> entries of the table
+# measurements of kernels: kind of kernel -> entries in the form of presets/kernels.toml
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -79,7 +79,7 @@ class HostChoice:
 
 
 BY_LIBRARY = HostChoice()
-# entries that fit every host and choose PyTorch's kernels
+# entries, in the form of presets/kernels.toml, that fit every host and choose PyTorch's kernels
 BY_PYTORCH: Entries = {
     kind: [
         {"capability": "", "type": dtype} for dtype in ("float64", "float32", "float16", "bfloat16")

@@ -88,8 +88,8 @@ class DelayedKernels(Kernels):
         return scaled and not (k % 16 or n % 16) and host.multiplies_codes(x.device)
 
     def _codes(self, name: Operand, values: Tensor) -> Tensor:
-        """Return the codes of an operand, with contiguous rows. `values` has the values of these
-        codes."""
+        """Return the 8-bit codes of the operand `name`, with contiguous rows. `values` has the
+        values that these codes represent."""
         factor = 2.0 ** self.scales.exponents.get(name, 0)
         return (values * factor).to(KINDS[name], memory_format=torch.contiguous_format)
 
@@ -102,8 +102,9 @@ class DelayedKernels(Kernels):
         bias: Tensor | None = None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return a b^T + bias, [m, n], for the values of the codes a [m, k] and b [n, k]. `names`
-        are the two operands."""
+        """Return a b^T + bias, [m, n], in the type `dtype`. The arguments a [m, k] and b [n, k] are
+        8-bit codes, and the product is that of the values which the codes represent. `names` are
+        the names of the two operands, which determine their scales."""
         scales = [
             torch.full((), 2.0 ** -self.scales.exponents.get(name, 0), device=a.device)
             for name in names
@@ -119,7 +120,8 @@ class DelayedKernels(Kernels):
         return encoded(x, self.scales.exponents.get(name, 0), KINDS[name], greatest)
 
     def _rounded(self, name: Operand, x: Tensor) -> Tensor:
-        """Return the values that the codes of x have, or x itself if it has no scale yet."""
+        """Return the tensor x of the operand `name`, rounded to values that its 8-bit codes
+        represent. Return x itself if the operand has no scale yet."""
         if name != "input" and name not in self.scales.exponents:
             self.scales.saw(name, x)
             return x

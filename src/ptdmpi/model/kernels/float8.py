@@ -1,15 +1,15 @@
 """The products of a layer's linear in 8-bit floating point (`precision.compute = "fp8"`).
 
-In this form, the scales belong to blocks: 128 neighbouring elements of an operand share a scale,
-along the dim over which the product sums. In a weight, 128 x 128 elements share a scale
-(DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2):
+With `precision.fp8 = "block"`, 128 neighbouring elements of an operand share a scale, along the dim
+over which the product sums. In a weight, 128 x 128 elements share a scale (DeepSeek-AI 2024, arXiv
+2412.19437, section 3.3.2):
 
     y = x W^T     x, W in e4m3      x in tiles along its rows, W in squares
     dx = dy W     dy in e5m2        dy in tiles along its rows, W in squares
     dW = dy^T x   dy in e5m2        dy and x in tiles along their columns
 
-The forward keeps the codes of x and their scales. The gradient dW is computed from the values of
-these codes, which are rounded again in tiles along the columns.
+The forward keeps the codes of x and their scales. For dW, the values that these codes represent are
+rounded again, in tiles along the columns.
 
 All operands are rounded first. Their values are then exact in bfloat16, and are multiplied as
 bfloat16.

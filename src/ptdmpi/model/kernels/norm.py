@@ -1,5 +1,6 @@
-"""The module of a norm, with the residual sum before it; and two autograd Functions that save few
-tensors: RMSNorm, and the soft cap of scores and logits."""
+"""Norms (LayerNorm and RMSNorm), which one kernel can compute together with the residual sum before
+them, and the soft cap of scores and logits. RMSNorm and the soft cap are autograd Functions that
+save few tensors."""
 
 from typing import Any
 
@@ -114,7 +115,8 @@ class Norm(Computing):
         return add_and_normalize(x, y, self._gain(), self.bias, eps=self.eps)
 
     def _gain(self) -> Tensor:
-        """Return the factor of each channel."""
+        """Return the factor of each normalized channel: the weight w, or 1 + w for a zero-centered
+        norm."""
         weight: Tensor = self.weight
         if self.zero_centered:  # compute 1 + w in float32, because 16-bit types round small w away
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))

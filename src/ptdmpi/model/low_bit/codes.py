@@ -123,7 +123,7 @@ def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 def _by_block(scales: Tensor, form: LowBit) -> Tensor:
     """Return `scales` [..., blocks * numbers] as [..., blocks, numbers], with a separate dim for
-    the numbers of each block."""
+    the numbers that each block stores: its scale and, in some formats, its least value."""
     return scales.unflatten(-1, (-1, form.numbers))
 
 
@@ -138,7 +138,8 @@ def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the dequantized float32 values [rows, columns] of packed codes and their scales."""
+    """Return the dequantized float32 values [rows, columns] of a matrix, given its packed codes,
+    uint8, and their scales."""
     levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
     return _scaled(levels.view(codes.shape[0], -1), scales, form)
 

@@ -69,7 +69,7 @@ def exponents(greatest: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def powers(exponent: Tensor) -> Tensor:
-    """Return 2^k, float32, for exponents k, int32, of normal numbers."""
+    """Return 2^k, float32, for exponents k, int32. Each 2^k must be a normal float32 number."""
     return (exponent + 127 << 23).view(torch.float32)
 
 

@@ -16,8 +16,9 @@ Narrow = Callable[[int, int], tuple[int, int]]  # index in a matrix -> index in 
 
 
 class PackedPart(NamedTuple):
-    """A slice of the codes or of the scales (`kind`) of a matrix. `shape` is the shape of the
-    logical tensor of all codes or scales, `box` is the slice, and `values` are its values."""
+    """A slice of the codes or of the scales (`kind`) of a quantized matrix. `shape` is the shape of
+    all codes, or of all scales, of the undivided matrix; `box` is the slice, and `values` are its
+    values."""
 
     kind: str
     shape: tuple[int, ...]
@@ -65,7 +66,8 @@ class InFewBits:
         held.scales.copy_(made.scales)
 
     def boxes(self, entry: Entry, tensor_rank: int, tensor_size: int) -> Iterator[PackedPart]:
-        """Yield this tensor rank's slices of the codes and of the scales of a matrix."""
+        """Yield the slices of the codes and of the scales of the matrix `entry` that the tensor
+        rank `tensor_rank` has, of `tensor_size` tensor ranks."""
         held = self.of[entry.name]
         rows, columns = entry.declaration.shape
         for share in entry.declaration.held(tensor_rank, tensor_size):

@@ -41,8 +41,9 @@ def token_log_probabilities(
 
 
 def columns_of(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return the column [s b, 1] of each label [s, b] among this rank's `columns` columns, and a
-    mask [s b] that is True if this rank has the label's column."""
+    """Return two tensors for the labels [s, b], which are ids of the full vocabulary: the index [s
+    b, 1] of each label among this rank's `columns` columns of the logits, and a mask [s b] that is
+    True if this rank has the label's column."""
     local = labels.reshape(-1) - axis.rank * columns
     here = (local >= 0) & (local < columns)
     return local.clamp(0, columns - 1)[:, None], here
@@ -179,7 +180,8 @@ def _fused_backward(softmax: _FusedSoftmax, factors: Tensor, axis: TensorAxis) -
 
 
 class _Way(NamedTuple):
-    """The settings for the loss: the tensor axis, and whether Triton's kernels compute it."""
+    """The settings for the computation of the cross-entropy: the tensor axis, and whether kernels
+    in Triton compute the loss (`fused`)."""
 
     axis: TensorAxis
     fused: bool = False

@@ -1,4 +1,4 @@
-"""The user's own loss, which replaces the cross-entropy.
+"""The user's own loss, which replaces the cross-entropy if `run.loss` names it.
 
 The user writes a function `loss(inputs) -> (sum, count)`, which returns the sum of the loss's terms
 and their number, for one microbatch on one rank. The trainer adds sums and counts over all

@@ -56,7 +56,8 @@ class ContextAxis:
         return keys, values
 
     def whole_keys_begin(self, k: Tensor, v: Tensor) -> "ArrivingKeys":
-        """Begin `whole_keys`."""
+        """Begin to gather keys and values, as `whole_keys` does. The method `wait` of the returned
+        object returns the keys and values at all positions."""
         under_way = _UnderWay(self)
         return ArrivingKeys(_BeginKeys.apply(k, v, under_way), under_way)
 

@@ -192,7 +192,8 @@ class _Journey:
         self._arriving = _pass_on(self._axis, added)
 
     def end(self) -> Tensor:
-        """Return the gradients of this rank's own keys and values."""
+        """Return the gradients of this rank's own keys and values, after they have arrived from the
+        last rank."""
         assert self._arriving is not None, "the gradients have left"
         return self._arriving.wait()
 

@@ -17,7 +17,8 @@ MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, label
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture: lines through points (`lines`: name -> points), or one bar for each name.
+    """One diagram of a picture: lines through points (`lines`: name -> points), or one horizontal
+    bar for each name (`bars`: name -> length).
 
     `across` and `up` are the labels of the horizontal and the vertical axis. `level` is the height
     and the label of a dashed horizontal line. `mark` is the position and the label of a dashed
@@ -39,7 +40,7 @@ class Reply:
 
     `short` is the answer in a sentence or two. `rows` is a table; the first row has the headings of
     the columns. `notes` are the assumptions. `numbers` has the same results for a program. `panels`
-    are the pictures.
+    are the diagrams of the picture, from left to right.
     """
 
     short: str
@@ -55,7 +56,8 @@ class Reply:
         return "\n".join([self.short, *table, *(["", *self.notes] if self.notes else [])])
 
     def draw(self, path: str | Path) -> None:
-        """Write the picture (.png or .svg). Raises InputError if the picture cannot be written."""
+        """Write the picture to the file `path` (.png or .svg). Raises InputError if the picture
+        cannot be written."""
         check_picture(path)
         from matplotlib.figure import Figure
 

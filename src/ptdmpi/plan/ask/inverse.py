@@ -103,7 +103,8 @@ def days_answer(
 
 
 def _days_curve(training: TrainingWork, peak: float) -> list[tuple[float, float]]:
-    """Return points (utilisation in %, days) from 10 % to 70 % of the peak."""
+    """Return the duration of a training by utilisation, as points (utilisation of the peak in %,
+    days), from 10 % to 70 %."""
     shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
     return [(100 * share, training.days(peak * share)) for share in shares]
 

@@ -274,8 +274,9 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
 def _in_shard_groups(
     pricer: Pricer, layout: Layout, group: int | Literal["all", "node"] | None
 ) -> Layout:
-    """Return the layout with shard groups of `group` ranks. If `group` is None, return `layout`
-    unchanged."""
+    """Return the layout with shard groups of `group` ranks, where "node" means the ranks of a node,
+    and "all" means all ranks with copies of the same parameters. If `group` is None, return
+    `layout` unchanged."""
     if group is None:
         return layout
     if isinstance(group, int):

@@ -1,4 +1,5 @@
-"""The effect of a slower network, and of a network with two tiers, on the time of a step."""
+"""The effect of a faster or slower network, and of a network with two tiers, on the time of a
+step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import ModelPart
 
-LATENCY = 10  # factor by which latencies are multiplied
+LATENCY = 10  # the factor in the change "latencies 10 times as long"
 
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:

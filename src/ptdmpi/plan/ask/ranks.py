@@ -63,8 +63,8 @@ def ladder(devices: int, least: int, most: int) -> list[int]:
 
 
 def between(fewer: int, more: int, devices: int) -> list[int]:
-    """Return up to three numbers of ranks between `fewer` and `more`. Each is a multiple of
-    `devices`, the number of devices of a node."""
+    """Return up to three numbers of ranks between `fewer` and `more`, about equally far apart. Each
+    is a multiple of `devices`, the number of devices of a node."""
     first = fewer // devices
     last = more // devices
     nodes = {first + (last - first) * part // 4 for part in (1, 2, 3)} - {first, last}
@@ -129,8 +129,9 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
 
 
 def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: bool) -> list[str]:
-    """Return the table's row for one number of ranks. `entry` has the same facts for the JSON
-    output."""
+    """Return the row of the printed table for one number of ranks. `entry` has the same facts for
+    the JSON output, `money` is the price of the training, and `is_best` is True for the cheapest
+    number of ranks."""
     row = [f"{cost.ranks}", f"{cost.days:.1f}", f"{cost.rank_hours:,.0f}"]
     if money is not None:
         row.append(f"{money:,.0f}")

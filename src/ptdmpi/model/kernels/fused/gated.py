@@ -43,7 +43,8 @@ def _forward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute some outputs of one row in each program."""
+    """Compute gated units: each program of this Triton kernel computes up to BLOCK outputs of one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -69,7 +70,8 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute the gradients of some gates of one row, and of their values, in each program."""
+    """Compute the backward of gated units: each program of this Triton kernel computes the
+    gradients of up to BLOCK gates of one row, and of their values."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -1,4 +1,5 @@
-"""Functions that all launches of Triton's kernels use."""
+"""Functions with which all kernels in Triton are launched: block sizes, number of warps, type of
+the computation and device."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

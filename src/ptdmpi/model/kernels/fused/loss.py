@@ -42,7 +42,8 @@ class RowSums(NamedTuple):
 def _forward(
     logits, labels, tops, totals, targets, columns, first, CHUNK: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Compute the sums of one row in each program."""
+    """Compute the three numbers of `RowSums`: each program of this Triton kernel computes them for
+    one row of logits."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     inside_chunk = tl.arange(0, CHUNK)
@@ -68,7 +69,8 @@ def _forward(
 def _backward(
     logits, labels, tops, totals, factors, columns, first, CHUNK: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Overwrite one row of the logits with its gradient in each program."""
+    """Overwrite the logits with their gradient: each program of this Triton kernel overwrites one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     inside_chunk = tl.arange(0, CHUNK)

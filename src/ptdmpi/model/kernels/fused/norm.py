@@ -50,7 +50,8 @@ def _forward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute one row in each program."""
+    """Compute norms and the residual sums before them: each program of this Triton kernel computes
+    one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -90,8 +91,8 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute every n-th row in each of n programs. Each program also sums the gradients of the
-    weights over its rows."""
+    """Compute the backward: each of the n programs of this Triton kernel computes every n-th row.
+    Each program also sums the gradients of the weights over its rows."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -134,7 +135,7 @@ def add_and_normalize(
 
 
 class _AddNorm(Function):
-    """The autograd Function of `add_and_normalize`."""
+    """The autograd Function of `add_and_normalize`: the residual sum x + y, and its norm."""
 
     @staticmethod
     def forward(

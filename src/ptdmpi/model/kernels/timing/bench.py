@@ -1,4 +1,5 @@
-"""Timing of work on all ranks at the same time, with checks of the results."""
+"""Timing of kernels and messages on all ranks at the same time. If a kernel or a message gives a
+wrong result, the timing ends with `ProbeError`."""
 
 import os
 import statistics
@@ -15,7 +16,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.kernels import USUAL
 
 TRIALS = 5
-TRIAL_S = 2e-3  # work that takes less time is repeated until a trial takes this long
+TRIAL_S = 2e-3  # seconds; a trial repeats shorter work until the trial takes about this long
 MOST_REPEATS = 200
 
 

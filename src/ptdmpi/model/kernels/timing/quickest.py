@@ -65,7 +65,8 @@ class TimedSizes:
     gelu: tuple[int, int] = (1024, 2048)
 
     def measurements(self, dtype: torch.dtype) -> int:
-        """Return how many kernels must be timed for tensors of type `dtype`."""
+        """Return the number of measurements for tensors of the type `dtype`: one for each kernel at
+        each size."""
         ways = len(_attention_ways(dtype))
         return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 
@@ -157,7 +158,7 @@ def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dic
 
 
 def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> None:
-    """Compute forward and backward once."""
+    """Call `core`, and compute the gradients of its result with respect to `operands`."""
     torch.autograd.grad(core(), operands, operands[0].detach())
 
 
@@ -258,8 +259,9 @@ def _quicker_from(
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return True if the second kernel is faster by at least LEAST_GAIN, in the geometric mean over
-    all sizes."""
+    """Return True if the second kernel is faster than the first by at least the fraction
+    LEAST_GAIN, in the geometric mean over all sizes. `before` and `after` are the times of the
+    first and the second kernel at each size."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 

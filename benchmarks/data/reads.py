@@ -6,7 +6,7 @@ task.
 
 reads     samples of 1,024 tokens in the training order, as int64 inputs and labels, against
           `memmap[i * s : i * s + s + 1].astype(np.int64)` for as many random i; warm page cache
-start     time and memory from the start of a process to its first batch: 10^8 to 10^12 tokens
+start     time and memory from the start of a process to its first batch, for 10^8 to 10^12 tokens
 write     token ids written to shards, against h5py's create_dataset(data=...)
 tokenize  `ptdmpi-data tokenize` against direct calls of the tokenizer, and other tools
 

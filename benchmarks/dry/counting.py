@@ -23,10 +23,10 @@ OVERWRITES |= {"_foreach_zero_", "_foreach_copy_"}
 class DeviceWork(NamedTuple):
     """The work of operators on a device.
 
-    `moved_bytes` is the size of all inputs and outputs of the operators. `other_bytes` is the same,
-    only for operators that are neither matrix products nor attention. `roofline_s` is the time that
-    an H100 would need if each operator reached either the full rate of its memory or the full rate
-    of its matrix products.
+    `moved_bytes` is the size of all inputs and outputs of the operators. `other_bytes` is the same
+    size, but only for operators that are neither matrix products nor attention. `roofline_s` is the
+    time that an H100 would need if each operator reached either the full rate of its memory or the
+    full rate of its matrix products.
     """
 
     launches: int = 0

@@ -33,7 +33,7 @@ COMPILED = ("gpt bf16", "llama bf16")  # kinds that are also counted with compil
 
 
 def of_step(config: Config, vocab_size: int) -> Counts:
-    """Run a training step twice on this rank, and return the counts of the second one (see
+    """Run a training step twice on this rank, and return the counts of the second run (see
     `counted`)."""
     begin()
     with drawn_there():
@@ -57,9 +57,9 @@ def _asks_only(method: Compressed, gradients: Tensor) -> bool:
 
 
 def alone(changes: Mapping[str, Any]) -> Numbers:
-    """Count a step of one kind of training on one rank, and return the row of the table. `changes`
-    are the keys of the configuration in which this kind differs from the default model. If layers
-    are compiled, the row has no bytes and FLOPs, which cannot be counted."""
+    """Run a step of one kind of training on one rank, and return its counts as a row of the table.
+    `changes` are the keys of the configuration in which this kind differs from the default model.
+    If layers are compiled, the row has no bytes and FLOPs, which cannot be counted."""
     config = resolve(tree(LARGE | changes), 1)
     counts = of_step(config, LARGE_VOCAB)
     planned = planned_bytes(config, LARGE_VOCAB)
@@ -79,16 +79,16 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
 
 
 def of_two(changes: Mapping[str, Any]) -> Numbers:
-    """Count a step of one kind of training on two ranks, and return the row of the table. The model
-    is the small model of the tests, because messages between ranks are really sent, which takes
-    time."""
+    """Run a step of one kind of training on two ranks, and return its counts as a row of the table.
+    The model is the small model of the tests, because messages between ranks are really sent, which
+    takes time."""
     counts = of_step(small(changes, 2), VOCAB_SIZE)
     return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
 
 
 def rows() -> Iterator[Row]:
-    """Yield, for each kind of training that needs one rank, its name and a function that counts its
-    row."""
+    """Yield, for each kind of training that needs one rank, its name and a function that returns
+    its row of counts."""
     kinds = test_engine.KINDS | test_kinds.KINDS
     for name, changes in kinds.items():
         yield name, partial(alone, changes)
@@ -97,7 +97,7 @@ def rows() -> Iterator[Row]:
 
 
 def rows_of_two() -> Iterator[Row]:
-    """Yield, for each kind of training that needs two ranks, its name and a function that counts
-    its row. All ranks call this function."""
+    """Yield, for each kind of training that needs two ranks, its name and a function that returns
+    its row of counts. All ranks call this function."""
     for name, changes in (test_kinds.LAYOUTS | test_kinds.CODES).items():
         yield name, partial(of_two, changes)

@@ -78,7 +78,7 @@ def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.
 
 
 def of_ours(name: str, shape: Shape) -> Numbers:
-    """Count a layer of ptdmpi, and return its row of the table."""
+    """Run steps of ptdmpi, and return the counts of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
@@ -92,7 +92,8 @@ def of_ours(name: str, shape: Shape) -> Numbers:
 
 
 def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
-    """Count a layer of transformers in the setting `way`, and return its row of the table."""
+    """Run steps of transformers in the setting `way`, and return the counts of one layer as a row
+    of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -104,7 +105,7 @@ def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
 
 
 def of_torchtitan(name: str, shape: Shape) -> Numbers:
-    """Count a layer of torchtitan, and return its row of the table."""
+    """Run steps of torchtitan, and return the counts of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -117,7 +118,7 @@ def of_torchtitan(name: str, shape: Shape) -> Numbers:
 
 
 def rows() -> Iterator[Row]:
-    """Yield, for each row of the table, its name and a function that counts it."""
+    """Yield, for each row of the table, its name and a function that returns its counts."""
     for name, shape in MODELS.items():
         yield f"{name}: {OURS}", partial(of_ours, name, shape)
         for way in SETTINGS:

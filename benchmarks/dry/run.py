@@ -21,8 +21,8 @@ from ptdmpi.base import launched
 from ptdmpi.comm import launch
 
 PAGE = ROOT / "docs/reference/gpu-dry.md"
-LIMIT_S = 600.0  # for one part
-PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # the numbers of ranks
+LIMIT_S = 600.0  # time limit for one part, in seconds
+PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # part -> number of ranks
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ def counted(
     *,
     by_operator: bool = True,
 ) -> Counts:
-    """Run a training step twice, and return the counts of the second one. In the first one, PyTorch
+    """Run a training step twice, and return the counts of the second run. In the first run, PyTorch
     allocates its working memory, and the optimizer its states. After the step, `state_bytes`
     returns `Counts.state_bytes`; the default is for a trainer that frees no gradients. If
     `by_operator` is False, bytes and FLOPs are not counted: the launches of compiled kernels do not

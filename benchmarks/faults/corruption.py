@@ -96,7 +96,7 @@ def main() -> None:
         ratios = [a / b for a, b in zip(with_s, without_s, strict=True)]
         print(f"state of a rank: {size / 1e6:.0f} MB; step {turns.spread(without_s, ' s')}")
         print(f"a verification: {turns.spread(verifying_s, ' s')}, {share:.2f} % of a step")
-        print(f"step with one over step without: {turns.spread(ratios)}")
+        print(f"step with a verification / step without: {turns.spread(ratios)}")
 
 
 if __name__ == "__main__":

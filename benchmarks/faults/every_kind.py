@@ -49,7 +49,7 @@ from ptdmpi.supervise.progress import RunProgress
 LIMIT_S = 240.0
 DEATHS = 20  # Maximum number of deaths of a run.
 LIFE_S = 0.2  # Maximum time in seconds from a new step to the next death.
-START_S = 4.0  # Maximum seconds from a death to a death in the next start.
+START_S = 4.0  # Maximum time in seconds from a death to a death in the next start.
 NOWHERE = ("none", 1, 0)
 
 
@@ -139,7 +139,7 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
             time.sleep(choice.uniform(0.0, START_S))
-        elif job.wait_for(furthest + 2):  # step `furthest` + 1 may be older than the death
+        elif job.wait_for(furthest + 2):  # step `furthest` + 1 may precede the death
             if deaths:
                 deaths[-1] = Death(deaths[-1].fault, time.monotonic() - died_s)
             time.sleep(choice.uniform(0.0, LIFE_S))

@@ -44,7 +44,8 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
     "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
 }
-# Format of quantized weights -> the options with which `ptdmpi quantize` writes a base in it.
+# Format of quantized weights -> the options with which `ptdmpi quantize` writes a base in this
+# format.
 CODES: Mapping[str, tuple[str, ...]] = {
     "int8": ("--bits", "8"),
     "int4": ("--bits", "4"),

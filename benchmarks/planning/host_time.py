@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.planning.host_time
 
 The measured layers are so small that, on the CPU, almost all their time is the time of Python,
-autograd and the library's calls. Launching a kernel on a device takes a few microseconds more.
+autograd and the library's calls. On a device, the launch of a kernel takes a few microseconds more
+than on the CPU.
 """
 
 import torch

@@ -198,7 +198,7 @@ def stop(number: int, frame: FrameType | None) -> None:
     for ending in (signal.SIGINT, signal.SIGTERM):
         # ignore further signals, because a second signal must not interrupt the exit
         signal.signal(ending, signal.SIG_IGN)
-    print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)
+    print("bench: stopped; results/latest.json has the rows measured so far", file=sys.stderr)
     sys.exit(128 + number)
 
 
@@ -207,13 +207,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bench", description=__doc__)
     parser.add_argument(
         "--rows",
-        help="ids, layouts or precisions, such as 't2 d2zero3-bf16' (the five layouts and the "
-        "weak scaling of three, in fp32 and bf16)",
+        help="ids, layouts or precisions, such as 't2 d2zero3-bf16' [default: five layouts, and "
+        "weak scaling on three axes, in fp32 and bf16]",
     )
-    parser.add_argument("--peers", help=f"trainers to compare with: of {' '.join(TOOLS)} (all)")
+    parser.add_argument("--peers", help=f"other trainers, some of {' '.join(TOOLS)} [default: all]")
     parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds of a row")
     parser.add_argument(
-        "--minutes", type=positive, default=45, help="for all rows: fewer rounds if they run out"
+        "--minutes", type=positive, default=45, help="time limit for all rows together"
     )
     return parser.parse_args()
 

@@ -94,8 +94,8 @@ class OurTrainer:
     def _gemm_time_s(self) -> float:
         """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
         linear layer and microbatch, in the data type in which the layers compute on this device.
-        Each expert is assumed to have the mean number of tokens of each rank that sends tokens to
-        it."""
+        Each rank is assumed to send equally many tokens to all experts, and an expert multiplies
+        the tokens of each sending rank separately."""
         model = self.row.config.model
         tokens = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
         shapes: Counter[tuple[int, ...]] = Counter()

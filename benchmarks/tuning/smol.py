@@ -1,8 +1,8 @@
 """A small pretrained model, training data for it, and training runs that begin from this model.
 
-MODEL is a model directory of Hugging Face (SmolLM2-135M-Instruct, for example) or a .gguf file,
-which `transformers` unpacks with the package `gguf`. All results are stored in a folder, and
-existing results are not computed again.
+The argument MODEL of the benchmarks is a model directory of Hugging Face (SmolLM2-135M-Instruct,
+for example) or a .gguf file, which `transformers` unpacks with the package `gguf`. All results are
+stored in a folder, and existing results are not computed again.
 """
 
 import json

@@ -26,7 +26,7 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
     if not shares:
         return
     yield ""
-    yield "from one rank to two, share of ideal: the same work; twice the work (batch, or layers)"
+    yield "scaling efficiency of two ranks: the same work; twice the work (batch, or layers)"
     for layout in ("d=2", "t=2", "p=2", "p=2,v=2"):
         for precision in ("fp32", "bf16"):
             keys = [(layout, precision)]

@@ -6,8 +6,9 @@
 
 A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The entry
 "quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
-`weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} has, for
-each operand with a delayed scale, the exponents that determined its scale in the last steps.
+`weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} is for
+matrix products in 8-bit floating point with delayed scales. It has, for each operand of such a
+product, the exponents of its greatest magnitudes in the last steps.
 
 The checksum of the manifest detects damage to the manifest. A faulty or foreign program may write a
 wrong manifest with a valid checksum; the checks of keys, types and lengths detect such a manifest.
@@ -149,8 +150,9 @@ class Manifest:
 
     @property
     def exponents(self) -> dict[str, tuple[int, ...]]:
-        """Return, for each operand with a delayed scale, the exponents in the last steps
-        (`Counters`). Return an empty dict if the run had no such scales."""
+        """Return, for each operand of a matrix product with a delayed scale, the exponents of its
+        greatest magnitudes in the last steps (`Counters`). Return an empty dict if the run had no
+        delayed scales."""
         return {
             name: tuple(map(int, text.split()))
             for name, text in self.said.get(EXPONENTS, {}).items()

@@ -119,12 +119,12 @@ class Engine:
         self.scales = ScaleHistory(config.model, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
-        # training steps that the state includes; None while an update changes it
+        # training steps that the state includes; None while an update changes the state
         self.steps_done: int | None = 0
         self.compute_by(None)
 
     def compute_by(self, choice: Choice | None) -> None:
-        """Compute with the kernels that `choice` selects from now on; None selects the default
+        """From now on, compute with the kernels that `choice` selects; None selects the default
         kernels."""
         precision = PRECISIONS[self.config.precision.compute]
         if isinstance(choice, DeviceChoice):
@@ -379,9 +379,9 @@ def _sums_early(config: Config, axes: Axes) -> bool:
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in norms. There is such a
-    parameter only if a tied embedding table is on two ranks: the first stage counts the table, and
-    the last stage does not."""
+    """Return the names of this rank's parameters that another rank counts in the gradient norm.
+    There is such a parameter only if a tied embedding table is on two ranks: the first stage counts
+    the table, and the last stage does not."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:

@@ -36,7 +36,8 @@ class ScaleHistory:
         """Find the linears of `stages` that have delayed scales."""
         self.axes = axes
         self.state = state
-        # the names of all operands of the model, on every rank; each name is a row of the maxima
+        # the names of all operands of the model, on every rank; the index of a name is the row of
+        # its operand in the tensor of greatest magnitudes
         self.names = list(_names(model)) if model.scaling == "delayed" else []
         self._rows = {name: row for row, name in enumerate(self.names)}
         self._mine: dict[str, DelayedScales] = {}

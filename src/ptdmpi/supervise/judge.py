@@ -14,12 +14,12 @@ CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 
 @dataclass(frozen=True)
 class Starts:
-    """What the supervisor knows about earlier starts of the ranks.
+    """The supervisor's knowledge about earlier starts of the ranks.
 
     `furthest` is the largest step that any start has recorded. `idle` counts starts: it is set to 1
     by a start that recorded a new step, and is increased by 1 by any other start. If the last start
-    ended because of an exception or a hang, `failed_at` is the last step before it; otherwise
-    `failed_at` is None.
+    ended because of an exception or a hang, `failed_at` is the last step before the exception or
+    hang; otherwise `failed_at` is None.
     """
 
     furthest: int = 0
@@ -50,8 +50,8 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     `step` is the last recorded step.
 
     `before` is what was known before the ranks ended. `asked` is True if a stop was requested.
-    `restarts` is the maximum number of consecutive restarts without a new step. If one more restart
-    would be needed, the run ends.
+    `restarts` is the maximum number of consecutive restarts without a new step; after this number
+    of restarts the run ends.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)

@@ -18,7 +18,7 @@ NOISE = re.compile(
     r"|srun: (error|Job step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
-# how the lines begin in which a rank reports why the job ends
+# the beginnings of lines in which a rank reports why the job ends
 FAILED = r"stall: |stopped: (more than|a weight|adapt\.base) "
 SAID = re.compile(rf"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|{FAILED}")
 TRACEBACK = re.compile(rf"\[rank \d+ on [^]]*\] Traceback|{FAILED}")

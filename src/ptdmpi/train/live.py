@@ -58,7 +58,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Account:
-    """What a surviving rank reports to the other survivors.
+    """The report of a surviving rank to the other survivors.
 
     `place` is the rank's position in the process grid before the loss. `step` is the number of
     steps for which the rank's state was trained, or None if the rank has no state. `completed` and

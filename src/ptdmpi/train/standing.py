@@ -50,8 +50,8 @@ class Standing:
 
     @property
     def best(self) -> Validated | None:
-        """Return the validation with the lowest loss (the first of several). Return None if no
-        validation had a finite loss.
+        """Return the validation with the lowest loss (the first of several equal ones). Return None
+        if no validation had a finite loss.
         """
         finite = [validation for validation in self.seen if validation.finite]
         return min(finite, key=lambda validation: validation.loss, default=None)

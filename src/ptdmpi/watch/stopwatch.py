@@ -12,7 +12,7 @@ COMPUTE_STEPS = 20  # the time of a rank's own work is the median over this numb
 
 
 class Doing(NamedTuple):
-    """What a rank does at one moment.
+    """The activity of a rank at one moment.
 
     `kind` and `op` have the same meaning as in `plan.schedule.simulate.Span`. If the rank waits for
     a message, `peer` is the pipeline rank that must send it; otherwise `peer` is None.
@@ -53,7 +53,7 @@ class Place:
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
         """Store the marks (device events) before and after work that the host has launched on the
-        device. They are removed when the device has finished the work."""
+        device. The marks are removed when the device has finished the work."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():

@@ -4,7 +4,8 @@ in, and failures.
 
 from ptdmpi.comm.world import Axes
 
-# time limit in seconds: after an abort of its transports, the main thread must stop waiting
+# after the transports of a rank were aborted, its main thread must stop waiting within this number
+# of seconds
 PATIENCE_S = 5.0
 
 

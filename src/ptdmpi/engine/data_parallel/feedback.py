@@ -19,8 +19,8 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# The hash that yields the random numbers of compression includes this number. Without it, they
-# could equal other random numbers of the same seed.
+# The hash that yields the random numbers of compression includes this number. Without this number,
+# the random numbers of compression could equal other random numbers of the same seed.
 PURPOSE = 1_000_003
 
 

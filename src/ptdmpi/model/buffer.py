@@ -23,8 +23,8 @@ from ptdmpi.model.random import initial
 class Storage:
     """The memory of the optimizer's state: the moments, and the master weights unless the weights
     themselves are the master weights. The base class uses the memory of `device`. `apart` is True
-    if this memory is not on the training device; then the host computes the update (see
-    `offload`)."""
+    if this memory is not on the training device (key `parallel.offload`); the host then computes
+    the update."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -49,8 +49,8 @@ class Storage:
 
 class ParameterBuffer(FlatOrder):
     """The parameters of one rank: their order in flat buffers, and the buffers themselves, which
-    are initially zero. If `trains` is False, there are no gradients. `storage` allocates the master
-    weights, unless the weights themselves are the master weights.
+    are initially zero. If `trains` is False, no memory is allocated for gradients. `storage`
+    allocates the master weights, unless the weights themselves are the master weights.
 
     `masters` and `reduced` each have one tensor for each shard unit: the master weights (`masters`)
     or the gradients (`reduced`) of this rank's part of the shard unit, which this rank updates. If

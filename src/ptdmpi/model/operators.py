@@ -135,8 +135,8 @@ class EarlyKeys(Heads):
     """Three operators in one step: the matrix product that computes queries, keys and values, their
     division into heads, and the gather of keys and values over the context axis. The matrix product
     is computed in two parts: first keys and values, then queries. Keys and values are gathered
-    while the queries are computed. The gradients of keys and values are summed while the gradients
-    of the queries' part are computed."""
+    while the queries are computed. In the backward, the gradients of keys and values are summed
+    over the context axis while the gradients of the queries' part are computed."""
 
     def __init__(
         self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
@@ -432,7 +432,7 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 def maker_of(row: Operator) -> Maker:
     """Return the function that makes and registers the module for `row` (the description of an
-    operator). If `row` belongs to the user's own sublayer, the method of `row` makes the module."""
+    operator). If `row` belongs to the user's own sublayer, a method of `row` makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 
@@ -448,7 +448,7 @@ def add(owner: nn.Module, name: str, module: nn.Module) -> None:
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
     """Make the torch modules of `rows` (descriptions of operators), and register them in `owner`.
-    Return the steps for `run`."""
+    Return the steps of the layer in order, which `run` computes."""
     steps = []
     while rows:
         row, count = rows[0], 1

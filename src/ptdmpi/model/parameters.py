@@ -59,8 +59,8 @@ class Split:
 
 @dataclass(frozen=True)
 class HeldShare:
-    """A share of a parameter that one rank has: its slice of the logical tensor (`logical`), and
-    its slice of the rank's local tensor (`local`).
+    """A share of a parameter that one rank has: its slice of the logical (undivided) parameter
+    (`logical`), and its slice of the rank's local tensor (`local`).
 
     `copies` is the number of neighbouring tensor ranks that have this share. `counts` is True only
     on the first of these ranks, so that norms and checkpoints include the share only once.
@@ -76,10 +76,10 @@ class HeldShare:
 class Declaration:
     """The properties of a parameter, except its name.
 
-    `shape` is the logical shape. `split` is the division over the tensor axis; None means that
-    every tensor rank has the full parameter. `init` is the standard deviation of a normal
-    distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has the
-    axes of the grid along which ranks have different parameters with this declaration, such as
+    `shape` is the logical (undivided) shape. `split` is the division over the tensor axis; None
+    means that every tensor rank has the full parameter. `init` is the standard deviation of a
+    normal distribution, or "zeros" or "ones". If `decay` is True, weight decay applies. `apart` has
+    the axes of the grid along which ranks have different parameters with this declaration, such as
     different experts; gradients are not summed over these axes. `rows_over` names groups of ranks
     that apply the parameter to different rows of activations; the gradient is summed over these
     groups, in addition to the sum over ranks with different tokens. A parameter that is not divided
@@ -141,8 +141,8 @@ class Declaration:
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
-        """Yield the shares of the logical tensor that one tensor rank has. Empty shares are
-        skipped."""
+        """Yield the shares of the parameter that tensor rank `tensor_rank`, of `tensor_size` ranks,
+        has. Empty shares are skipped."""
         whole = Box.whole(self.shape)
         if self.split is None:
             yield HeldShare(whole, whole)

@@ -320,8 +320,8 @@ def _no_gradients(ctx: Any) -> list[None]:
 
 
 def declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
-    """Return the declared bias of a linear with the given number of outputs, or None if the linear
-    has no bias. `options` are fields of `Declaration`."""
+    """Declare the bias of a linear with `outputs` outputs, and return it. Return None if `wanted`
+    is False, because the linear has no bias. `options` are fields of `Declaration`."""
     if not wanted:
         return None
     return declare(axis_size, (outputs,), "zeros", **options)

@@ -27,8 +27,8 @@ class LowRankAdapter(Computing):
     the linear call the adapter's methods; the adapter itself has no forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
-        """Declare A and B. `tensor` is (this rank's number on the tensor axis, size of the tensor
-        axis)."""
+        """Declare the adapter's matrices A and B. `tensor` is (this rank's number on the tensor
+        axis, size of the tensor axis)."""
         super().__init__()
         rank, size = tensor
         self.part = part

@@ -361,8 +361,9 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 
 def _first_attention() -> None:
-    """Compute attention once. When a process computes attention on a GPU for the first time,
-    PyTorch sets its own order of backends, which would replace an order that was set before."""
+    """Compute attention once on a GPU, if there is one. At the first attention of a process on a
+    GPU, PyTorch sets its own order of backends. This function makes sure that this happens before
+    the caller sets another order."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

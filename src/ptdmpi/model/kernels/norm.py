@@ -34,8 +34,8 @@ class _RmsNorm(Function):
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, where n = x / rms and
-        # g = dy weight
+        # the derivative of RMSNorm (see `rms_norm`) is dx = (g - n mean(g n)) / rms, where n = x /
+        # rms and g = dy weight
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
         return dx.to(x.dtype), dweight, None
@@ -98,7 +98,8 @@ class Norm(Computing):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized activations, which have the shape of x [..., h]."""
-        # norms of heads have short rows, for which the kernel in Triton is not made
+        # the kernel in Triton is made for rows of the hidden size; the rows of a norm over single
+        # heads are shorter
         if self.of_hidden and self.kernels.by_triton("norm"):
             return self.of_sum(x, None)[1]
         weight = self._gain()

@@ -38,7 +38,7 @@ WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmat
 
 
 def written(choice: HostChoice) -> dict[str, list[str]]:
-    """Return the stored form of a choice."""
+    """Return the stored form of a choice of kernels for hosts: {kind: [text]}."""
     return {kind: [text_of(kind, getattr(choice, kind))] for kind in KINDS}
 
 
@@ -132,8 +132,9 @@ def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
 
 @dataclass(frozen=True)
 class Form:
-    """The stored form of one kind of kernel: a function that returns the text of a choice, and a
-    function that reads the parts of a text. `read` returns None for an unknown text."""
+    """The stored form of one kind of kernel, as two functions. `write` returns the text that is
+    stored for a choice. `read` returns the choice for a text that was split at its colons, or None
+    for an unknown text."""
 
     write: Callable[[Any], str]
     read: Callable[[Sequence[str]], Any]

@@ -71,8 +71,9 @@ def chosen(history: Sequence[int]) -> int:
 
 
 def extended(history: Sequence[int], exponent: int) -> tuple[int, ...]:
-    """Return a history with the exponent of one more step. If all numbers of a step are zero, its
-    exponent says nothing about the scale, so it is not added."""
+    """Return `history`, the exponents of the last steps, extended by the exponent of one more step.
+    If all numbers of the tensor were zero in this step, the exponent is not added, because zeros
+    need no particular scale."""
     if exponent >= MOST_EXPONENT:
         return tuple(history)
     return (*history, exponent)[-HISTORY:]

@@ -30,7 +30,8 @@ _ABOVE_MANTISSA = 0x7FFFFF - 0x600000
 
 
 class ScaleTile(NamedTuple):
-    """The numbers of rows and columns of a tile."""
+    """The size of a tile, a rectangle of a matrix whose elements share a scale: its numbers of rows
+    and columns."""
 
     rows: int
     columns: int

@@ -247,7 +247,8 @@ class _TokenLosses(Function):
 
 
 def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
-    """Return exp(chunk - top). If the chunk has a wide type, the result overwrites the chunk."""
+    """Return exp(chunk - top). If the type of the chunk is float32 or wider, the result overwrites
+    the chunk."""
     return widened(chunk).sub_(top[:, None]).exp_()
 
 

@@ -73,8 +73,8 @@ class _Teacher(NamedTuple):
 
 
 def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAxis) -> _Teacher:
-    """Return the teacher's outcomes in the form that this tensor rank needs. The rank has `columns`
-    columns of the logits."""
+    """Return the teacher's outcomes for the tokens of `batch`, relative to this tensor rank's
+    columns of the logits, of which there are `columns`. The probabilities have the type `dtype`."""
     assert batch.teacher is not None, "the stored outputs of the teacher"
     kept = batch.teacher.ids.shape[-1]
     local, here = columns_of(batch.teacher.ids, columns, axis)

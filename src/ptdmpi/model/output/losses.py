@@ -171,7 +171,8 @@ def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:
 
 
 def summed(parts: list[Mapping[str, SummedLoss]]) -> dict[str, SummedLoss]:
-    """Return the losses over all terms of several batches, by name."""
+    """Return the losses of several batches together, by name: sums and numbers of terms are added.
+    `parts` has the losses of each batch."""
     total: dict[str, SummedLoss] = {}
     for losses in parts:
         for name, loss in losses.items():

@@ -145,10 +145,10 @@ class OwnLoss:
         )
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Return the sum (TASK) and the count (COUNT) of the loss's terms in a microbatch, as
-        scalar tensors. `logits` [s, b, ceil(V/t)] may have padded columns. Raise InputError if the
-        user's function does not return a sum and a count, or if the sum has no gradient although
-        the logits need one."""
+        """Return a dict with two scalar tensors: the sum of the loss's terms in a microbatch (key
+        TASK), and their number (key COUNT). `logits` [s, b, ceil(V/t)] may have padded columns.
+        Raise InputError if the user's function does not return a sum and a count, or if the sum has
+        no gradient although the logits need one."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # without padded columns

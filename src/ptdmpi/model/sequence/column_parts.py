@@ -79,8 +79,8 @@ class _Shared:
         self._sum: Tensor | None = None
 
     def _ends(self) -> bool:
-        """Count one computed part. Return True if this part is the last one of the forward or of
-        the backward."""
+        """Record that one more part was computed. Return True if it is the last part of the forward
+        or of the backward."""
         self._left = (self._left or self._count) - 1
         return self._left == 0
 

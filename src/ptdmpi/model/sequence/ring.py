@@ -337,8 +337,9 @@ class _Gradients:
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
-        """Compute the gradients of a tile, and add them to `dq` and to `gradients`, which are the
-        gradients of the received keys and values."""
+        """Compute the gradients of the queries, keys and values of a tile (some queries and some
+        keys). Add the gradients of queries to `dq`, and those of the received keys and values to
+        `gradients`."""
         queries, product = self._queries, self._queries.kernels.wide_product
         dk, dv = gradients
         key = visit.keys[tile.keys]

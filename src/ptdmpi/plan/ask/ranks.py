@@ -144,7 +144,8 @@ def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: boo
 
 
 def _sentence(pricer: Pricer, best: Cost, days: float | None, price: float | None) -> str:
-    """Return the answer in a sentence."""
+    """Return the printed sentence that names the cheapest number of ranks (`best`) and its cost.
+    `days` is the deadline, and `price` is the price of a rank-hour."""
     within = ""
     if days is not None:
         within = f" of those done within {days:g} days"

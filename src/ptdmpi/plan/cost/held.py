@@ -54,11 +54,13 @@ class HeldParts:
                     yield place, name, part
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
-        """Return (name, part) for each trained part (linear layer, norm or table) of a stage."""
+        """Return an iterator over (name, part) for each trained part (linear layer, norm or table)
+        of the pipeline stage `stage`."""
         return ((name, part) for _, name, part in self._of_places(stage))
 
     def of_rank(self, rank: int) -> list[tuple[str, Part]]:
-        """Return (name, part) for each trained part (linear layer, norm or table) of a rank."""
+        """Return (name, part) for each trained part (linear layer, norm or table) of the pipeline
+        rank `rank`."""
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
@@ -119,7 +121,8 @@ class HeldParts:
         return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
 
     def _is_packed(self, place: str, part: Part) -> bool:
-        """Return True if the matrix of the part `part` of the place `place` is quantized."""
+        """Return True if `part` has a quantized matrix. `place` is the embedding, the layer or the
+        head to which the part belongs."""
         low_bit = LowBit.of(self.model.quantize)
         layers = place not in (EMBEDDING, HEAD)
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)

@@ -146,14 +146,16 @@ class TensorRank:
         return self._exposed_s(seconds, message, overlaps)
 
     def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
-        """Return the part of a message's time that does not overlap with kernels."""
+        """Return the part of a message's time `seconds` that does not overlap with kernels. If
+        `overlaps` is True, the message overlaps with the kernels `message.behind`; otherwise it
+        overlaps with none."""
         if not overlaps:
             return seconds
         return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))
 
     def seconds(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
-        """Return the time of some kernels and messages, including the host's time to launch
-        them."""
+        """Return the time that a rank needs for `kernels` and for the messages `sent`, including
+        the host's time to launch them."""
         compute = 0.0
         launches = 0
         for kernel in kernels:
@@ -217,7 +219,8 @@ class LayerTimes(TensorRank):
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
     def recomputed(self, layout: Layout) -> Seconds:
-        """Return the time of the recomputation at the beginning of a backward pass of `layout`.
+        """Return the time of the recomputation at the beginning of the layer's backward pass, in
+        the recomputation mode of `layout`.
 
         If the kept input of the layer is partitioned over tensor-parallel ranks, the time includes
         the gather of this input.
@@ -248,7 +251,7 @@ class LayerTimes(TensorRank):
 
 
 def forward_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
-    """Yield the kernels of a forward pass."""
+    """Yield the kernels that the operators `rows` run in a forward pass."""
     for row in rows:
         yield from row.forward(sizes)
 
@@ -256,7 +259,8 @@ def forward_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 def backward_kernels(
     rows: Iterable[Operator], sizes: Sizes, input_trains: bool = True
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a backward pass, except the kernels of `weight_kernels`.
+    """Yield the kernels that the operators `rows` run in a backward pass, except those that compute
+    the gradients of weights (`weight_kernels`).
 
     If `input_trains` is False, the operators up to and including the first trained operator compute
     no gradient of their input.
@@ -267,7 +271,8 @@ def backward_kernels(
 
 
 def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
-    """Yield the kernels that compute the gradients of the weights."""
+    """Yield the kernels that the operators `rows` run in a backward pass to compute the gradients
+    of their weights."""
     for row in rows:
         yield from row.weights(sizes)
 

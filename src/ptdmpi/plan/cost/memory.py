@@ -103,8 +103,8 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
-    """Return the sharding of a layout's state, and the name of the memory to which the state is
-    offloaded."""
+    """Return the sharding of a layout's state, and the value of `parallel.offload`, which says to
+    which memory the state is offloaded."""
     return layout.sharing, layout.offload
 
 
@@ -248,8 +248,8 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return (kept bytes, working bytes) during the op for which a rank needs the most
-        memory."""
+        """Return two numbers of bytes at the op during which a rank needs the most memory: the
+        tensors that are kept for the microbatches in flight, and the working memory of the op."""
         key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -281,7 +281,7 @@ class MemoryModel:
         return max(moments, key=sum)
 
     def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
-        """Return the pipeline rank with the highest peak, and that peak."""
+        """Return the pipeline rank that needs the most memory, and its memory at its peak."""
         peaks = [(r, self.peak(layout, r, microbatches)) for r in self.distinct_ranks(layout)]
         return max(peaks, key=lambda peak: peak[1].total)
 

@@ -207,8 +207,8 @@ def _sent_of(kind: str, size: float, n: int) -> float:
 
 
 class MethodAxis(DataAxis):
-    """The times of the messages over the data axis with a communication-efficient method. Gradients
-    are not sharded."""
+    """The times of the messages over the data axis with a communication-efficient method. With such
+    a method, gradients are not sharded."""
 
     def __init__(self, machine: Machine, model: Model, method: RunMethod) -> None:
         super().__init__(machine, model)

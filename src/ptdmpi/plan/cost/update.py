@@ -26,9 +26,8 @@ class UpdateTimes:
         the memory.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
-        rank's shard. (This trainer needs no kernel for the division, because the weights of its
-        loss include it.) Raises InputError if the cluster file lacks a rate that an offloaded
-        update needs.
+        rank's shard. (This trainer needs no kernel for the division, because it divides the loss
+        instead.) Raises InputError if the cluster file lacks a rate that an offloaded update needs.
         """
         shard = elements / layout.shards
         kernels = self._update_bytes()

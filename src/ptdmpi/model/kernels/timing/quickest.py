@@ -25,7 +25,8 @@ from ptdmpi.model.kernels.choice import (
 from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.model.kernels.timing.bench import Bench
 
-# the least gain of a kernel, as a fraction of the time; a smaller gain may be due to chance
+# a kernel replaces a simpler one only if it saves at least this fraction of the time; a smaller
+# gain may be due to chance
 LEAST_GAIN = 0.03
 # names of processor capabilities in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")

@@ -301,7 +301,7 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 @click.argument("model", type=PATH)
 @click.argument("datasets", nargs=-1, required=True, type=PATH)
 @click.option("--adapter", type=PATH, help="Run or checkpoint of adapters for MODEL.")
-@click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's].")
+@click.option("--layout", metavar="t=2,p=2", help="Ranks of one model copy [default: the run's].")
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),

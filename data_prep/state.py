@@ -340,8 +340,8 @@ class RunState:
 
     def _known(self, output: Path) -> dict[str, Any] | None:
         """Return the identity (inputs and options) of the shards in an output directory. Return
-        None if ptdmpi-data has written nothing there. Raise InputError if the file with the
-        identity is damaged."""
+        None if ptdmpi-data has written nothing into this directory. Raise InputError if the file
+        with the identity is damaged."""
         for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
             known = read_json(path)
             if known is not None and "holds" not in known:

@@ -154,7 +154,7 @@ class TextCorpus:
         self.group_bytes = self._texts.group_bytes
 
     def identity(self) -> dict[str, Any]:
-        """Return what determines the tokens: the tokenizer, properties of the inputs, and
+        """Return the facts that determine the tokens: the tokenizer, properties of the inputs, and
         options."""
         skipping = {}
         if self._options.encode.skip_bad_lines:

@@ -300,9 +300,9 @@ def _kept(group: Group, options: ChatOptions) -> Group | None:
 
 
 def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
-    """Return what the conversations `group` of one input record add to the counters of the corpus.
-    `kept` is the result of `_kept`: the cut conversations, or None if the group is left out.
-    `length` is the number of tokens in a row."""
+    """Return the numbers that the conversations `group` of one input record add to the counters of
+    the corpus. `kept` is the result of `_kept`: the cut conversations, or None if the group is left
+    out. `length` is the number of tokens in a row."""
     cut = _size(group) > length
     text_bytes = sum(len(conversation.text.encode()) for conversation in group)
     if kept is None:

@@ -1,11 +1,12 @@
-/* libcuda.so.1: the driver, as far as PyTorch, Triton and the Python bindings call it. */
+/* A stand-in for libcuda.so.1, the CUDA driver. It has the functions that PyTorch, Triton and the
+ * Python bindings call. */
 #include "null.h"
 
 #include <string.h>
 
 typedef int result; /* CUresult; 0 is success */
 
-/* Handles that no caller looks into. */
+/* Handles. Callers only pass them on, so they need not be valid addresses. */
 #define CONTEXT ((void *)0x10)
 #define MODULE ((void *)0x20)
 #define FUNCTION ((void *)0x30)
@@ -79,7 +80,8 @@ result cuModuleGetFunction(void **function, void *module, const char *name) {
     return 0;
 }
 
-/* Of a function: 0 is the number of threads in a block, 4 of registers, others are sizes. */
+/* Attribute 0 is the number of threads in a block, attribute 4 is the number of registers, and the
+ * other attributes are sizes of memory. */
 result cuFuncGetAttribute(int *value, int attribute, void *function) {
     *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0;
     return 0;

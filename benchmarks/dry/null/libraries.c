@@ -1,9 +1,10 @@
-/* The functions of cuBLAS, cuDNN, cuSPARSELt and NCCL that must answer with more than 0. `build.py`
- * makes all others, which answer 0. Each of these libraries gets all functions. */
+/* Stand-ins for the functions of cuBLAS, cuDNN, cuSPARSELt and NCCL that must do more than return 0.
+ * `build.py` generates all other functions, which only return 0. Each stand-in library has the
+ * functions of all four libraries. */
 #include <stdlib.h>
 #include <string.h>
 
-#define HANDLE ((void *)0x40) /* a handle that no caller looks into */
+#define HANDLE ((void *)0x40) /* a handle, which callers only pass on */
 
 int cublasCreate_v2(void **handle) {
     *handle = HANDLE;
@@ -34,9 +35,9 @@ int cublasGetPointerMode_v2(void *handle, int *mode) {
     return 0;
 }
 
-#define HEURISTIC_BYTES 96 /* of cublasLtMatmulHeuristicResult_t */
+#define HEURISTIC_BYTES 96 /* size of cublasLtMatmulHeuristicResult_t */
 
-/* Return one way to multiply, without working memory. */
+/* Return one algorithm for the matrix product; it needs no working memory. */
 int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b, void *c, void *d,
                                    void *preference, int most, void *ways, int *count) {
     memset(ways, 0, HEURISTIC_BYTES);
@@ -74,7 +75,8 @@ int cudnnBackendCreateDescriptor(int kind, void **descriptor) {
 
 enum { CUDNN_DESCRIPTOR = 15, LONGEST_VALUE = 8 };
 
-/* Return one value: 0, or the descriptor that the caller has made for it. */
+/* Return one value: 0. If the value is a descriptor, the caller has already created it, and it stays
+ * unchanged. */
 int cudnnBackendGetAttribute(void *descriptor, int name, int type, long most, long *count,
                              void *values) {
     if (count)

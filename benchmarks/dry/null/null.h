@@ -1,16 +1,16 @@
-/* The state that all stand-in libraries share: what was counted, and which memory is reserved. */
+/* The state that all stand-in libraries share: the counts of events, and the reserved memory. */
 #ifndef NULL_GPU_H
 #define NULL_GPU_H
 
 #include <stddef.h>
 
-/* The pretended device: an H100 SXM with 80 GB. */
+/* The device that the null GPU imitates: an H100 SXM with 80 GB. */
 #define DEVICE_NAME "NVIDIA H100 80GB HBM3"
 #define CAPABILITY_MAJOR 9
 #define CAPABILITY_MINOR 0
 #define CUDA_RELEASE 13000
 #define TOTAL_BYTES ((size_t)81079 << 20)
-#define CONTEXT_BYTES ((size_t)512 << 20) /* what a CUDA context takes of a real device */
+#define CONTEXT_BYTES ((size_t)512 << 20) /* memory of a CUDA context on a real device */
 
 enum null_event {
     NULL_LAUNCH,   /* a kernel, or a call of cuBLAS, cuDNN or NCCL that launches kernels */
@@ -30,7 +30,7 @@ void *null_reserve(size_t bytes);
 void null_free(void *address);
 size_t null_free_bytes(void);
 
-/* Remember, forget and look up the place of memory. */
+/* Store, remove and look up whether memory at an address is on the host or on the device. */
 void null_remember(void *address, size_t bytes, enum null_place place);
 int null_forget(void *address); /* returns 0 if the memory was unknown */
 enum null_place null_place_of(const void *address);

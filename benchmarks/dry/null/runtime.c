@@ -1,5 +1,6 @@
-/* libcudart.so.13: the CUDA runtime. A kernel is launched if its grid is legal, and computes
- * nothing. All work is done when its call returns, so streams and events are only names. */
+/* A stand-in for libcudart.so.13, the CUDA runtime. A launch succeeds if the grid is legal, but the
+ * kernel computes nothing. All work is complete when its call returns, so streams and events have no
+ * effect. */
 #define _GNU_SOURCE
 #include "null.h"
 
@@ -172,7 +173,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
     return cudaSuccess;
 }
 
-/* Return the address of a variable of a kernel's file: memory of its own, larger than any. */
+/* Return the address of a global variable in device code: new memory, which is larger than any such
+ * variable. */
 cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) {
     *address = calloc(1, 64 << 10);
     return cudaSuccess;
@@ -284,7 +286,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return cudaSuccess;
 }
 
-/* A real device refuses events that were not recorded, or were made without times. */
+/* Return 1 if an event has a time. A real device refuses to measure the time between events that
+ * were not recorded, or were created with cudaEventDisableTiming. */
 static int is_timed(const struct mark *mark) {
     return mark->recorded && !(mark->flags & cudaEventDisableTiming);
 }
@@ -355,7 +358,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-/* Libraries register the kernels that they contain when they are loaded. */
+/* When a library is loaded, it registers the kernels that it contains. */
 void **__cudaRegisterFatBinary(void *binary) {
     static void *handle;
     return &handle;

@@ -1,5 +1,6 @@
-/* libnullgpu.so: the state of the null GPU. Device memory is host memory that is reserved, but that
- * the system provides only when it is touched. No kernel touches it, so 80 GB cost nothing. */
+/* libnullgpu.so: the state of the null GPU. Device memory is reserved host memory, whose pages the
+ * system provides only when they are first accessed. Kernels access no memory, so even 80 GB of
+ * device memory take hardly any memory of the host. */
 #define _GNU_SOURCE
 #include "null.h"
 
@@ -10,8 +11,8 @@
 
 #define MOST_REGIONS 65536
 
-/* Larger copies within the device, and larger fills with zero, are left out: no kernel has written
- * values there, and untouched memory costs nothing. */
+/* Copies within the device, and fills with zero, are not carried out from this number of bytes on:
+ * no kernel has written values to this memory, and pages that are not accessed take no memory. */
 #define LEAST_UNTOUCHED ((size_t)1 << 20)
 
 struct region {
@@ -161,11 +162,11 @@ int null_attribute(int attribute) {
         return CAPABILITY_MINOR;
     case 81: /* shared memory per multiprocessor */
         return 228 << 10;
-    case 97: /* shared memory per block that a kernel may ask for */
+    case 97: /* shared memory per block that a kernel may request */
         return 227 << 10;
     case 106: /* blocks per multiprocessor */
         return 32;
-    default: /* most other attributes say whether the device can do something */
+    default: /* most other attributes say whether the device supports a feature */
         return 1;
     }
 }

@@ -12,7 +12,7 @@ from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.tasks.files import text_of
 
 SHOWN = 2  # Maximum number of samples that are shown.
-CHARACTERS = 400  # Maximum number of tokens of a sample whose text is shown.
+CHARACTERS = 400  # The text that is shown of a sample has at most this number of tokens.
 IDS = 16
 
 

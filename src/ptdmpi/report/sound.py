@@ -32,13 +32,14 @@ class LineCount:
             self.first = self.first or self.lines
 
     def problems(self) -> list[str]:
-        """Return a text about the unreadable lines; the list is empty if there are none."""
+        """Return a list with one text about the unreadable lines; the list is empty if there are
+        none."""
         return unreadable(self.file, self.unreadable, self.first)
 
 
 def unreadable(file: str, count: int, first: int) -> list[str]:
-    """Return a text about `count` unreadable lines in a file, whose first has the number `first`;
-    the list is empty if `count` is 0."""
+    """Return a list with one text about the `count` unreadable lines of a file; line `first` is the
+    first of them. The list is empty if `count` is 0."""
     if not count:
         return []
     which = f"line {first}" if count == 1 else f"the first is line {first}"

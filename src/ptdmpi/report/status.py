@@ -121,8 +121,8 @@ class Watched:
 
     def status(self) -> dict[str, Any]:
         """Return the present status of the run. Keys whose values are unknown are absent.
-        "problems" has a text for each file that cannot be read completely; "checkpoint" is None if
-        this file is `latest`."""
+        "problems" has a text for each file that cannot be read completely. If `latest` is such a
+        file, "checkpoint" is None."""
         with contextlib.suppress(*BROKEN):
             # A restart of the run may have changed the number of steps. Ignore a config.toml that
             # is incomplete now.

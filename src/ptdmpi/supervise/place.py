@@ -230,7 +230,8 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return a `LaunchPlace` with the nodes of a Slurm allocation and the options that srun needs.
     Ranks do not stop at the same moment, so the job step must not end as soon as one rank exits
     with an error. Therefore srun is told to end the remaining ranks 60 s after the first rank has
-    ended. If the user has given --mpi in `asked`, this option is not added again.
+    ended. `asked` has the options that the user has given; if --mpi is among them, it is not added
+    again.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],

@@ -37,11 +37,13 @@ PUSH = click.option(
     metavar="ORG/NAME",
     help="Then upload the files to the Hugging Face hub; a new repository is private.",
 )
-EMA = click.option("--ema", is_flag=True, help="Take the weights' average (optimizer.ema_decay).")
+EMA = click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
 
 _OF_A_TRAINED_MODEL = (
-    click.option("--adapter", type=PATH, help="Adapters over RUN: their run or checkpoint."),
-    click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
+    click.option("--adapter", type=PATH, help="Run or checkpoint of adapters for RUN."),
+    click.option(
+        "--layout", metavar="t=2,p=2", help="Ranks of one model copy [default: the run's]."
+    ),
     click.option("--precision", type=click.Choice(list(PRECISIONS))),
     EMA,
     click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),

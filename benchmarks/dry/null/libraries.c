@@ -1,5 +1,5 @@
-/* Stand-ins for the functions of cuBLAS, cuDNN, cuSPARSELt and NCCL that must do more than return 0.
- * `build.py` generates all other functions, which only return 0. Each stand-in library has the
+/* Stand-ins for the functions of cuBLAS, cuDNN, cuSPARSELt and NCCL that must do more than return
+ * 0. `build.py` generates all other functions, which only return 0. Each stand-in library has the
  * functions of all four libraries. */
 #include <stdlib.h>
 #include <string.h>
@@ -75,8 +75,8 @@ int cudnnBackendCreateDescriptor(int kind, void **descriptor) {
 
 enum { CUDNN_DESCRIPTOR = 15, LONGEST_VALUE = 8 };
 
-/* Return one value: 0. If the value is a descriptor, the caller has already created it, and it stays
- * unchanged. */
+/* Return one value: 0. If the value is a descriptor, the caller has already created it, and it
+ * stays unchanged. */
 int cudnnBackendGetAttribute(void *descriptor, int name, int type, long most, long *count,
                              void *values) {
     if (count)

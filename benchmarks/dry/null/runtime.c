@@ -1,6 +1,6 @@
 /* A stand-in for libcudart.so.13, the CUDA runtime. A launch succeeds if the grid is legal, but the
- * kernel computes nothing. All work is complete when its call returns, so streams and events have no
- * effect. */
+ * kernel computes nothing. All work is complete when its call returns, so streams and events have
+ * no effect. */
 #define _GNU_SOURCE
 #include "null.h"
 

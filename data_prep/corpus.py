@@ -98,7 +98,7 @@ class Corpus(Protocol):
 
 
 class _Stopped(InputError):
-    """The error with which this rank stops because another rank has failed."""
+    """The error that stops this rank because another rank has failed."""
 
 
 class _Run:

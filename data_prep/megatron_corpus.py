@@ -18,8 +18,7 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary of which only the size and the end-of-document id are known, but not the
-    tokenizer."""
+    """A vocabulary whose tokenizer is not known, only its size and its end-of-document id."""
 
     name: str
     sha256: str

@@ -375,8 +375,8 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield chunks of complete lines. A chunk ends at the first line end with which it has at least
-    TASK_BYTES bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
+    """Yield chunks of complete lines. A chunk ends at the first line end that gives it a length of
+    at least TASK_BYTES bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
     buffer = bytearray()

@@ -176,7 +176,7 @@ def _versions() -> dict[str, set[str]]:
 
 
 def declared(header: str) -> set[str]:
-    """Return the names of the functions that the driver's header declares, and the names of the
-    newer versions with which the header replaces some of them."""
+    """Return the names of the functions that the driver's header declares. If the header replaces a
+    function by a newer version, the name of the newer version is returned, too."""
     names = set(re.findall(r"CUDAAPI\s+(cu\w+)\s*\(", header))
     return names | set(re.findall(r"#\s*define\s+cu\w+\s+(cu\w+_v\d+)", header))

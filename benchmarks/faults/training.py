@@ -48,7 +48,7 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """A case: a configuration with which runs are trained. `settings` are passed to the command by
+    """A case: a configuration for training runs. `settings` are passed to the command by
     `--set`; `options` are options of mpirun."""
 
     name: str

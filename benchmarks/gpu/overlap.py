@@ -1,7 +1,7 @@
-"""The overlap of communication with computation: the fraction of the time of NCCL's kernels in
-which other kernels of the same rank run, too, when two replicas train. The times come from a trace
-of training steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank
-0."""
+"""The overlap of communication with computation in a training with two replicas: the fraction of
+the time of a rank's NCCL kernels during which other kernels of the rank run, too. The times come
+from a trace of training steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints
+JSON on rank 0."""
 
 import json
 import sys

@@ -169,7 +169,7 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Return the trainers in TOOLS with which ptdmpi is compared in this row. The result maps
+        """Return the trainers in TOOLS that are compared with ptdmpi in this row. The result maps
         the name of a trainer to the name of its implementation."""
         return PEERS[self.layout]
 
@@ -316,7 +316,7 @@ class Variant:
 
 
 def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
-    """Return the decisions about the settings with which `tool` trains `row`. Each decision is a
+    """Return the decisions about the settings that `tool` uses to train `row`. Each decision is a
     list of alternatives, and an alternative is a table with fields of a `Variant`.
 
     The benchmark makes the decisions one after another, by measurement, and begins with the first

@@ -37,7 +37,7 @@ class Rival:
 def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
-    """Return the trainers among `tools` with which the row compares ptdmpi, and a line of text for
+    """Return the trainers among `tools` that the row compares with ptdmpi, and a line of text for
     each trainer that is left out. A trainer is left out if it is not installed (`absent` has the
     reason) or if it fails.
     """

@@ -102,8 +102,8 @@ def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, 
 
 
 def greatest_length(base: Path, recompute: str) -> int:
-    """Return the greatest length (in tokens) of a microbatch of one row at which LoRA needs at most
-    the fraction `BAR` of the memory of full tuning."""
+    """Return the greatest number of tokens in a row for which LoRA needs at most the fraction `BAR`
+    of the memory of full tuning, with microbatches of one row."""
 
     def ratio(length: int) -> float:
         lora = planned(base, "lora", length, recompute).total

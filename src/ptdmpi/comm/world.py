@@ -88,8 +88,8 @@ class Axes:
 
     def traffic(self) -> Traffic:
         """Return a copy of this rank's tallies of sent bytes, by group. Groups of the same ranks
-        share a communicator, and so have one tally. `Grid.called` determines under which name this
-        tally is returned."""
+        share a communicator, and so have one tally. `Grid.called` determines the name of this tally
+        in the result."""
         return Traffic({name: group.tally.copy() for name, group in self._tallied.items()})
 
     @cached_property

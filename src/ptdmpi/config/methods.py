@@ -166,8 +166,7 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
 
 def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...]:
     """Return the values of `parallel.zero` that are legal with the data-parallel method of
-    `section`. `reproducible` is the value of `run.reproducible`, with which gradients cannot be
-    sharded."""
+    `section`. A reproducible run (`reproducible` is True) cannot shard gradients or weights."""
     if section.method != "all_reduce":
         return (0,)
     return stages_of_zero(reproducible)

@@ -255,8 +255,8 @@ class OptimizerConfig(Section):
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return the number of steps at the end of a run of `steps` steps in which `decay = "wsd"`
-        reduces the learning rate; at least one.
+        """Return how many of the last steps of a run have a learning rate that `decay = "wsd"`
+        reduces; at least one. The run has `steps` steps.
         """
         if isinstance(self.decay_steps, int):
             return self.decay_steps

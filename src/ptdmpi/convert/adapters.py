@@ -268,15 +268,15 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
     For each linear layer, the adapter keeps the `rank` greatest singular values of the difference
     of the weights (Eckart and Young 1936). Queries, keys and values are treated separately. Layers
-    before the first layer in which the models differ get no adapters. If `tuned` is a merged model
+    before the first difference between the models get no adapters. If `tuned` is a merged model
     whose adapter had at most this rank, the result is the same adapter, except for the
     factorization into A and B.
 
     Return two values. The first value is the largest relative error over all differences:
     norm(difference - B A) / norm(difference). The second value has the names of all other
-    parameters in which the models differ, because an adapter cannot represent these differences.
-    Raise InputError for models of different shapes, for weights that are not finite, and for a rank
-    that no difference can have.
+    parameters that differ between the models, because an adapter cannot represent these
+    differences. Raise InputError for models of different shapes, for weights that are not finite,
+    and for a rank that no difference can have.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()

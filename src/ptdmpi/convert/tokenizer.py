@@ -45,7 +45,7 @@ class ExtraFiles:
 
 
 def tokenizer_of(stored: StoredModel) -> ExtraFiles:
-    """Return the files of the tokenizer that made the shards on which the model was trained. If the
+    """Return the files of the model's tokenizer, which made the shards of the training data. If the
     shards are not found, there are no files, and the note says so."""
     missing = f"no {TOKENIZER} is written"
     try:

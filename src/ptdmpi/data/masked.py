@@ -158,8 +158,8 @@ class MaskedSamples:
     def _segments(
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return the interval [begin, end) of each segment in the text, in the order in which the
-        sample has the segments, and the value of `Sample.order`. `starts` is True for each token
+        """Return the interval [begin, end) of each segment in the text, in the order of the
+        segments in the sample, and the value of `Sample.order`. `starts` is True for each token
         that begins a word, and `draws` has random numbers in [0, 1)."""
         cuts = np.flatnonzero(starts[1:]) + 1
         if not self.sentence_order or not cuts.size:

@@ -29,7 +29,7 @@ def is_own(path: str) -> bool:
 
 
 class OwnDataset:
-    """A dataset of the user's own, with the properties by which a run reads and identifies a
+    """A dataset of the user's own, with the properties that a run needs to read and identify a
     dataset."""
 
     def __init__(self, path: str, seq_length: int) -> None:

@@ -390,7 +390,7 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's part of a schedule as a program, in which the sends and receives are
+    """Return this rank's program: its ops in the order of the schedule, with the sends and receives
     inserted."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:

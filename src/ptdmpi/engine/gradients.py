@@ -293,10 +293,10 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return the all-reduces for parameters of which several tensor ranks have the full tensor,
-    although each of these ranks computes only one term of its gradient. A rank's term comes from
-    its attention heads; under sequence parallelism, from its positions (Korthikanti et al. 2022,
-    section 4.2); or from the tokens that it sends to an expert."""
+    """Return the all-reduces for some parameters. Several tensor ranks have the full tensor of such
+    a parameter, but each of these ranks computes only one term of its gradient. A rank's term comes
+    from its attention heads; under sequence parallelism, from its positions (Korthikanti et al.
+    2022, section 4.2); or from the tokens that it sends to an expert."""
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     over: dict[str, list[Entry]] = {}
     for entry in buffer.entries.values():

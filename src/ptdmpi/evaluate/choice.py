@@ -66,8 +66,8 @@ MEASURES: dict[str, Callable[[ChoiceScores], float]] = {
 
 
 def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
-    """Return the accuracy by each measure: the fraction of items for which the measure is greatest
-    for the right choice.
+    """Return the accuracy by each measure: the fraction of items whose right choice has the
+    greatest value of the measure.
 
     `scores` has the score of each request that `requests` returns for the items, in the same order.
     Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,

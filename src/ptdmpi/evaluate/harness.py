@@ -22,7 +22,7 @@ MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness for max_gen_toks
 
 
 class Writing(NamedTuple):
-    """A prompt of the harness, and the options with which it is continued. The continuation ends
+    """A prompt of the harness, and the options for its continuation. The continuation ends
     before the first occurrence of a string in `until`."""
 
     ids: list[int]

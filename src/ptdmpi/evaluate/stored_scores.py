@@ -128,7 +128,7 @@ class ReferenceScorer(Scorer):
 
 class TeacherScorer(Scorer):
     """The `top` most probable tokens in place of each label. If `seq_length` or `documents` is
-    None, the value with which the teacher was trained is used.
+    None, the value from the teacher's own training is used.
     """
 
     kind = TEACHER

@@ -94,8 +94,8 @@ class InferenceModel:
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """Return, on all ranks of this model, the `value` of the rank for which `decides` is
-        True."""
+        """Return, on all ranks of this model, the `value` of the one rank that decides (see
+        `decides`)."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)

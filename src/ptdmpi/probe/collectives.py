@@ -32,7 +32,7 @@ class MeasuredGroup(NamedTuple):
 
 
 def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
-    """Yield the groups to which this rank belongs, one of each kind: two ranks of a node, all ranks
+    """Yield the groups that this rank belongs to, one of each kind: two ranks of a node, all ranks
     of a node, and one rank of each node. The communicators of the groups send tensors on `device`.
     All groups of one kind are measured at the same time."""
     local = world.local_size

@@ -154,8 +154,8 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """Return the cluster `tree` with the values of `keys` for which predicted times agree best
-        with the measured times `taken`.
+        """Return the cluster `tree` with fitted values of `keys`: the values that make predicted
+        times agree best with the measured times `taken`.
 
         The compared times are those of forward and backward passes with tensor-parallel size
         `tensor`.

@@ -49,7 +49,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
-    """Return the recorded values of `key` from which `row` is computed, oldest first."""
+    """Return the recorded values of `key` that the computation of `row` uses, oldest first."""
     records = run.records
     if row.of_layout:
         newest = _layout(run.steps[-1])

@@ -1,5 +1,5 @@
-"""A sink that runs in a separate thread. It is for tools that send records to a server, so that a
-slow server does not delay the training.
+"""A sink that runs in a separate thread. It is used for tools that send records to a server, so
+that a slow server does not delay the training.
 """
 
 import queue

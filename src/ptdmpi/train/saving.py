@@ -18,8 +18,8 @@ class Saving:
     the run prints a warning and tries again after 1, 2, 4, ... steps (at most `every_steps`). The
     run fails only if the save after its last step, or before a requested stop, fails.
 
-    `newest` is the pair (step, path) of the newest checkpoint. `last_write_s` is the number of
-    seconds in which it was written.
+    `newest` is the pair (step, path) of the newest checkpoint. `last_write_s` is the time that
+    writing this checkpoint took, in seconds.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """A report of a rank, and the time on rank 0's clock at which the report arrived."""
+    """A report of a rank, and the time of the report's arrival on rank 0's clock."""
 
     report: Report
     at_s: float

@@ -108,7 +108,7 @@ class Library(Protocol):
         """Return a new stream, for one connection."""
 
     def computes_in(self) -> DeviceQueue:
-        """Return the stream in which the calling thread computes."""
+        """Return the stream of the calling thread's computations."""
 
     def reaches(self, flat: Tensor) -> bool:
         """Return True if the library can send this tensor, which depends on its device."""

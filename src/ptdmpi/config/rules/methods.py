@@ -120,8 +120,8 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
     """Yield a mistake for each key that has no effect without a compressor, and for each
-    combination of keys that no published method has. Yield nothing for a method with which the
-    weights of all replicas are equal after each step.
+    combination of keys that no published method has. Yield nothing for a method that keeps the
+    weights of all replicas equal after each step.
     """
     if section.method not in DIFFERING:
         return

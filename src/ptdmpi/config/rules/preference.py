@@ -26,8 +26,8 @@ def preference_rules(sections: Sections) -> Iterator[str]:
 
 
 def other_objectives(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Yield (setting, legal alternative) for each setting with which the model is not trained to
-    predict the next token: the user's own loss, a masked model, or a task."""
+    """Yield (setting, legal alternative) for each setting that trains the model on something else
+    than the prediction of the next token: the user's own loss, a masked model, or a task."""
     yield from where_known(_run, sections.run)
     yield from where_known(_model, sections.model)
     yield from where_known(_task, sections.task)

@@ -100,7 +100,7 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
 
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield a mistake for each setting with which gradient noise cannot be measured. The
+    """Yield a mistake for each setting that makes the measurement of gradient noise impossible. The
     measurement needs several data ranks: it compares the complete gradient of each data rank with
     the sum of these gradients.
     """

@@ -122,7 +122,7 @@ def compile_rules(sections: Sections) -> Iterator[str]:
 
 
 class _Refusal(NamedTuple):
-    """A setting with which a layer cannot be compiled, and the legal alternative."""
+    """A setting that excludes the compilation of layers, and the legal alternative."""
 
     key: str
     legal: str

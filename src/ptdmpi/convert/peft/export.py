@@ -46,9 +46,9 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     tensors, and a note if the template is not found.
 
     `base_name` is the name or the path of the base model in `transformers`; it is stored in the
-    files. The default is the hub name of the model from which the base was converted, or the path
-    of the base if it has no such name. `kind` selects the stored values that are exported: the
-    trained weights of the adapters, or the moving average of the weights. Raise InputError for
+    files. The default is the hub name of the original model if the base was converted from a model
+    of the hub, otherwise the path of the base. `kind` selects the stored values that are exported:
+    the trained weights of the adapters, or the moving average of the weights. Raise InputError for
     adapters that are missing or damaged, or that `peft` cannot represent; then `target` is not
     written.
     """

@@ -52,8 +52,8 @@ class Coder:
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
-        """Return the coder of the tiles for which data rank `rank` of `size` is the server. The
-        server of a tile depends only on the data-parallel size, not on the other sizes of the
+        """Return the coder of the tiles whose server is data rank `rank`, one of `size` data ranks.
+        The server of a tile depends only on the data-parallel size, not on the other sizes of the
         layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]

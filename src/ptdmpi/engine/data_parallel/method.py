@@ -99,9 +99,9 @@ class DataParallel(OpHook):
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
-        gradients with which this replica updates its weights. Each gradient is already divided by
-        the number of valid tokens of the global batch, so the gradient of the global batch is the
-        plain sum over data ranks."""
+        gradients that the update of this replica uses. Each gradient is already divided by the
+        number of valid tokens of the global batch, so the gradient of the global batch is the plain
+        sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Do the method's work after step `step` (from 0). When this method is called, the

@@ -45,7 +45,8 @@ class EarlySums(DataParallel):
         return [axes[axis] for axis in axes.grid.along(LOSSES) if axis not in without]
 
     def begin_step(self) -> None:
-        """Wait for sums that were begun in an earlier step in which `reduce` was not called."""
+        """Wait for sums that an earlier step has begun, but has not completed by a call of
+        `reduce`."""
         if self.sums is not None:
             self.sums.wait()
 
@@ -147,7 +148,7 @@ class TreeSum(DataParallel):
         }
 
     def begin_step(self) -> None:
-        """Remove the nodes of an earlier step in which `reduce` was not called."""
+        """Remove the nodes that an earlier step has left because it did not call `reduce`."""
         for nodes in self._nodes.values():
             nodes.clear()
 

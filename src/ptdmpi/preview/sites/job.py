@@ -106,8 +106,8 @@ def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:
 
 
 def _planned(tree: dict[str, Any], ranks: int, site: Site) -> list[str]:
-    """Return the settings ("section.key=value") with which the configuration gets the layout that
-    the planner chooses on the site's cluster."""
+    """Return the planner's best layout for the site's cluster, as settings ("section.key=value") to
+    be added to the configuration."""
     run = tree.get("run", {})
     cluster = site.cluster or run.get("cluster")
     if not cluster:

@@ -24,7 +24,7 @@ class TeacherOutputs:
     logs: Tensor
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "TeacherOutputs":
-        """Return the same outputs with `change` applied to both tensors."""
+        """Return these outputs with the function `change` applied to both tensors."""
         return TeacherOutputs(change(self.ids), change(self.logs))
 
 
@@ -118,7 +118,7 @@ class Microbatch:
         return replace(self, masked=masked.clamp_min(0), weights=weights, order=order)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
-        """Return the same microbatch with `change` applied to each of its tensors. `tokens` and
+        """Return this microbatch with `change` applied to each of its tensors. `tokens` and
         `orders` do not change."""
         changed = copy.copy(self)
         for name, value in vars(self).items():
@@ -212,7 +212,7 @@ class Placing:
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
-            """Append a tensor to `tensors`, and return it."""
+            """Append `tensor` to the list `tensors`, and return it unchanged."""
             tensors.append(tensor)
             return tensor
 

@@ -40,7 +40,8 @@ class Boundary:
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
-        """Return the activation [s, b, h], given the received tensor."""
+        """Return the activation [s, b, h] for the flat tensor that this rank has received. If the
+        activation is sent in t parts, gather the parts of all tensor ranks first."""
         if self.scattered:
             received = self.axis.from_shares(received)
         return received.view(self.shape)

@@ -59,7 +59,8 @@ def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLi
 
 
 def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
-    """Return a linear whose inputs are divided over the tensor axis, with its adapters."""
+    """Return the linear layer that `parts[name]` describes, whose inputs are divided over the
+    tensor axis, with its adapters."""
     linear = as_linear(parts[name], "rows")
     outputs = sum(linear.outputs)
     module = RowParallelLinear(
@@ -112,27 +113,27 @@ def _adapt(
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:
-    """Return a linear whose full weight is on every tensor rank."""
+    """Return the linear layer that `part` describes. Its full weight is on every tensor rank."""
     linear = as_linear(part, None)
     return ReplicatedLinear(linear.inputs, sum(linear.outputs), linear.bias, linear.init_std)
 
 
 def table(part: Part) -> Table:
-    """Return an embedding table whose full weight is on every tensor rank."""
+    """Return the embedding table that `part` describes. The full table is on every tensor rank."""
     described = as_table(part, split=False)
     return Table(described.rows, described.hidden, described.init_std)
 
 
 def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
-    """Return the embedding of the vocabulary, with the rows of its table divided over the tensor
-    axis."""
+    """Return the embedding of the vocabulary that `part` describes. The rows of its table are
+    divided over the tensor axis."""
     described = as_table(part, split=True)
     return VocabularyEmbedding(axis, described.rows, described.hidden, described.init_std)
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
-    """Return the linear that computes the logits of the vocabulary. The logits are capped if
-    `softcap` is not 0."""
+    """Return the linear layer that computes the logits of the vocabulary, which `part` describes.
+    The logits are capped if `softcap` is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
     return VocabularyHead(

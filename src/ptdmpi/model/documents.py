@@ -59,7 +59,7 @@ class Documents:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
-        """Return the same documents with `change` applied to each of their tensors."""
+        """Return these documents with the function `change` applied to each of their tensors."""
         return replace(
             self,
             numbers=change(self.numbers),
@@ -114,8 +114,8 @@ class Pairs:
         return sums.view(self.size, 2)
 
     def at(self, positions: Positions) -> "Pairs":
-        """Return the same pairs with only the labels at `positions`. `counted` is 0 unless
-        `positions` includes the first position."""
+        """Return these pairs with only the labels at `positions`. `counted` is 0 unless `positions`
+        includes the first position."""
         first = positions.numbers(len(self.answers) // positions.parts, self.answers.device)[0]
         return Pairs(
             positions.of(self.answers),
@@ -125,5 +125,5 @@ class Pairs:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
-        """Return the same pairs with `change` applied to each of their tensors."""
+        """Return these pairs with the function `change` applied to each of their tensors."""
         return replace(self, answers=change(self.answers), references=change(self.references))

@@ -35,7 +35,8 @@ class Portion:
 
     @property
     def sharing(self) -> Sharing:
-        """Return the stage of ZeRO and the number of ranks of the shard group."""
+        """Return the stage of ZeRO and the number of ranks of the shard group as a `Sharding`
+        object."""
         return Sharing(self.zero, self.group.size)
 
     @property
@@ -105,8 +106,8 @@ class OwnPart:
         return self.end - self.begin
 
     def view(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a flat view of the owned elements; `parts` has this rank's part of each shard
-        unit."""
+        """Return a flat view of the elements that this rank owns. `parts` has this rank's part of
+        each shard unit."""
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:

@@ -103,7 +103,8 @@ class Heads:
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values."""
+        """Return queries, keys and values by head for the output x of the linear (shapes: see the
+        class)."""
         qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
         rotary = None
         if self.rotates:
@@ -260,7 +261,8 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Residual:
-    """The function x + dropout(y). `place` identifies the dropout (see `drop_hidden`)."""
+    """The function x + dropout(y) for the residual stream x and the output y of a sublayer. `place`
+    identifies the dropout (see `drop_hidden`), and `rate` is its rate."""
 
     rate: float
     place: tuple[int, ...]

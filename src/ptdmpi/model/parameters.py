@@ -240,7 +240,7 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
 
 @dataclass(frozen=True)
 class Entry:
-    """One logical parameter of this rank, and the position of its local slice in the flat
+    """A parameter of this rank, and the position of the rank's local slice of it in the flat
     buffers."""
 
     name: str
@@ -269,12 +269,13 @@ class DataTypes:
 
 
 def dtype_of(number: NumberType) -> torch.dtype:
-    """Return torch's data type for a number type of the configuration."""
+    """Return the torch data type of the number type `number`, such as torch.bfloat16."""
     dtype: torch.dtype = getattr(torch, number.name)
     return dtype
 
 
 def data_types(precision: str) -> DataTypes:
-    """Return the data types for a value of `precision.compute`."""
+    """Return the torch data types for `precision`, a value of the key `precision.compute` such as
+    "bf16"."""
     row = PRECISIONS[precision]
     return DataTypes(dtype_of(row.compute), dtype_of(row.master), dtype_of(row.iteration))

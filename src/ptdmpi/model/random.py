@@ -76,7 +76,8 @@ def _slab_rows(shape: Sequence[int]) -> int:
     return rows
 
 
-# The finaliser of splitmix64 (Steele, Lea and Flood 2014), in wrapping int64 arithmetic.
+# `mix` is the finaliser of splitmix64 (Steele, Lea and Flood 2014), in wrapping int64 arithmetic.
+# These are its constants.
 GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685

@@ -163,7 +163,8 @@ class _Leaving(NamedTuple):
 
 
 class ReducedGradients:
-    """The unsharded gradients of shard units while they are computed, and their reduction."""
+    """The unsharded gradients of shard units while the backward computes them, and their reduction
+    to each rank's part."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
@@ -358,7 +359,7 @@ class _Enter(Function):
 
 
 def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:
-    """Return the view of an entry in `flat`, which has the elements of the flat buffer from
-    position `start` on."""
+    """Return a view of the parameter `entry` in `flat`, which has the elements of the flat buffer
+    from position `start` on."""
     first = entry.start - start
     return flat[first : first + entry.elements].view(entry.shape)

@@ -62,7 +62,7 @@ class Stage(nn.Module):
         self.router_losses = model.router_losses
         self.first = layers.start == 0
         self.last = layers.stop == model.layers
-        # True if no layer before this stage trains, so that the input needs no gradient
+        # True if no layer before this stage trains, so that the stage's input needs no gradient
         self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings

@@ -184,7 +184,8 @@ class State:
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Set the given kinds to their initial values: zeros, or the current weights."""
+        """Set the values of the kinds of state `kinds` to their initial values: zeros, or the
+        current weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:

@@ -77,7 +77,8 @@ class _Embed(Function):
         weight, axis, local, elsewhere = ctx.layer
 
         def add(total: Tensor) -> None:
-            """Add the gradients of the rows that this rank has, for all positions."""
+            """Add the gradients of the table's rows that this rank has, summed over all positions,
+            to `total`."""
             whole = axis.gather(dy)
             if elsewhere is not None:
                 whole = whole.masked_fill(elsewhere[..., None], 0.0)

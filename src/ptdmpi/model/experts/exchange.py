@@ -119,12 +119,12 @@ class SentDispatch:
 
     def pairs(self, values: Tensor) -> Tensor:
         """Send the value of each pair (token, expert) to the rank that has the expert. Return the
-        received values."""
+        values [R, 1] that this rank has received."""
         return self._there(values.reshape(-1, 1)[self.order])
 
     def summed(self, results: Tensor) -> Tensor:
-        """Send the results back to the ranks that have the tokens. Return the sum of the results
-        for each of this rank's tokens."""
+        """Send the results back to the ranks that have the tokens. Return the sum of the experts'
+        results for each of this rank's tokens, [T, hidden]."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
         # an expert gets each token at most once, so each `index_add_` adds at most one value to a
@@ -178,7 +178,8 @@ class ExpertAxis:
         return self.comm.size
 
     def own(self, experts: int) -> range:
-        """Return the numbers of this rank's experts; the layer has `experts` experts."""
+        """Return the numbers of the experts that this rank has, of the `experts` experts of a
+        layer."""
         each = experts // self.size
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 

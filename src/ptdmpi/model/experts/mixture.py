@@ -76,14 +76,14 @@ class Expert(nn.Module):
 
 
 class ExpertLinear(NamedTuple):
-    """The weight of one of an expert's two linears, and its adapters."""
+    """The weight of one of an expert's two linear layers, and the adapters of this linear layer."""
 
     weight: Parameter
     adapters: Sequence[LowRankAdapter]
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Return the weight and the parameters of the adapters."""
+        """Return the weight of the linear layer and the parameters of its adapters."""
         return [self.weight, *(each for pair in self.adapters for each in (pair.a, pair.b))]
 
     @property
@@ -118,7 +118,7 @@ class MixturePass:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Return all parameters, so that they can be passed to autograd."""
+        """Return the parameters of the router and of all experts, which are passed to autograd."""
         linears = [linear for expert in self.experts for linear in expert]
         return [self.router.weight, *(each for linear in linears for each in linear.parameters)]
 
@@ -419,7 +419,8 @@ class Mixture(Computing):
         return y
 
     def begin_step(self) -> None:
-        """Set the token counts and the losses to zero at the start of a step."""
+        """Set the numbers of tokens of the experts, and the router's losses, to zero at the start
+        of a step."""
         self.counts = torch.zeros_like(self.counts)
         self.losses = {}
 
@@ -430,5 +431,5 @@ class Mixture(Computing):
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return the tensor converted to float32, or unchanged if its type is wider."""
+    """Return `x` converted to float32, or `x` itself if its type is float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -25,7 +25,8 @@ class Routing:
     model: ModelConfig
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return the scores [T, E] of all experts for the router's outputs [T, E]."""
+        """Return the scores [T, E] of all E experts for T tokens, given the router's outputs
+        `logits` [T, E]: their sigmoid or their softmax."""
         if self.model.router == "sigmoid":
             return logits.sigmoid()
         return logits.softmax(-1)

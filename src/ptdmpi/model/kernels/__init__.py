@@ -62,7 +62,7 @@ class Kernels:
         self._narrow = dtype_of(precision.compute)
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
-        """Return the same kernels, but with the choice of host kernels `choice`."""
+        """Return a copy of this object that has the choice of host kernels `choice`."""
         return Kernels(choice, self.precision, triton=self.triton)
 
     def by_triton(self, kind: str) -> bool:
@@ -145,7 +145,8 @@ class Kernels:
         x [..., inputs] is the input."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # if the types allow it, one kernel computes the product and adds it to `total`
+        # if `total` has the type of the operands, one kernel computes the product and adds it to
+        # `total`
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):

@@ -65,7 +65,7 @@ class AttentionResult(NamedTuple):
 
 
 class Implementation(Protocol):
-    """The interface of an implementation of attention."""
+    """The interface of an implementation of attention, such as `MaskedKernel`."""
 
     def takes(self, given: Input) -> bool:
         """Return True if the implementation computes this input. This method is called only if all
@@ -250,7 +250,8 @@ class MaskedKernel:
 
 
 class BlockedKernel:
-    """PyTorch's CPU kernel, applied to blocks of queries (`blocks`)."""
+    """Attention by PyTorch's CPU kernel, which is called for one block of queries at a time
+    (`blocks`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores
@@ -277,8 +278,8 @@ class BlockedKernel:
 
 
 class WholeKernel:
-    """PyTorch's kernel, applied to whole sequences. On a GPU this implementation does not return
-    the log-sum-exp."""
+    """Attention by PyTorch's kernel, which is called once for whole sequences. On a GPU this
+    implementation does not return the log-sum-exp."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores

@@ -43,7 +43,8 @@ def written(choice: HostChoice) -> dict[str, list[str]]:
 
 
 def text_of(kind: str, chosen: Any) -> str:
-    """Return the text that is stored for the chosen kernel of one kind."""
+    """Return the text that is stored for the chosen kernel `chosen` of the kind `kind`, a key of
+    `KINDS`."""
     return KINDS[kind].write(chosen)
 
 

@@ -76,7 +76,8 @@ class LatentHeads:
 
 
 class _Pass(NamedTuple):
-    """One forward pass of `LatentHeads`. `cos` and `sin` have one number for each rotated pair."""
+    """The arguments of one forward pass of `LatentHeads`: the object itself, and the cosines and
+    sines of the rotary angles, with one number for each rotated pair."""
 
     layer: LatentHeads
     cos: Tensor

@@ -37,7 +37,8 @@ class DelayedScales:
         self.seen: dict[Operand, Tensor] = {}
 
     def begin(self, exponents: Mapping[Operand, int]) -> None:
-        """Use these exponents from now on, and discard the magnitudes that were seen."""
+        """Begin a step: store the exponents of its scales, and discard the magnitudes of the
+        previous step."""
         self.exponents, self.seen = exponents, {}
 
     def saw(self, operand: Operand, x: Tensor) -> Tensor:
@@ -66,7 +67,8 @@ def decoded(codes: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
 
 
 def chosen(history: Sequence[int]) -> int:
-    """Return the exponent that follows from `history`, the exponents of earlier steps."""
+    """Return the exponent of the next step's scale: the least exponent in `history`, which has the
+    exponents of earlier steps."""
     return min(history)
 
 

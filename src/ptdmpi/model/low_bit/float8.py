@@ -85,8 +85,8 @@ def scaled(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Scaled:
 
 
 def rounded(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Tensor:
-    """Return the values of a matrix [m, n] after rounding to the 8-bit type `kind`, in the type of
-    x."""
+    """Return the values of a matrix x [m, n] after rounding to the 8-bit type `kind` with one scale
+    for each tile, in the type of x."""
     return scaled(x, tile, kind).values(x.dtype)
 
 

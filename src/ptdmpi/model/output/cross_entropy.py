@@ -97,7 +97,7 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
     """Return -log softmax(logits)[label] of each token [s b], and the tensors for the backward pass
     (`logit_gradient`). The function overwrites the logits. For the arguments see `cross_entropy`.
     """
-    # detach, because autograd does not allow writing to a view
+    # detach the logits, because autograd does not allow writing to a view of a tensor with a graph
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])
     local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -193,7 +193,8 @@ class _Way(NamedTuple):
         return softmax_losses(logits, labels, self.axis)
 
     def backward(self, saved: Sequence[Tensor], factors: Tensor) -> Tensor:
-        """Return the gradient of the logits [s b, V/t]; see `_backward`."""
+        """Return the gradient of the logits [s b, V/t], computed from the tensors `saved` and from
+        the gradients `factors` [s b] of the tokens' losses."""
         if self.fused:
             return _fused_backward(_FusedSoftmax(*saved), factors, self.axis)
         return _backward(Softmax(*saved), factors)

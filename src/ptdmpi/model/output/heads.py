@@ -74,7 +74,7 @@ class TokenOutput(Output):
         subclasses may have some."""
 
     def _head_axis(self) -> TensorAxis:
-        """Return the tensor axis of the head."""
+        """Return the tensor axis over which the columns of the output head are divided."""
         return self.axis
 
     def transformed(self, x: Tensor) -> Tensor:
@@ -96,11 +96,11 @@ class TokenOutput(Output):
         return (self.token_logits(x),)
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the losses by name; see `Output.losses`."""
+        """Return the losses by name, each summed over the microbatch; see `Output.losses`."""
         return self.token_losses(batch, self.token_logits(x))
 
     def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
-        """Return the losses by name, computed from the logits."""
+        """Return the losses of the tokens of `batch` by name, computed from their logits."""
         if self.loss is None:
             kernels = self.head.kernels
             axis = self.axis

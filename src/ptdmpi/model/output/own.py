@@ -89,8 +89,8 @@ def sum_over(values: Tensor, comm: Communicator) -> Tensor:
 
 
 class _Sum(Function):
-    """The autograd Function of `sum_over`: an all-reduce in the forward, and an all-reduce in the
-    backward."""
+    """The autograd Function of `sum_over`: an all-reduce of the values in the forward, and an
+    all-reduce of the gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
@@ -151,7 +151,7 @@ class OwnLoss:
         no gradient although the logits need one."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
-        own = logits[..., : max(1, self.vocab_size - first)]  # without padded columns
+        own = logits[..., : max(1, self.vocab_size - first)]  # leave out the padded columns
         inputs = LossInput(
             logits=own,
             batch=batch,

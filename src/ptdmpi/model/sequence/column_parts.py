@@ -26,12 +26,13 @@ from ptdmpi.model.tensor_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(LinearPass):
-    """The forward pass of a linear, restricted to some columns of its outputs."""
+    """The forward pass of a linear that computes only some of its outputs: the `columns`."""
 
     columns: slice
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return the rows of a weight, a bias or their gradient that belong to the columns."""
+        """Return those of the `rows` of a weight, of a bias, or of a gradient that compute the
+        outputs `columns`."""
         return rows[self.columns]
 
 

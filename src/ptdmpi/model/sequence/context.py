@@ -34,7 +34,7 @@ class ContextAxis:
 
     @property
     def positions(self) -> Positions:
-        """Return the positions of the sequence that this rank has."""
+        """Return the positions of every sequence that this rank of the context axis has."""
         return Positions(self.comm.rank, self.comm.size)
 
     @property
@@ -121,7 +121,8 @@ class _UnderWay:
         return result
 
     def end(self) -> Tensor:
-        """Wait until the message is complete. Return its result."""
+        """Wait until the message that `begin` has stored is complete. Return the tensor with its
+        result."""
         result, message = self._result, self._message
         assert result is not None, "no message is under way"
         message.wait()

@@ -62,7 +62,7 @@ class Positions:
             chunks = [range(number * each, (number + 1) * each) for number in numbers]
         begin = length // self.parts * self.share
         end = begin + length // self.parts
-        before = 0  # the number of positions in the earlier chunks
+        before = 0  # the number of this object's positions in the earlier chunks
         for chunk in chunks:
             run: range = chunk[max(0, begin - before) : max(0, end - before)]
             before += len(chunk)

@@ -69,7 +69,7 @@ class Elementwise:
 
     @property
     def launches(self) -> int:
-        """Return the number of kernels."""
+        """Return the number of kernels that are launched, one for each entry of `element_bytes`."""
         return len(self.element_bytes)
 
 

@@ -143,7 +143,7 @@ class SplitHeads(Operator):
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
         tensors of their size. The backward of the queries' norm comes last; at this point, the
         gradients of queries and keys are also in memory. For the published programs of 2021 the
-        result is 0, as in `norm_backward`.
+        result is 0, because their published lists of tensors do not include these tensors.
         """
         if not sizes.fused_attention:
             return 0
@@ -393,9 +393,10 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
-        """Return True if the kernel's backward reads the output of attention, but the output's
-        memory is counted as free elsewhere: by the next linear layer's backward, or, with
-        "ulysses", by `JoinHeads` until the output is sent back."""
+        """Return True if the kernel's backward reads the output of attention, and the bytes of this
+        output must be added to the working memory. They must be added because the output's memory
+        is counted as free elsewhere: by the next linear layer's backward, or, with "ulysses", by
+        `JoinHeads` until the output is sent back."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -415,9 +416,10 @@ class Attend(Operator):
         return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
 
     def _capped_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of three groups of tensors: contiguous copies of the operands and of the
-        output's gradient; the gradients of the operands; and the queries and output gradients of
-        one block. The gradients of keys and values are in float32 or float64."""
+        """Return the working bytes of the backward if scores are capped. They are the bytes of
+        three groups of tensors: contiguous copies of the operands and of the output's gradient; the
+        gradients of the operands; and the queries and output gradients of one block. The gradients
+        of keys and values are in float32 or float64."""
         shape, d, c = core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
         rows = shape.heads * (3 * _rows(sizes) + 2 * block)

@@ -225,7 +225,7 @@ class _Dealing(_Exchange):
         size = self._bytes(sizes)
         sends = phase == "forward" or (phase in ("backward", "inputs") and input_trains)
         if size and sends:
-            # an all-to-all counts the bytes that leave the rank
+            # the size of an all-to-all is the number of bytes that leave the rank
             yield Message("all_to_all", size - size // sizes.layout.context, "context")
 
 

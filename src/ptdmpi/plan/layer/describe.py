@@ -90,7 +90,8 @@ class LayerBuild:
         )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:
-        """Return the operator of a norm over the hidden size."""
+        """Return the operator `name` of a norm over the hidden size. The operator reads the value
+        `source` and writes the value `target`."""
         part = norm_part(self.model, trains=not self.model.adapt.adapts)
         return Normalize(name, (source,), (target,), part)
 
@@ -183,7 +184,7 @@ def mlp(build: LayerBuild) -> Sublayer:
 
 
 def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
-    """Return the two linear layers of an MLP whose inner width is `width`."""
+    """Return the first and the second linear layer of an MLP whose inner width is `width`."""
     model = build.model
     up = Linear(
         inputs=model.hidden,
@@ -459,7 +460,7 @@ def _of_samples(
 
 
 def _task(model: ModelConfig) -> list[Operator]:
-    """Return the operators of the head for a task.
+    """Return the operators of the head of a model that classifies sequences or candidate answers.
 
     BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
     decoder classifies from its last token, with a single linear layer (Radford et al. 2018). The

@@ -40,7 +40,8 @@ class Operator:
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
-        """Return the parts of the model that the operator trains or multiplies with, by name."""
+        """Return the parts of the model (linear layers, norms, tables and adapters) whose weights
+        the operator uses, by name."""
         return {}
 
     def held(self, dealing: Dealing) -> dict[str, Part]:
@@ -79,7 +80,8 @@ class Operator:
         yield from ()
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the operator's backward, except the kernels of `weights`."""
+        """Yield the kernels of the operator's backward, except those that the method `weights`
+        yields."""
         yield from ()
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:

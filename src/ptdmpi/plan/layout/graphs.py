@@ -215,7 +215,8 @@ def _completed(rank: int, row: Row) -> Row:
 
 
 def matrix(topology: Topology, step: int) -> list[list[float]]:
-    """Return the matrix W of a step as n lists of n floats. Each weight is rounded only once."""
+    """Return the matrix W of the topology in step `step` (counted from 0), as n lists of n floats.
+    Each weight is rounded only once, from an exact fraction to a float."""
     return [list(_dense(topology.row(step, rank), topology.size)) for rank in range(topology.size)]
 
 

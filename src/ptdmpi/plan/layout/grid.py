@@ -217,7 +217,7 @@ class Grid:
         return next(other for other in ALONG if self._long(other) == long)
 
     def _long(self, group: str) -> list[str]:
-        """Return the axes of a group that have more than one rank."""
+        """Return those axes of the group `group` on which this grid has more than one rank."""
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
@@ -254,8 +254,9 @@ class Grid:
         return tuple(coordinates[axis] for axis in self.axes if axis_named(axis).cuts_state)
 
     def replica(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Return the identifier of the replica of the state at `coordinates`: the coordinates on
-        the axes of REPLICAS."""
+        """Return an identifier of the replica of the training state to which the rank at
+        `coordinates` belongs: the rank's coordinates on the axes along which ranks hold the same
+        state."""
         return tuple(coordinates[axis] for axis in self.along(REPLICAS))
 
     @property

@@ -92,9 +92,10 @@ def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[i
 def _even_ranks(
     works: Sequence[float], placed: Placement, head: float, ends: list[int], *, fixed: int
 ) -> None:
-    """Move single layers between neighbouring stages. A layer is moved if this lowers the largest
-    work of a rank, or if it leaves this maximum unchanged and lowers the largest work of a stage.
-    The first `fixed` stages keep their ends."""
+    """Move single layers between neighbouring stages. `ends` has the number of the layer after each
+    stage's last layer, and is changed in place. A layer is moved if this lowers the largest work of
+    a rank, or if it leaves this maximum unchanged and lowers the largest work of a stage. The ends
+    of the first `fixed` stages do not change."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

@@ -107,7 +107,8 @@ class Machine:
 
     @cached_property
     def _of_codes(self) -> "Machine":
-        """Return a machine for operands of one byte."""
+        """Return a `Machine` for the same cluster whose operands are 8-bit codes, of one byte
+        each."""
         return Machine(self.cluster, "fp8", 1)
 
     def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:

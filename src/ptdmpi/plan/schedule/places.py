@@ -11,8 +11,8 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 def places_of(layers: range, model_layers: int) -> tuple[str, ...]:
-    """Return the places of a stage that holds the layers `layers`, in the order of its forward. The
-    model has `model_layers` layers."""
+    """Return the places (the embedding, layers and the head) of a stage that holds the layers
+    `layers`, in the order of its forward. The model has `model_layers` layers."""
     places = [*map(str, layers)]
     if layers.start == 0:
         places.insert(0, EMBEDDING)
@@ -22,7 +22,8 @@ def places_of(layers: range, model_layers: int) -> tuple[str, ...]:
 
 
 def place_of(name: str) -> str:
-    """Return the place of the parameter with the logical name `name`."""
+    """Return the place (the embedding, a layer or the head) to which the parameter `name`
+    belongs."""
     first, _, rest = name.partition(".")
     if first == "layers":
         return rest.partition(".")[0]

@@ -162,7 +162,8 @@ def _columns_per_s(timeline: Timeline, columns: int) -> float:
 
 
 def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
-    """Return the first column of a span, and the first column after the span."""
+    """Return the first terminal column in which a span is drawn, and the first column after the
+    span."""
     first, end = (
         round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
     )
@@ -367,7 +368,7 @@ def _draw_bars(
 
 
 def tint(kind: str, shade: int) -> str:
-    """Return the colour of the spans of a kind in a picture."""
+    """Return the colour in which a picture shows spans of the kind `kind` in the shade `shade`."""
     row = kind_of_span(kind)
     if row is None:
         return _COLORS[kind]

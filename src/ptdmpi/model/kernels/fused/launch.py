@@ -24,7 +24,8 @@ def warps_of(block: int) -> int:
 
 
 def wide(x: Tensor) -> Any:
-    """Return Triton's type in which a kernel computes numbers of the type of x."""
+    """Return the type (a type of Triton) in which a kernel computes if its operands have the type
+    of x: float64 for float64, float32 for all other types."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 

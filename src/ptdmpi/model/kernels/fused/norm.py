@@ -60,7 +60,7 @@ def _forward(
         r += tl.load(y + row * columns + at, mask=inside, other=0.0).to(WIDE)
         rounded = r.to(total.dtype.element_ty)
         tl.store(total + row * columns + at, rounded, mask=inside)
-        r = rounded.to(WIDE)  # normalize the sum as other operations read it
+        r = rounded.to(WIDE)  # normalize the rounded sum, which later operations read
     if CENTRES:
         mean = tl.sum(r, 0) / columns
         tl.store(means + row, mean)

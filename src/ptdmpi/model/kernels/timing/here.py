@@ -88,7 +88,7 @@ class Cached:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file, in the user's cache."""
+        """Return the path of the file with these measurements, in the user's cache."""
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         return user_cache() / "kernels" / f"{digest[:16]}.toml"
 

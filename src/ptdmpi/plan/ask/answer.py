@@ -31,7 +31,7 @@ class Panel:
     bars: dict[str, float] = field(default_factory=dict)
     level: tuple[float, str] | None = None
     mark: tuple[float, str] | None = None
-    logarithmic: str = ""  # names of the logarithmic axes: "x", "y" or "xy"
+    logarithmic: str = ""  # the axes that are logarithmic: "x", "y", "xy", or "" for none
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Reply:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """Return the text to print."""
+        """Return the text that `ptdmpi ask` prints: the short answer, the table and the notes."""
         table = ["", *lines(self.rows)] if self.rows else []
         return "\n".join([self.short, *table, *(["", *self.notes] if self.notes else [])])
 

@@ -154,7 +154,7 @@ def size_answer(flops: float) -> Reply:
     sizes = {
         name: parameter_count((model := model_of(name, keys)).config, model.vocab_size)
         for name, keys in model_presets().items()
-        # leave out models with experts: the loss was fitted to dense models
+        # leave out models with experts, because the loss was fitted to dense models
         if not keys.get("experts")
     }
     near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]

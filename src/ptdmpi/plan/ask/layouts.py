@@ -128,8 +128,8 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The answer to a `LayoutRequest`: the best layout, the pricer, and the numbers that --json
-    prints."""
+    """The answer to a `LayoutRequest`: the best layout, the pricer that has computed its time and
+    memory, and the numbers that --json prints."""
 
     pricer: Pricer
     layout: Layout

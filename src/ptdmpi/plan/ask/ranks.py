@@ -31,7 +31,7 @@ class Cost:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the layout."""
         return self.price.layout.ranks
 
 
@@ -122,7 +122,7 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
         try:
             best = search(pricer, Space(ranks), 1)[0]
-        except InputError:  # too few ranks for the model, or too many for the batch
+        except InputError:  # there are too few ranks for the model, or too many for the batch
             continue
         costs.append(cost(best, pricer, tokens))
     return costs
@@ -161,7 +161,8 @@ def _sentence(pricer: Pricer, best: Cost, days: float | None, price: float | Non
 def _reply(
     pricer: Pricer, costs: list[Cost], best: Cost, *, days: float | None, price: float | None
 ) -> Reply:
-    """Return the answer with its tables and pictures."""
+    """Return the complete answer, with its sentence, its table and its diagrams. `costs` has the
+    cost for each number of ranks, and `best` is the cheapest of them."""
     header = ["ranks", "days", "rank-hours", "MWh", "MFU", "layout"]
     if price is not None:
         header.insert(3, "money")

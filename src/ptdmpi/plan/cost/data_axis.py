@@ -227,7 +227,7 @@ class DataAxis:
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
             for pair, units in zip(pairs, self._frozen(held), strict=True)
         ]
-        # layers without a backward have only frozen weights
+        # skip layers without a backward, which have only frozen weights
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
@@ -244,7 +244,9 @@ class DataAxis:
             return 0.0
         group = self.shard_group(layout)
         runs = trained_runs(self.model.runs())
-        share = layers / max(1, count_of(runs))  # `layers` / the number of all trained layers
+        share = layers / max(
+            1, count_of(runs)
+        )  # the fraction of all trained layers that the rank has
         whole_s, most_s = 0.0, 0.0  # Seconds of gathers: the sum and the maximum over layers.
         least_s = 0.0
         for kind, count in runs:

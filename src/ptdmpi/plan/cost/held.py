@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # the names of units that consist of experts end with this text
+OF_EXPERTS = " experts"  # the name of a unit that consists of experts ends with this text
 
 
 class HeldParts:
@@ -72,8 +72,8 @@ class HeldParts:
         return weights - tied
 
     def elements(self, rank: int) -> int:
-        """Return the number of trained elements on a rank. A tied table that the rank uses twice is
-        counted once."""
+        """Return the number of elements of the trained parameters of the pipeline rank `rank`. A
+        tied table that the rank uses twice is counted once."""
         every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         return every - self.tied * both

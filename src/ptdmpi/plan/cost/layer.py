@@ -60,13 +60,14 @@ class Seconds:
 
     @property
     def device(self) -> float:
-        """Return the time that the device spends on kernels and on the messages for which kernels
-        wait."""
+        """Return the seconds that the device spends on kernels and on the messages for which
+        kernels wait."""
         return self.compute + self.messages + self.context + self.expert
 
     @property
     def total(self) -> float:
-        """Return the elapsed time: the time of the device or of the host, whichever is longer."""
+        """Return the elapsed seconds: those of the device or those of the host, whichever are
+        more."""
         return max(self.device, self.host)
 
     @property
@@ -110,7 +111,7 @@ class TensorRank:
         }
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Return the seconds of a kernel."""
+        """Return the seconds that the machine needs to compute `kernel`."""
         machine = self.machine
         match kernel:
             case MatrixProduct(m, n, k, batch, of_codes=True):
@@ -194,12 +195,13 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def forward(self) -> Seconds:
-        """Return the time of one layer's forward pass."""
+        """Return the time of one layer's forward pass for one microbatch."""
         return self.seconds(forward_kernels(self.rows, self.sizes), self._messages("forward"))
 
     @cached_property
     def backward(self) -> Seconds:
-        """Return the time of one layer's backward pass, without recomputation."""
+        """Return the time of one layer's backward pass for one microbatch, without
+        recomputation."""
         kernels = [*backward_kernels(self.rows, self.sizes), *weight_kernels(self.rows, self.sizes)]
         return self.seconds(kernels, self._messages("backward"))
 
@@ -238,7 +240,8 @@ class LayerTimes(TensorRank):
 
     @property
     def launches(self) -> tuple[int, int]:
-        """Return the number of kernels and messages in a forward and in a backward."""
+        """Return two numbers: how many kernels and messages the host launches in a layer's forward,
+        and how many in its backward."""
         backward = [
             *backward_kernels(self.rows, self.sizes),
             *weight_kernels(self.rows, self.sizes),

@@ -50,9 +50,9 @@ class Footprint:
     gradients: float
     optimizer: float  # moments, and master weights if the weights are in a half type
     activations: float
-    working: float  # Working memory of one backward pass.
-    runtime: float = 0.0  # Context of the device, buffers of messages.
-    copies: float = 0.0  # Copies of the state, if ranks compute on the host.
+    working: float  # the working memory of one backward pass
+    runtime: float = 0.0  # the context of the device, and the buffers of its messages
+    copies: float = 0.0  # copies of the training state, if ranks compute on the host
     host: float = 0.0
 
     @property
@@ -66,12 +66,12 @@ class Footprint:
 
     @property
     def standing(self) -> float:
-        """Return the bytes that are in use during the whole step."""
+        """Return the bytes on the device that are in use during the whole step."""
         return self.weights + self.gradients + self.optimizer + self.runtime + self.copies
 
     @property
     def total(self) -> float:
-        """Return the bytes on the device at the peak."""
+        """Return the bytes that are in use on the device when the rank needs the most memory."""
         return self.standing + self.activations + self.working
 
 
@@ -337,7 +337,8 @@ class MemoryModel:
         return method.copies * -(-numbers * self.wide_bytes // holders)
 
     def _state(self, layout: Layout, rank: int) -> "StateBytes":
-        """Return the bytes of a pipeline rank's state."""
+        """Return the bytes of a pipeline rank's weights, gradients and optimizer state, on its
+        device and on its host."""
         return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
 
     def gradient_bytes(self, layout: Layout, rank: int) -> int:
@@ -481,7 +482,8 @@ def _beside(
     if method.reproducible:
         during, after = tree.most_sums(microbatches, layout.data)
         each = memory.gradient_bytes(layout, rank)
-        # the leaf of a microbatch is made when its activations are free
+        # the gradient of a microbatch is stored as a leaf of the tree when the microbatch's
+        # activations are free
         free = kept if layout.pipeline == 1 else 0
         working = max(working + during * each, after * each - free)
     if method.matrices:

@@ -99,12 +99,12 @@ class Told:
 
     @property
     def gradients(self) -> float:
-        """Return the bytes of all gradients."""
+        """Return the bytes of all gradients of a rank."""
         return self.elements * self.gradient_bytes
 
     @property
     def masters(self) -> float:
-        """Return the bytes of all master weights."""
+        """Return the bytes of all master weights of a rank."""
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
@@ -160,7 +160,7 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
     exchanges in a step. The bytes are counted as in `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
-        return {"neighbours": code}  # to each neighbour
+        return {"neighbours": code}  # a rank sends its code to each neighbour
     if section.compressor == "power_sgd":
         return {"all_reduce": code}  # the ranks sum the factors of PowerSGD
     if section.error_feedback in SQUEEZED:
@@ -194,7 +194,8 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
 
 
 def _codes_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
-    """Return the bytes that a data rank sends in one exchange of codes."""
+    """Return the bytes that one of `n` data ranks sends in one exchange of codes (compressed
+    gradients or weights)."""
     codes = code_messages(section, sizes, n)
     return sum(_sent_of(kind, size, n) for kind, size in codes.items())
 
@@ -296,7 +297,8 @@ class MethodAxis(DataAxis):
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
     def _compressed_s(self, sizes: Told, group: Group) -> float:
-        """Return the seconds of one exchange of codes, including encoding and decoding."""
+        """Return the seconds of one exchange of codes (compressed gradients or weights) over the
+        data axis, including encoding and decoding."""
         machine, section, n = self.machine, self.section, group.ranks
         code, passes = sizes.code(section), CODING_PASSES * rounds_of(section)
         if section.compressor == "power_sgd":

@@ -72,7 +72,8 @@ class StageTimes:
         return self.backward_in_s[op.stage]
 
     def busy_s(self, rank: int, microbatches: int) -> float:
-        """Return the seconds that a rank spends in its forwards and backwards."""
+        """Return the seconds that pipeline rank `rank` spends in the forwards and backwards of a
+        step of `microbatches` microbatches."""
         own = self.placed.stages_of(rank)
         forward_s = sum(self.forward_s[stage] for stage in own)
         return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
@@ -185,7 +186,7 @@ class _Pass:
         self.ends: list[float | None] = [None] * numbered.count
         self.clocks = [0.0] * len(self.orders)
         self.positions = [0] * len(self.orders)
-        # number of the op for which a rank waits -> the rank that waits
+        # number of an op -> the rank that waits for this op
         self.waiting: dict[int, int] = {}
         self.runnable = list(range(len(self.orders)))
 

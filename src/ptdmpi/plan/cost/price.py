@@ -28,10 +28,10 @@ class StepParts:
     step time."""
 
     compute: float
-    tensor: float  # Sums over the tensor axis.
-    context: float  # Messages of attention over the context axis.
-    expert: float  # Messages that send tokens to experts and back.
-    pipeline: float  # Messages between stages that do not overlap with computation.
+    tensor: float  # sums and gathers over the tensor axis
+    context: float  # messages of attention over the context axis
+    expert: float  # messages that send tokens to experts and back
+    pipeline: float  # messages between stages that do not overlap with computation
     bubble: float
     data: float  # sums and gathers over the data axis that do not overlap with computation
     optimizer: float
@@ -55,7 +55,8 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        """Return True if the device and the host have enough memory."""
+        """Return True if the devices and the hosts of the ranks have enough memory for the
+        layout."""
         fits = self.memory.total <= self.capacity_bytes
         return fits and self.memory.host <= self.host_capacity_bytes
 
@@ -147,7 +148,7 @@ class Pricer:
         """Return, in seconds, the part of `rough_bound_s` that does not depend on sharding."""
         config = self.model.config
         p, fewest = layout.pipeline, config.layers // layout.stages
-        if config.has_unlike_layers:  # layers differ in work, so a stage may have few layers
+        if config.has_unlike_layers:  # if layers differ in work, a stage may have few layers
             fewest = 1
         worked_s, passed_s = self._rough(layout)
         # averaged over the ranks, half of the other ranks compute before a rank while the pipeline

@@ -168,7 +168,7 @@ class StageMemory:
         return parameters.stage_parts(self.model, layers, tensor=tensor, dealing=cut.dealing)
 
     def trained(self, layout: Layout, rank: int) -> int:
-        """Return the number of trained parameters of a pipeline rank."""
+        """Return the number of trained parameters on a pipeline rank of `layout`."""
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[1]
 
     def elements(self, layout: Layout, rank: int) -> int:
@@ -180,8 +180,8 @@ class StageMemory:
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return the numbers of parameters of a pipeline rank, as `parameters.rank_elements` counts
-        them."""
+        """Return three numbers of parameters of a pipeline rank: all parameters, the trained ones,
+        and those of a tied table that the rank uses twice (see `parameters.rank_elements`)."""
         return parameters.rank_elements(self.model, self.vocab_size, self._part(cut, tensor, rank))
 
     def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:

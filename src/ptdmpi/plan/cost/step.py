@@ -65,7 +65,8 @@ class StepTimes:
         return self._ends[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
-        """Return the times of (forward, backward) of each stage, for one microbatch."""
+        """Return, for each stage, the times of its forward and of its backward for one
+        microbatch."""
         ends, most = self.ends(layout), layout.recompute_layers
         alike: dict[tuple[tuple[LayerKind, int, int], ...], tuple[Seconds, Seconds]] = {}
         stages = []
@@ -161,7 +162,9 @@ class StepTimes:
         If messages overlap with computation (`dp_overlap`), only the time by which the messages of
         an op take longer than the op is added.
         """
-        if not layout.shards_gradients:  # a search visits many layouts without sharded gradients
+        if (
+            not layout.shards_gradients
+        ):  # return early, because a search visits many layouts without sharded gradients
             return [(0.0, 0.0)] * len(seconds)
         # most stages of a layout have the same layers, and are computed once
         alike: dict[ModelPart, InOps] = {}
@@ -259,7 +262,8 @@ def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
 
 
 def _layer_key(layout: Layout) -> tuple[object, ...]:
-    """Return the settings that determine the times of a layer."""
+    """Return the settings of `layout` that determine the times of a layer. They are the key under
+    which these times are cached."""
     return (
         layout.tensor,
         layout.context,
@@ -278,7 +282,7 @@ def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
     If two stages are on one rank, nothing is sent, and the flag has no meaning.
     """
     row = layout.tensor * layout.context * layout.data
-    if row % devices == 0:  # all ranks with one pipeline coordinate fill whole nodes
+    if row % devices == 0:  # the ranks with the same pipeline coordinate fill whole nodes
         return [True] * (count - 1)
     placed = placement_of(layout)
     starts = [placed.rank_of(stage) * row for stage in range(count)]

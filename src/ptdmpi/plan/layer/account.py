@@ -141,7 +141,7 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the tensor on one rank."""
+        """Return the number of bytes of the tensor on one rank."""
         return self.elements * self.element_bytes
 
 

@@ -234,7 +234,8 @@ class Attend(Operator):
             yield from RingCore(sizes).messages(phase, seen_share(sizes), input_trains)
 
     def _merged(self, sizes: Sizes) -> Kernel:
-        """Return the kernel that joins the heads, or, in the backward, splits them."""
+        """Return the kernel that joins the outputs of the heads, or, in the backward, splits their
+        gradients by head."""
         heads, _ = sizes.priced_heads
         width = heads * sizes.model.head_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
@@ -427,8 +428,8 @@ class Attend(Operator):
         return (rows * c + keys * (c + sizes.wide_bytes)) * d
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that drawing the dropout mask needs: the hashes, and two
-        tensors as large as the scores."""
+        """Return the number of bytes that are needed to draw the dropout mask of the attention
+        weights: the hashes, and two tensors as large as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _scores(sizes)

@@ -12,7 +12,7 @@ DEVICE_ELEMENTS = 2**24
 # Smallest number of rows in each partial sum of the gradients of a norm's weights in a Triton
 # kernel.
 NORM_ROWS = 16
-NORM_PROGRAMS = 256  # Largest number of these partial sums.
+NORM_PROGRAMS = 256  # Largest number of such partial sums.
 QUERY_BLOCK = 128  # Number of queries in a block. The scores of a block are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
 # On a CPU, the backward pass computes the gradients of this number of queries at once if every one

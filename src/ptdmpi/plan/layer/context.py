@@ -133,7 +133,7 @@ class _Exchange(Operator, ABC):
 
     @abstractmethod
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies before and after a message."""
+        """Yield the copy kernels that run before and after the message."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         yield from self._copies(sizes)
@@ -314,8 +314,8 @@ class RingCore:
         yield from [(chunk, (chunk + min(QUERY_BLOCK, chunk)) // 2)] * 2
 
     def kernels(self, seen: float, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of a forward or of a backward. `seen` is the fraction of the scores
-        that lie in the sliding window."""
+        """Yield the kernels of ring attention in a forward, or, if `backward` is True, in a
+        backward. `seen` is the fraction of the scores that lie in the sliding window."""
         sizes = self.sizes
         for queries, all_keys in self._pairs():
             keys = max(1, round(all_keys * seen))

@@ -231,7 +231,7 @@ class AddResidual(Operator):
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that drawing the dropout mask needs: the hashes, and two
+        """Return the number of bytes that are needed to draw the dropout mask: the hashes, and two
         tensors as large as the sublayer's output."""
         if not sizes.drops:
             return 0

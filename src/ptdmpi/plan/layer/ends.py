@@ -70,7 +70,8 @@ class LookUp(Operator):
             yield Item("embedding.elsewhere", sizes.tokens, 1)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the looked-up rows, and the kept tensors of the lookup."""
+        """Yield the tensors that a split backward keeps until W (gradients of the weights): the
+        gradient of the looked-up rows, and the kept tensors of the lookup."""
         size = sizes.local_tokens * self.table.hidden
         yield Item("embedding.gradient", size, sizes.compute_bytes)
         yield from self.kept(sizes, "none")
@@ -88,8 +89,9 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the table of positions. It has the size of the whole table, even if
-        only some of its rows were added to x."""
+        """Yield the gradient of the table of positions, which a split backward keeps until W
+        (gradients of the weights). It has the size of the whole table, even if only some of its
+        rows were added to x."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
@@ -261,7 +263,7 @@ class CrossEntropy(Operator):
         return sizes.share(self.columns) if self.split else self.columns
 
     def logits(self, sizes: Sizes) -> int:
-        """Return the number of this rank's logits."""
+        """Return the number of logits that this rank computes for one microbatch."""
         return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -307,7 +309,9 @@ class CrossEntropy(Operator):
             yield Item("loss.statistics", 3 * sizes.predicted, sizes.wide_bytes)
         else:
             yield Item("loss.probabilities", logits, sizes.wide_bytes)
-        if self.split and not self._by_triton(sizes):  # Triton reads the labels of the batch
+        if self.split and not self._by_triton(
+            sizes
+        ):  # a Triton kernel reads the labels of the batch itself
             yield Item("loss.labels", sizes.predicted, 8)
             yield Item("loss.here", sizes.predicted, 1)
 
@@ -330,8 +334,8 @@ class CrossEntropy(Operator):
 
 @dataclass(frozen=True)
 class Tanh(Operator):
-    """The pooler's tanh and, for a task, dropout. Both work on a tensor [sequences, hidden size]
-    (Devlin et al. 2019)."""
+    """The tanh of BERT's pooler, and dropout if the model classifies sequences. Both work on a
+    tensor [sequences, hidden size] (Devlin et al. 2019)."""
 
     drops: bool = False
 

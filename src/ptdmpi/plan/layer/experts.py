@@ -67,12 +67,12 @@ class MixExperts(Operator):
     shares_input: bool = False
 
     def expert(self, number: int) -> str:
-        """Return the name of the expert with the index `number`."""
+        """Return the name of the expert with the index `number`, for example "mlp.experts.0"."""
         return f"{self.name}.{number}"
 
     @property
     def router_name(self) -> str:
-        """Return the name of the router's linear layer."""
+        """Return the name of the router's linear layer, for example "mlp.router"."""
         return f"{self.name.rpartition('.')[0]}.router"
 
     def parts(self) -> dict[str, Part]:
@@ -227,7 +227,7 @@ class MixExperts(Operator):
         yield MemoryPass(2 * pairs * width * c, used)
         yield self._products(sizes, h, width)
         yield from self._adapting(sizes, "down")
-        yield MemoryPass(3 * pairs * h * c, used)  # added to the outputs
+        yield MemoryPass(3 * pairs * h * c, used)  # the results are added to the outputs
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         c, h = sizes.compute_bytes, self.up.inputs
@@ -339,7 +339,9 @@ class MixExperts(Operator):
         if self._counts_sequences(sizes):
             yield Item(f"{self.name}.loads", self._sequence_loads(sizes), LOAD_BYTES, "full")
         yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
-        if sizes.layout.expert > 1:  # rows received from other ranks, and their weights
+        if (
+            sizes.layout.expert > 1
+        ):  # the rows that were received from other ranks, and their weights
             if self.keeps_rows:
                 yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
             yield Item(f"{self.name}.weights", rows, sizes.wide_bytes)
@@ -389,7 +391,7 @@ class MixExperts(Operator):
         expert = tokens * width * c
         if wide > c:
             expert += tokens * self._width(sizes) * 2 * wide
-        if sizes.layout.expert > 1:  # gradients of rows that are sent and received
+        if sizes.layout.expert > 1:  # the gradients of rows that are sent and received
             moved = self._most_rows(sizes) + self._pairs(sizes)
             whole += moved * (2 * h * c + INDEX_BYTES)
         copies = 0 if self.up.trains else copied_bytes(sizes, self._up_shape(sizes), tokens)

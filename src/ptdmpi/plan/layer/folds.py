@@ -47,8 +47,8 @@ def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
 
 
 def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return the number of multiplications per position in the forward matrix products whose
-    weights are frozen."""
+    """Return the number of multiplications per position in those forward matrix products of the
+    operators `rows` whose weights are frozen."""
     return sum(row.frozen_multiplications(model) for row in rows)
 
 

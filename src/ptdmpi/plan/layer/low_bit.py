@@ -107,7 +107,7 @@ class LowBit:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code."""
+        """Return the number of bits of a code."""
         return FORMS[self.codes].bits
 
     @property
@@ -143,7 +143,7 @@ class LowBit:
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix: its codes and its scales."""
+        """Return the bytes of a quantized matrix [rows, columns]: its codes and its scales."""
         scales = math.prod(self.scale_shape(rows, columns)) * SCALE_BYTES
         return rows * columns * self.bits // 8 + scales
 
@@ -154,7 +154,8 @@ class LowBit:
 
 
 def chunk_elements(on_host: bool) -> int:
-    """Return the number of elements of a matrix that a device dequantizes at once."""
+    """Return the number of elements of a matrix that are dequantized at once, on a host or on
+    another device."""
     if on_host:
         return CHUNK_ELEMENTS
     return CHUNK_ELEMENTS * DEVICE_CHUNKS

@@ -17,7 +17,7 @@ from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, M
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.sizes import Sizes
 
-MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that a CPU draws at once
+MASK_CHUNK_ELEMENTS = 2**18  # number of elements of a dropout mask that a CPU draws at once
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Operator:
         yield from ()
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that selective recomputation computes again."""
+        """Yield those kernels of the operator's forward that selective recomputation runs again."""
         yield from ()
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:

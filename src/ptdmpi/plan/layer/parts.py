@@ -67,7 +67,8 @@ class Linear:
             yield outputs
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the number of elements whose gradient must be summed over the tensor axis."""
+        """Return the number of elements of W and b whose gradient must be summed over the tensor
+        axis, because each tensor-parallel rank computes only a summand of it."""
         if self.partial_gradient:
             return self.inputs * sum(self.outputs)
         if self.shared_gradient and sequence_parallel:
@@ -111,7 +112,8 @@ class Norm:
             yield self.size
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the number of elements whose gradient must be summed over the tensor axis."""
+        """Return the number of elements of the norm whose gradient must be summed over the tensor
+        axis, because each tensor-parallel rank computes only a summand of it."""
         if self.sees == "heads" or (self.sees == "positions" and sequence_parallel):
             return sum(self.weights(1))
         return 0
@@ -139,7 +141,8 @@ class Table:
         yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the number of elements whose gradient must be summed over the tensor axis."""
+        """Return the number of elements of the table whose gradient must be summed over the tensor
+        axis, because each tensor-parallel rank computes only a summand of it."""
         return sum(self.weights(1)) if sequence_parallel and not self.split else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
@@ -258,5 +261,5 @@ def elements(parts: Iterable[Part], tensor: int = 1) -> int:
 
 
 def trained(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts that are trained."""
+    """Return those of `parts` that are trained."""
     return [part for part in parts if part.trains]

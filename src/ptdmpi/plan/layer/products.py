@@ -54,7 +54,7 @@ class Multiply(Operator):
 
     @cached_property
     def pairs(self) -> tuple[LowRankPair, ...]:
-        """Return the low-rank adapters of the linear layer."""
+        """Return the LoRA adapters of the linear layer."""
         return tuple(part for _, part in self.adapters if isinstance(part, LowRankPair))
 
     @property
@@ -188,7 +188,8 @@ class Multiply(Operator):
                 yield from weight_gradient(sizes, inputs, outputs, rows, of_codes=self.of_codes)
 
     def _rounded(self, sizes: Sizes, elements: int) -> Iterator[Kernel]:
-        """Yield the kernels that round an operand of a matrix product to 8-bit floating point."""
+        """Yield the kernels that round an operand of `elements` elements to 8-bit floating point,
+        if the matrix products are in 8-bit floating point."""
         if self.scaling != "none":
             yield low_bit.rounding(elements, sizes.compute_bytes, self.scaling)
 

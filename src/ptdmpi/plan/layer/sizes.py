@@ -92,8 +92,8 @@ class Sizes:
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 
     def rows(self, rows: Rows) -> int:
-        """Return the number of rows that a tensor has on this rank if its kind of rows is
-        `rows`."""
+        """Return the number of rows that a tensor [rows, width] has on this rank if its rows are of
+        the kind `rows`, for example "local"."""
         match rows:
             case "whole":
                 return self.tokens
@@ -111,7 +111,7 @@ class Sizes:
 
     @property
     def wide_bytes(self) -> int:
-        """Return the bytes of one element of a softmax, a loss or a master weight. Their type is
+        """Return the bytes of one element of a softmax, a loss or a master weight, whose type is
         float32 or float64."""
         return PRECISIONS[self.precision].master.bytes
 
@@ -139,11 +139,12 @@ class Sizes:
 
     @property
     def fused_attention(self) -> bool:
-        """Return True if the program's attention keeps its scores on chip."""
+        """Return True if the training program computes attention with kernels that keep scores on
+        chip."""
         return self.software.attention == "flash"
 
     def by_triton(self, kind: Literal["loss", "norm", "gated"]) -> bool:
-        """Return True if the program computes this kind of kernels in Triton."""
+        """Return True if the training program computes kernels of the kind `kind` in Triton."""
         return kind in self.software.triton
 
     def share(self, size: int) -> int:

@@ -78,7 +78,7 @@ def sha256_of(path: str, names: str) -> str:
 
 
 def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the number, the text and the columns of each line that has an edge."""
+    """Yield (line number, text, columns) for each line of the file `path` that has an edge."""
     try:
         text = read_file(Path(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:

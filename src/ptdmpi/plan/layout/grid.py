@@ -331,12 +331,12 @@ def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
 
 
 def grid_of(config: Config) -> Grid:
-    """Return the grid of a configuration."""
+    """Return the process grid of a run with the configuration `config`."""
     return layout_grid(config.layout)
 
 
 def layout_grid(layout: Layout) -> Grid:
-    """Return the grid of a layout."""
+    """Return the process grid of the layout `layout`."""
     return training_grid(
         layout.data,
         layout.shards,

@@ -91,7 +91,8 @@ class RunMethod:
         return 1
 
     def measures(self, step: int) -> bool:
-        """Return True if step `step` (counted from 0) measures the consensus distance."""
+        """Return True if the run measures the consensus distance (how far the replicas are apart)
+        in step `step`, counted from 0."""
         every = self.section.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.steps)
@@ -197,7 +198,7 @@ class RunMethod:
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)
         elif method == "parameter_server":
-            times = 1 if rank else n - 1  # rank 0 is the server
+            times = 1 if rank else n - 1  # rank 0 is the parameter server
             for part in pieces(gradients, MESSAGE_ELEMENTS):
                 tally.add("send", part * element_bytes, times)
         elif method == "decentralized" and not self.averages(step):

@@ -115,7 +115,7 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
         return round(max(ranks), DECIMALS), max(works), abs(last - layers / stages), -last
 
     most = layers - first - (stages - 2)
-    if placed.virtual == 1:  # in this case each rank has one stage
+    if placed.virtual == 1:  # each rank has one stage
         most = min(most, -(-(layers - first) // (stages - 1)))
     return dealt(min(range(1, most + 1), key=cost))
 
@@ -151,7 +151,8 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    # (work of a rank, its first stage that may take one more layer, its other stages that may)
+    # for each rank: its work, its first stage that may take one more layer, and its other stages
+    # that may
     free = []
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]

@@ -182,7 +182,7 @@ class _Groups:
         self._above = list(range(size))
 
     def join(self, rank: int, other: int) -> None:
-        """Merge the groups of two ranks."""
+        """Merge the group of `rank` and the group of `other`."""
         self._above[self._top(rank)] = self._top(other)
 
     def _top(self, rank: int) -> int:

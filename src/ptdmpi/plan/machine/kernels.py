@@ -116,7 +116,7 @@ class Machine:
         result_bytes = max(2, self.element_bytes)
         moved_bytes = batch * ((m * k + k * n) * self.element_bytes + m * n * result_bytes)
         best, step = math.inf, 1
-        if self.element_bytes <= 2:  # tensor cores
+        if self.element_bytes <= 2:  # 16-bit and 8-bit types are multiplied by tensor cores
             step = TILE_DEPTH
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch

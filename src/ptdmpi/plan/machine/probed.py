@@ -178,5 +178,6 @@ class KernelWays(FrozenTable):
     gelu: Annotated[tuple[GeluWay, ...], Field(strict=False)] = ()
 
     def entries(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the entries in the form of presets/kernels.toml."""
+        """Return the implementations as lists of entries, in the form of presets/kernels.toml: kind
+        of kernel -> entries."""
         return self.model_dump(mode="json", exclude_none=True)

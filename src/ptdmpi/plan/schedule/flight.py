@@ -23,7 +23,7 @@ from ptdmpi.plan.schedule.orders import order as ops_of_rank
 # `Moment`).
 ROUNDS = 3
 NOTHING = ("", -1)
-KIND_AND_STAGE = itemgetter(0, 1)  # kind and stage of an op
+KIND_AND_STAGE = itemgetter(0, 1)  # returns (kind, stage) of an op
 
 
 class RankOrder(NamedTuple):

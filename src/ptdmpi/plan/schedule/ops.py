@@ -146,7 +146,7 @@ class Op(NamedTuple):
 
     @property
     def row(self) -> OpKind:
-        """Return the row of the op's kind in the table."""
+        """Return the properties of the op's kind: its row of the table `OP_KINDS`."""
         return OP_KINDS[self.kind]
 
     @classmethod

@@ -29,7 +29,7 @@ class DeadlockError(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """The pipeline rank of each stage: `ranks[stage]`."""
+    """The placement of stages on pipeline ranks: `ranks[stage]` is the rank that has the stage."""
 
     ranks: tuple[int, ...]
 

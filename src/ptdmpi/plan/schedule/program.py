@@ -12,7 +12,7 @@ from ptdmpi.plan.schedule.simulate import Costs, execute
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """An action: compute `op`."""
+    """An action of a program: compute `op`."""
 
     op: Op
 
@@ -22,7 +22,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An action: send the output of `op` to pipeline rank `peer`."""
+    """An action of a program: send the output of `op` to pipeline rank `peer`."""
 
     op: Op
     peer: int
@@ -33,7 +33,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """An action: receive the output of `op` from pipeline rank `peer`."""
+    """An action of a program: receive the output of `op` from pipeline rank `peer`."""
 
     op: Op
     peer: int
@@ -173,7 +173,8 @@ class _Rendezvous:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Execute `action`; return False if it has to wait for another rank."""
+        """Execute `action` of rank `rank`. Return False if the rank must wait for another rank
+        first."""
         if isinstance(action, Compute):
             return self._compute(rank, action.op)
         if not 0 <= action.peer < len(self.programs) or action.peer == rank:

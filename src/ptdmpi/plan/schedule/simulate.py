@@ -90,7 +90,7 @@ class Timeline:
         return {rank: math.fsum(of_rank) for rank, of_rank in durations.items()}
 
     def busy_s(self, rank: int) -> float:
-        """Return the time that `rank` spends in ops."""
+        """Return the total time that `rank` spends in ops."""
         return self._compute_s.get(rank, 0.0)
 
     def bubble_fraction(self) -> float:
@@ -211,7 +211,7 @@ class OpCosts(Protocol):
 
 
 class Interval(NamedTuple):
-    """The start and the end of an op."""
+    """The interval during which an op runs: the times of its start and of its end."""
 
     start_s: float
     end_s: float

@@ -179,7 +179,8 @@ def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) ->
 
 
 def words(prices: list[Price], pricer: Pricer) -> str:
-    """Return a text with the chosen layout and the table of the best layouts."""
+    """Return the text that reports the choice: the chosen layout, which is the first of `prices`,
+    and the table of the best layouts."""
     entries = [table.numbers(price, pricer, None) for price in prices]
     head = f"layout auto on {pricer.cluster.name}: {entries[0]['layout']}, "
     return "\n".join([head + table.settings(entries[0]), *table.overview(entries)])

@@ -82,7 +82,8 @@ class Best:
         return self.prices[-1].step_time_s
 
     def offer(self, price: Price) -> None:
-        """Store the price of a layout if the layout is among the `count` fastest layouts so far."""
+        """Keep `price` if its layout is among the `count` fastest layouts that were offered so
+        far."""
         if price.step_time_s >= self.ceiling_s:
             return
         like = self.same(price.layout)

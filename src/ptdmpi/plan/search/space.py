@@ -59,11 +59,15 @@ class Space:
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
-    data: tuple[int, ...] | None = None  # Legal sizes of the data axis; None: all sizes.
+    data: tuple[int, ...] | None = (
+        None  # The legal sizes of the data axis; None means that all sizes are legal.
+    )
     sequences: int = 1  # The number of sequences in a microbatch must be a multiple of this number.
-    cuts_sequences: bool = True  # If True, also try to cut long sequences.
-    context_method: str | None = None  # The context-parallel method for layouts that cut sequences.
-    deals_experts: bool = True  # If True, also try to distribute experts.
+    cuts_sequences: bool = True  # If True, also try layouts with context parallelism.
+    context_method: str | None = (
+        None  # The context-parallel method; None means that the search chooses it.
+    )
+    deals_experts: bool = True  # If True, also try layouts that distribute experts over ranks.
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,7 +156,7 @@ class Sharding(NamedTuple):
     offload: str = "none"
 
     def of(self, layout: Layout) -> Layout:
-        """Return `layout` with this sharding."""
+        """Return a copy of `layout` with this sharding."""
         if self == (layout.zero, layout.shard_group, layout.offload):
             return layout
         zero, shard_group, offload = self

@@ -66,7 +66,8 @@ def wholes_of(parts: Iterable[Part], tensor: int) -> list[Whole]:
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Return the number of elements of the trained matrices of all layers."""
+    """Return the number of elements of all matrices that Muon updates as wholes, summed over the
+    layers of the model."""
     return sum(
         count * sum(matrix.local for matrix in wholes(model, 1, kind=kind))
         for kind, count in model.runs()

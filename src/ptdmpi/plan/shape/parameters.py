@@ -43,7 +43,7 @@ class ModelPart(NamedTuple):
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":
-        """Return the whole model on one rank."""
+        """Return the part of a model that consists of the whole model, on one rank."""
         return cls(model.runs(), True, True)
 
     @classmethod
@@ -267,7 +267,7 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:
-    """Return the number of layers of each kind in `runs`, as pairs (kind, number)."""
+    """Return pairs (kind of layer, number of layers of this kind in `runs`), one for each kind."""
     counts = Counter[LayerKind]()
     for kind, count in runs:
         counts[kind] += count

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 _SHADES = 4  # Number of shades of each colour; chunks of a rank differ in shade.
 _DARK_SHADES = 2  # Letters are white on this many of the darkest shades, black on the others.
-_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # Colours of letters, for (terminal, picture).
-# Style of a number in a bar. True: written horizontally; False: written vertically.
+_WHITE, _BLACK = (
+    (15, "white"),
+    (16, "#1c2733"),
+)  # Colours of letters: (number of the colour in a terminal, name in a picture).
+# Style of a number in a bar: under True if it is written horizontally, under False if vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
@@ -42,7 +45,7 @@ _COLORS = {
     "other": "#9a9aa5",
 }
 _LEGEND_ROW_INCHES = 0.2
-_LEAST_LETTER = 4.0  # in points; smaller letters would be illegible
+_LEAST_LETTER = 4.0  # smallest size of letters, in points; smaller letters would be illegible
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
@@ -70,7 +73,7 @@ class Chunks:
         return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
-        """Return the index of the shade of a span; 0 if the span does not compute."""
+        """Return the index of the shade in which a span is drawn; 0 if the span is not an op."""
         if not span.computes:
             return 0
         return self.shade(self.stages[span.rank].index(Op.parse(span.op).stage))
@@ -228,7 +231,7 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
         below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
         drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
         _draw_all(drawing, timelines, heights, below)
-        drawing.legend(  # with rows of equal length
+        drawing.legend(  # the rows of the legend have equal lengths
             handles=handles,
             loc="lower center",
             ncols=math.ceil(len(handles) / rows),
@@ -240,7 +243,7 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise InputError for a name that is neither .png nor .svg."""
+    """Raise InputError if the name of the file `path` ends neither in .png nor in .svg."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise InputError(f'{path}: pictures are .png or .svg, not "{Path(path).suffix}"')
 
@@ -309,7 +312,8 @@ def _draw_all(
 
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
-    """Draw one timeline with its bars, its microbatch numbers and its time axis."""
+    """Draw `timeline` into the panel `axes`: its bars, its microbatch numbers, and its time axis,
+    which covers a time of `extent_s`."""
     ranks, chunks = timeline.ranks, Chunks(timeline)
     unit_s, unit = _readable_unit(timeline, extent_s)
     lane = {rank: place for place, rank in enumerate(ranks)}
@@ -388,7 +392,9 @@ def _draw_numbers(
     In a bar that is too narrow for a horizontal number, the number is written vertically.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    lying: dict[Span, float] = {}  # letter size at which a horizontal number fills its bar
+    lying: dict[
+        Span, float
+    ] = {}  # span -> letter size, in points, at which its horizontal number fills its bar
     upright: dict[Span, float] = {}
     for span in timeline.spans:
         if span.computes:

@@ -16,7 +16,7 @@ from ptdmpi.plan.show.draw import check_picture, save
 
 MOST_DRAWN = 8  # largest number of ranks that are all drawn
 SOME_DRAWN = 5
-COLUMNS = 400  # approximate number of moments in a drawn curve
+COLUMNS = 400  # approximate number of points in a drawn curve
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:

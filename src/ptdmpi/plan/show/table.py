@@ -158,7 +158,8 @@ def tflops(number: float) -> str:
 
 
 def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table of layouts, one line for each layout."""
+    """Yield the lines of the table that compares layouts, one line for each of `entries` (results
+    of `numbers`)."""
     rows = [["layout", "step", "TFLOP/s", "MFU", "bubble", "comm", "memory", ""]]
     for entry in entries:
         note = "" if entry["fits"] else "  DOES NOT FIT"
@@ -188,7 +189,8 @@ def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _details(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield lines with the parts of the step time and of the memory of one layout."""
+    """Yield lines of text with the parts of the step time and of the memory of one layout. `entry`
+    is a result of `numbers`."""
     step_s = entry["step_time_s"]
     total = entry["peak_memory_bytes"]
     yield f"{entry['layout']}, {settings(entry)}"
@@ -262,7 +264,8 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about the layout that the rules of Narayanan et al. 2021 choose."""
+    """Yield lines of text about the layout that the rules of Narayanan et al. 2021 choose, for
+    comparison with the best layout."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
     yield "for comparison, the rules of Narayanan et al. 2021"
@@ -300,7 +303,7 @@ def report(result: dict[str, Any]) -> str:
     """Return the text that `ptdmpi plan` prints."""
     ranks = counted(result["ranks"], "rank")
     size = f"{short(result['parameters'])} parameters"
-    if result["active_parameters"] < result["parameters"]:  # a model that is a mixture of experts
+    if result["active_parameters"] < result["parameters"]:  # the model has experts
         size += f" ({short(result['active_parameters'])} for each token)"
     text = [
         f"{result['model']}: {size}, {ranks} of "

@@ -47,7 +47,8 @@ class SplitLatents(Operator):
             yield Elementwise(sizes.model.norm, sizes.local_tokens * norm.size, (2 * e,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the backward of the norms, and the kernel that joins the gradients."""
+        """Yield the kernels of the norms' backward, and the kernel that joins the gradients of the
+        latent vectors and of the rotary key."""
         e = sizes.compute_bytes
         for _, norm in self.norms:
             elements = sizes.local_tokens * norm.size
@@ -195,6 +196,7 @@ class TakeValues(Operator):
         return sizes.tokens * sum(widths) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input."""
+        """Return the bytes of the gradient of the operator's input, the padded outputs of the
+        heads."""
         filled, _ = self._widths(sizes.model, sizes.layout.tensor)
         return sizes.tokens * filled * sizes.compute_bytes

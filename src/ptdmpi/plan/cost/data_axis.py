@@ -244,9 +244,8 @@ class DataAxis:
             return 0.0
         group = self.shard_group(layout)
         runs = trained_runs(self.model.runs())
-        share = layers / max(
-            1, count_of(runs)
-        )  # the fraction of all trained layers that the rank has
+        # the fraction of all trained layers that the rank has
+        share = layers / max(1, count_of(runs))
         whole_s, most_s = 0.0, 0.0  # Seconds of gathers: the sum and the maximum over layers.
         least_s = 0.0
         for kind, count in runs:

@@ -17,9 +17,8 @@ from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
 MOST_CHANGES = 3  # The largest number of settings that are changed together.
-MOST_SIZES = (
-    8  # The largest number of sizes that are tried for a microbatch, or for an axis of ranks.
-)
+# The largest number of sizes that are tried for a microbatch, or for an axis of ranks.
+MOST_SIZES = 8
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # Factors by which the number of ranks may grow.
 # configuration key -> field of `Layout`, if their names differ
 FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}

@@ -162,9 +162,8 @@ class StepTimes:
         If messages overlap with computation (`dp_overlap`), only the time by which the messages of
         an op take longer than the op is added.
         """
-        if (
-            not layout.shards_gradients
-        ):  # return early, because a search visits many layouts without sharded gradients
+        # return early, because a search visits many layouts without sharded gradients
+        if not layout.shards_gradients:
             return [(0.0, 0.0)] * len(seconds)
         # most stages of a layout have the same layers, and are computed once
         alike: dict[ModelPart, InOps] = {}

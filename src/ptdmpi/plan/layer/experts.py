@@ -339,9 +339,8 @@ class MixExperts(Operator):
         if self._counts_sequences(sizes):
             yield Item(f"{self.name}.loads", self._sequence_loads(sizes), LOAD_BYTES, "full")
         yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
-        if (
-            sizes.layout.expert > 1
-        ):  # the rows that were received from other ranks, and their weights
+        # the rows that were received from other ranks, and their weights
+        if sizes.layout.expert > 1:
             if self.keeps_rows:
                 yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
             yield Item(f"{self.name}.weights", rows, sizes.wide_bytes)

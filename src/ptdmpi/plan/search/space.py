@@ -59,14 +59,12 @@ class Space:
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
-    data: tuple[int, ...] | None = (
-        None  # The legal sizes of the data axis; None means that all sizes are legal.
-    )
+    # The legal sizes of the data axis; None means that all sizes are legal.
+    data: tuple[int, ...] | None = None
     sequences: int = 1  # The number of sequences in a microbatch must be a multiple of this number.
     cuts_sequences: bool = True  # If True, also try layouts with context parallelism.
-    context_method: str | None = (
-        None  # The context-parallel method; None means that the search chooses it.
-    )
+    # The context-parallel method; None means that the search chooses it.
+    context_method: str | None = None
     deals_experts: bool = True  # If True, also try layouts that distribute experts over ranks.
 
     @property

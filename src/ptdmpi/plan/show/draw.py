@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 _SHADES = 4  # Number of shades of each colour; chunks of a rank differ in shade.
 _DARK_SHADES = 2  # Letters are white on this many of the darkest shades, black on the others.
-_WHITE, _BLACK = (
-    (15, "white"),
-    (16, "#1c2733"),
-)  # Colours of letters: (number of the colour in a terminal, name in a picture).
+# Colours of letters: (number of the colour in a terminal, name in a picture).
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")
 # Style of a number in a bar: under True if it is written horizontally, under False if vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
@@ -392,9 +390,8 @@ def _draw_numbers(
     In a bar that is too narrow for a horizontal number, the number is written vertically.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    lying: dict[
-        Span, float
-    ] = {}  # span -> letter size, in points, at which its horizontal number fills its bar
+    # span -> letter size, in points, at which its horizontal number fills its bar
+    lying: dict[Span, float] = {}
     upright: dict[Span, float] = {}
     for span in timeline.spans:
         if span.computes:

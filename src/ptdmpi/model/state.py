@@ -362,9 +362,9 @@ class State:
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return the layout of flat tensors that contain only the parameters `names`, in the same
-    order: the position of each parameter, and the length of each flat tensor. There is one flat
-    tensor for each of the `units` shard units."""
+    """Return two values for flat tensors that contain only the parameters `names`, in the same
+    order as before: the position of each parameter, and the length of each flat tensor. There is
+    one flat tensor for each of the `units` shard units."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():

@@ -1,4 +1,5 @@
-"""Layers divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Linear layers whose weights are divided over the tensor axis, and the collectives of this axis
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
 Activations are [s, b, h], for b sequences of s positions and the hidden size h. The sequence dim
 comes first, so that the sequence-parallel collectives work on contiguous memory. Two operators

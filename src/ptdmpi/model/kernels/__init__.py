@@ -1,4 +1,5 @@
-"""The kernels of a layer. They are fast on their device and save few tensors for the backward pass.
+"""The kernels with which the modules of a layer compute, such as matrix products, attention and
+norms. They are fast on their device and save few tensors for the backward pass.
 
 A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
 products with them. Each module of a stage that computes with kernels (`Computing`) has a reference

@@ -1,5 +1,5 @@
-"""The agreement of all ranks of a run on the kernels that they use. A table of measurements says
-which kernels are the fastest.
+"""The agreement of all ranks of a run on the kernels that they use. The table of measurements in
+presets/kernels.toml says which kernels are the fastest.
 
 The agreed kernels are stored in the run directory and in the checkpoints. A resumed run uses them
 again, so that its results are bitwise equal, even on another processor.

@@ -1,4 +1,4 @@
-"""The products of a layer's linear in 8-bit floating point with delayed scales
+"""The matrix products of a layer's linear in 8-bit floating point with delayed scales
 (`precision.compute = "fp8"`, `precision.fp8 = "delayed"`).
 
 The operands of the products are the input x and the weight W, both in e4m3, and the gradient dy of

@@ -1,5 +1,5 @@
-"""The abilities of this rank's processor and devices. Each ability is determined only once, because
-the abilities of a machine never change."""
+"""The abilities of this rank's processor and devices, for example whether they multiply 16-bit
+numbers. Each ability is determined only once, because the abilities of a machine never change."""
 
 from collections.abc import Callable
 from functools import cache, wraps

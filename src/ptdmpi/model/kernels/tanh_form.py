@@ -1,4 +1,4 @@
-"""The numbers of GELU's tanh form: gelu(x) = x S(z), where S is the logistic function and z =
+"""The constants of GELU's tanh form: gelu(x) = x S(z), where S is the logistic function and z =
 `SLOPE` (x + `CUBE` x^3)."""
 
 import math

@@ -1,4 +1,5 @@
-"""Matrices in 8-bit floating point with scales, as operands of products in the precision fp8.
+"""Matrices in 8-bit floating point with one scale for each tile. They are the operands of matrix
+products in the precision fp8.
 
 A matrix [m, n] is cut into tiles of p x q elements; tiles at the end may be smaller. The elements
 of a tile share a scale 2^-k. The code of an element x is x 2^k, rounded to the nearest number of

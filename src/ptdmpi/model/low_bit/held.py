@@ -30,7 +30,7 @@ class InFewBits:
     """The codes (uint8) and the scales (float32) of all quantized frozen matrices of a rank, each
     in one flat tensor, one matrix after the other. Both tensors are initially zero.
 
-    `of` maps the logical name of a matrix to its codes and scales, as views of the flat tensors. A
+    `of` maps the name of a matrix to its codes and scales, which are views of the flat tensors. A
     tensor rank has some rows of a matrix, or some columns that form complete blocks.
     """
 

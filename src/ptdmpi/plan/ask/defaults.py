@@ -1,4 +1,5 @@
-"""The default batch size and the default precision of a prediction."""
+"""The default batch size and the default precision of the predictions of `ptdmpi plan` and `ptdmpi
+ask`."""
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note

@@ -22,7 +22,7 @@ LEAST_STATE_BYTES = 2
 @dataclass(frozen=True)
 class Cost:
     """The cost of a whole training in a layout, for example in the best layout on a given number of
-    ranks. `megawatt_hours` is None if the cluster file has no power."""
+    ranks. `megawatt_hours` is None if the cluster file does not have the power of a node."""
 
     price: Price
     days: float

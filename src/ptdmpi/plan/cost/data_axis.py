@@ -132,7 +132,8 @@ class DataAxis:
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that tensor-parallel ranks with the same undivided experts need to sum
-        the gradients of these experts. The estimate makes the same assumption as `_dense_s`."""
+        the gradients of these experts. The estimate assumes, as `_dense_s` does, that the fraction
+        of parameters in experts is the same in embedding and head as in the layers."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0

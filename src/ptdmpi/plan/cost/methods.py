@@ -270,7 +270,7 @@ class MethodAxis(DataAxis):
                 return machine.all_reduce_s(sizes.gradients, group)
 
     def _ring_s(self, sizes: Told, group: Group) -> float:
-        """Return the seconds of a ring.
+        """Return the seconds of the messages of the method "ring" in a step.
 
         The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
         has been summed over all ranks. The sums are then sent to all ranks, which takes another 2 n

@@ -333,8 +333,8 @@ class StepTraffic:
 
     def _ends(self, rank: int, shard: int) -> Tally:
         """Return the traffic in which the first and the last stage sum the two gradients of a tied
-        table, one from the embedding and one from the head. Each rank sums only its shard. If one
-        rank has both stages, there is no traffic."""
+        table, one from the embedding and one from the head. If the state is sharded, each rank sums
+        only its shard of these gradients. If one rank has both stages, there is no traffic."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)

@@ -40,8 +40,8 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """A kernel that computes so little that its time depends only on the `moved_bytes` that it
-    reads and writes.
+    """One or several kernels with so little computation that their time depends only on
+    `moved_bytes`, the number of bytes that they read and write.
 
     `launches` is the number of kernels that together move these bytes.
     """

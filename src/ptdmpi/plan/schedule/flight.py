@@ -59,7 +59,8 @@ class Moment(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """The stores of a rank, and the moments at which the rank may hold the most memory.
+    """The stores of a rank, and the moments at which the rank may hold the most memory. A store is
+    the memory for one set of tensors (inventory) of one stage.
 
     `stores` has a pair (inventory, stage) for each store of the rank, in order of stages. A moment
     is left out if another moment with the same working memory holds at least as much in every
@@ -172,8 +173,8 @@ def _walked(order: RankOrder) -> Flight:
 
 
 def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
-    """Yield the moments that no other moment dominates. A moment dominates another moment if it
-    holds at least as much in every store.
+    """Yield the moments that no other moment dominates. A moment dominates another moment if at
+    least as many microbatches are in every store at this moment.
 
     A moment with working memory is compared only with moments that have the same working memory. A
     moment without working memory is compared with all moments.

@@ -1,5 +1,5 @@
-"""The fastest kernels of attention, linears and GELU on this host, in the form of
-presets/kernels.toml."""
+"""Measurements that find the fastest kernels of attention, linears and GELU on this host. The
+results have the form of presets/kernels.toml."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,24 +1,23 @@
-"""The bounds that the counts in docs/reference/gpu-dry.md must keep: on the launches, moved bytes
-and activations of ptdmpi's layer, relative to other trainers, and on the difference between the
-counted peak of memory and the planner's prediction."""
+"""A check of the counts in docs/reference/gpu-dry.md against bounds. There are bounds for the
+launches, moved bytes and activations of ptdmpi's layer, relative to the best of the other trainers,
+and a bound for the difference between the counted peak of memory and the planner's prediction."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 OURS = "ptdmpi"
-# Largest ratios of ptdmpi's layer to the best of the other trainers.
+# column -> the greatest allowed ratio of ptdmpi's count to the smallest count of another trainer
 OF_BEST = {"launches": 0.8, "GB outside of products": 0.8, "activations, GB": 1.0}
-PLANNED = 0.05  # largest relative difference of a counted peak from the planned peak
+PLANNED = 0.05  # greatest allowed relative difference of a counted peak from the planned peak
 PEAK, PLANNED_PEAK = "peak, GB", "planned peak, GB"
 
 Rows = Mapping[str, Any]
 
 
 def missed(rows: Rows) -> dict[str, str]:
-    """Return, for each row of a part that misses a bound, the bound and the counted value.
-
-    In the part of layers, the name of a row is "MODEL: TRAINER". A row without counts misses no
-    bound, because its failure is reported elsewhere.
+    """Return a text for each row whose counts exceed a bound: the counted value and the bound.
+    `rows` are the rows of one table, by name; a row for one layer has the name "MODEL: TRAINER".
+    Rows without counts are skipped, because their failures are reported elsewhere.
     """
     of_row: dict[str, list[str]] = {}
     for name, why in [*_beside_others(rows), *_beside_planner(rows)]:

@@ -33,8 +33,8 @@ COMPILED = ("gpt bf16", "llama bf16")  # kinds that are also counted with compil
 
 
 def of_step(config: Config, vocab_size: int) -> Counts:
-    """Run a training step twice on this rank, and return the counts of the second run (see
-    `counted`)."""
+    """Run a training step twice on the null GPU of this rank, and return the counts (launches,
+    bytes, memory, ...) of the second run (see `counted`)."""
     begin()
     with drawn_there():
         engine = engine_on(config, vocab_size, DEVICE, wire="mpi")
@@ -50,16 +50,18 @@ def of_step(config: Config, vocab_size: int) -> Counts:
 
 
 def _asks_only(method: Compressed, gradients: Tensor) -> bool:
-    """Ask whether gradients overflow, and return False: the answer of a null GPU is arbitrary, and
-    would let some steps be skipped."""
+    """Compute whether `gradients` overflow, so that this work is counted, but return False. A null
+    GPU computes nothing, so the computed answer is arbitrary, and the step could be skipped because
+    of it."""
     _overflows(method, gradients)
     return False
 
 
 def alone(changes: Mapping[str, Any]) -> Numbers:
-    """Run a step of one kind of training on one rank, and return its counts as a row of the table.
-    `changes` are the keys of the configuration in which this kind differs from the default model.
-    If layers are compiled, the row has no bytes and FLOPs, which cannot be counted."""
+    """Run a step of one kind of training on one rank, and return its counts (launches, bytes,
+    memory, ...) as a row of the table. `changes` are the keys of the configuration in which this
+    kind differs from the default model. If layers are compiled, the row has no bytes and FLOPs,
+    which cannot be counted."""
     config = resolve(tree(LARGE | changes), 1)
     counts = of_step(config, LARGE_VOCAB)
     planned = planned_bytes(config, LARGE_VOCAB)
@@ -79,9 +81,9 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
 
 
 def of_two(changes: Mapping[str, Any]) -> Numbers:
-    """Run a step of one kind of training on two ranks, and return its counts as a row of the table.
-    The model is the small model of the tests, because messages between ranks are really sent, which
-    takes time."""
+    """Run a step of one kind of training on two ranks, and return its counts (launches, bytes,
+    memory, ...) as a row of the table. The model is the small model of the tests, because messages
+    between ranks are really sent, which takes time."""
     counts = of_step(small(changes, 2), VOCAB_SIZE)
     return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
 

@@ -28,24 +28,25 @@ Count = Callable[[int, int], Counts]
 
 
 class Layer(NamedTuple):
-    """The counts of one layer: for the forward and backward of one microbatch, and for a complete
-    step of two microbatches."""
+    """The counts (launches, bytes, memory, ...) that one layer adds to the forward and backward of
+    one microbatch, and to a complete step of two microbatches."""
 
     microbatch: Counts
     step: Counts
 
 
 def of_layer(count: Count) -> Layer:
-    """Return the counts of one layer: the counts of a model with three layers minus the counts of a
-    model with two. The counts for one microbatch are the counts of a step of two microbatches minus
-    the counts of a step of one."""
+    """Return the counts (launches, bytes, memory, ...) of one layer: the counts of a model with
+    three layers minus the counts of a model with two. The counts for one microbatch are the counts
+    of a step of two microbatches minus the counts of a step of one. `count` returns the counts of a
+    step, given the numbers of layers and of microbatches."""
     step = count(LEAST + 1, 2).minus(count(LEAST, 2))
     less = count(LEAST + 1, 1).minus(count(LEAST, 1))
     return Layer(microbatch=step.minus(less), step=step)
 
 
 def shown(layer: Layer) -> Numbers:
-    """Return the counts of a layer as a row of the table."""
+    """Return the counts (launches, bytes, memory, ...) of a layer as a row of the table."""
     once, step = layer
     return {
         "launches": round(once.launches),
@@ -78,7 +79,8 @@ def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.
 
 
 def of_ours(name: str, shape: Shape) -> Numbers:
-    """Run steps of ptdmpi, and return the counts of one layer as a row of the table."""
+    """Run training steps of ptdmpi on the null GPU, and return the counts (launches, bytes, memory,
+    ...) of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
@@ -92,8 +94,8 @@ def of_ours(name: str, shape: Shape) -> Numbers:
 
 
 def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
-    """Run steps of transformers in the setting `way`, and return the counts of one layer as a row
-    of the table."""
+    """Run training steps of transformers in the setting `way` on the null GPU, and return the
+    counts (launches, bytes, memory, ...) of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
@@ -105,7 +107,8 @@ def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
 
 
 def of_torchtitan(name: str, shape: Shape) -> Numbers:
-    """Run steps of torchtitan, and return the counts of one layer as a row of the table."""
+    """Run training steps of torchtitan on the null GPU, and return the counts (launches, bytes,
+    memory, ...) of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()

@@ -20,13 +20,11 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Counts(NamedTuple):
-    """The counts of one training step.
-
-    `launches`, `moved_bytes`, `other_bytes`, `flops` and `roofline_s` are those of `DeviceWork`.
-    `outside` is the number of launches outside of the operators of PyTorch's dispatcher. `syncs` is
-    the number of calls in which the host waits for the device. `peak_bytes` is the peak memory of
-    all tensors during the step, and `state_bytes` is the memory of weights, gradients and optimizer
-    states after the backward.
+    """The counts of one training step on the null GPU. `launches`, `moved_bytes`, `other_bytes`,
+    `flops` and `roofline_s` are those of `DeviceWork`. `outside` is the number of launches outside
+    of the operators of PyTorch's dispatcher. `syncs` is the number of calls in which the host waits
+    for the device. `peak_bytes` is the peak memory of all tensors during the step, and
+    `state_bytes` is the memory of weights, gradients and optimizer states after the backward.
     """
 
     launches: float

@@ -236,7 +236,8 @@ class Torture:
     ) -> None:
         """Do a trial: start a run, and call `begin` at a random moment, so that the disk refuses
         writes. Later, call `end`, which lets the disk accept writes again. In half of the trials
-        `end` is called shortly after `begin`, and in the other half after the run has ended."""
+        `end` is called shortly after `begin`, and in the other half after the run has ended. The
+        layout of the run is drawn from the deck of cards `deck`."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()

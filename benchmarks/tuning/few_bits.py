@@ -118,8 +118,9 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Yield rows with the perplexities in bf16 and in int4 of the base model, and of the base model
-    after further training without and with rounded weights."""
+    """Yield the rows of a table with two perplexities, in bf16 and in int4. There are rows for
+    three models: the base model, the base model after further training, and the base model after
+    further training with rounded weights."""
     models = {
         "none": base,
         "without rounded weights": trained("plain"),

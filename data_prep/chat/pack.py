@@ -218,8 +218,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     """Make shards of conversations, and return the final table.
 
     The same files and options always give shards with the same bytes. If the command is stopped,
-    its next start begins again. Raise InputError for bad options, files or lines. After such an
-    error, no output remains.
+    its next start makes all shards from the beginning. Raise InputError for bad options, files or
+    lines. After such an error, no output remains.
     """
     started = time.perf_counter()
     output.check()

@@ -191,8 +191,8 @@ class Wanted:
 
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
-    """Read the slices that `wanted` requests into the training state. Return None, or the reason
-    why the checkpoint is damaged. Raise the same errors as `load`."""
+    """Fill the training state with the slices that `wanted` lists. Return None, or the reason why
+    the checkpoint is damaged. Raise the same errors as `load`."""
     directory = reader.directory
     manifest = reader.manifest
     fit = partial(_require_fit, reader, wanted, state.peers.size)

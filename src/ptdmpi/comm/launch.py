@@ -80,8 +80,8 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start. The variables
     have no effect on a rank without a GPU.
 
-    A rank uses many NCCL communicators at the same time: one for each group, and two for each
-    neighbour in the pipeline. Two of the variables are set for this reason.
+    Two of the variables are needed because a rank uses many NCCL communicators at the same time:
+    one for each group, and two for each neighbour in the pipeline.
     """
     # If ranks launch the kernels of two communicators in different orders, the kernels wait for
     # each other for ever. With this variable, NCCL (2.26 or later) runs kernels in the order of the

@@ -66,8 +66,8 @@ def nearest_presets(name: str, count: int = 2) -> list[str]:
 
 
 def _family_and_size(name: str) -> tuple[str, float]:
-    """Return two parts of the name of a model: the letters and the version before the size, and the
-    size as a number of parameters; 0 if the name contains no size.
+    """Split the name of a model, such as "llama2-7b". Return the part before the size, and the size
+    as a number of parameters (0 if the name contains no size).
     """
     name = name.lower().rpartition("/")[-1]
     match = SIZE.search(name)

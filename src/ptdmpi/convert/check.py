@@ -147,9 +147,10 @@ def _logits(
 def _round(
     buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]], model: ModelConfig
 ) -> None:
-    """Round each slice of the parameters in `buffer` to the data type of the tensor in the files
-    that has the same values. muP's factors are already multiplied into the values in the files, so
-    the values are rounded after this multiplication."""
+    """Round the parameters in `buffer` as the tensors in the Hugging Face files are rounded.
+    `types` has, for each parameter, the tensors that contain its slices, and the data types of
+    these tensors. The values in the files include muP's factors, so each slice is multiplied by its
+    factor, rounded, and divided by the factor again."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

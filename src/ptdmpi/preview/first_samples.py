@@ -12,7 +12,7 @@ from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.tasks.files import text_of
 
 SHOWN = 2  # Maximum number of samples that are shown.
-CHARACTERS = 400  # The text that is shown of a sample has at most this number of tokens.
+CHARACTERS = 400  # The text of a sample is decoded from at most this number of its first tokens.
 IDS = 16
 
 

@@ -73,9 +73,9 @@ def _stand_on_base(config: Config, course: Course) -> None:
 
 
 def _begins_anew(config: Config, own: Path, existing: int) -> str:
-    """Return the sentence "says" for a run that begins at step 0. `own` is the folder of the run's
-    checkpoints, and `existing` is the number of checkpoints in it, which the run will move to
-    another folder."""
+    """Return the text of the entry "says" for a run that begins at step 0. `own` is the folder of
+    the run's checkpoints, and `existing` is the number of checkpoints in it, which the run will
+    move to another folder."""
     said = "begins anew"
     if existing:
         said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"

@@ -184,8 +184,9 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Send to each server the code of the server's tiles. Return the mean of the decoded codes that
-    arrive at this rank as a server; the decoded codes are added in ascending order of ranks."""
+    """Return the mean over all ranks of the tiles that this rank serves. Each rank is the server of
+    some tiles: `codes` has the code of this rank's values for the tiles of each server, and every
+    rank sends each code to its server. The decoded codes are added in ascending order of ranks."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

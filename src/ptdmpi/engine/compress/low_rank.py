@@ -36,7 +36,7 @@ class LowRank:
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] with which the power iteration starts. It is the
+        """Return the factor [n, length, rank] from which the power iteration starts. It is the
         transpose of `kept` [n, rank, length], the factor of the previous step. Rows of `kept` that
         are zero, as in the first step, are replaced by random numbers that are the same on all
         ranks."""
@@ -49,8 +49,9 @@ class LowRank:
         self, x: Tensor, second: Tensor, data: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the
-        factor [n, length, rank] with which the next step starts. The two all-reduces over the data
-        axis together send rank * (lines + length) numbers for each tile."""
+        factor [n, length, rank] from which the power iteration of the next step starts. The two
+        all-reduces over the data axis together send rank * (lines + length) numbers for each
+        tile."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())

@@ -75,8 +75,9 @@ class CompressedTiles:
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return C(x) and its mean over all replicas for low-rank compression, as `mean` does for
-        other compressors. The state "low_rank" has the shape of the parameters. In this state, the
-        first lines of each tile store the factor with which the next step starts."""
+        other compressors. The state "low_rank" has the shape of the parameters. Its first lines in
+        each tile store the factor of this step, from which the power iteration of the next step
+        starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank

@@ -4,11 +4,12 @@ task.
     python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
 
-reads     samples of 1,024 tokens in the training order, as int64 inputs and labels, against
-          `memmap[i * s : i * s + s + 1].astype(np.int64)` for as many random i; warm page cache
+reads     reading samples of s = 1,024 tokens in the training order, compared with the expression
+          `memmap[i * s : i * s + s + 1].astype(np.int64)` for as many random i; all files are in
+          the page cache
 start     time and memory from the start of a process to its first batch, for 10^8 to 10^12 tokens
-write     token ids written to shards, against h5py's create_dataset(data=...)
-tokenize  `ptdmpi-data tokenize` against direct calls of the tokenizer, and other tools
+write     writing token ids to shards, compared with h5py's create_dataset(data=...)
+tokenize  `ptdmpi-data tokenize`, compared with direct calls of the tokenizer and with other tools
 
 The compared programs alternate, in changing order, and a ratio compares two times of the same
 round. The output shows medians and, in brackets, the smallest and the greatest value.

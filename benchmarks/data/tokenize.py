@@ -4,7 +4,7 @@ projects.
 Both comparisons use a text that every machine has (the sources of Python's standard library), and a
 BPE tokenizer that is trained on a part of this text:
 
-- in one process, with everything loaded and warm: `ptdmpi-data tokenize` against direct calls of
+- in one process, after a warm-up: `ptdmpi-data tokenize` is compared with direct calls of
 `encode_batch` and `encode_batch_fast` on texts in memory;
 - complete commands on all cores. A rate is the difference in tokens between two corpora of
 different length, divided by the difference in time, so that the start-up time (imports, the

@@ -1,8 +1,8 @@
 """The time and memory that reproducible sums cost, and the losses in each precision.
 
-python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
-python -m benchmarks.speed.exactness leaves [--rounds 5]         # more leaves of the tree
-python -m benchmarks.speed.exactness precisions [--steps 300]    # fp32, bf16, fp16; the demo's data
+python -m benchmarks.speed.exactness reproducible [--rounds 5]   # sums on two data ranks
+python -m benchmarks.speed.exactness leaves [--rounds 5]         # a tree of sums with more leaves
+python -m benchmarks.speed.exactness precisions [--steps 300]    # losses in fp32, bf16 and fp16
 """
 
 import argparse

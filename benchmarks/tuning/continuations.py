@@ -1,5 +1,5 @@
-"""A multiple-choice task made from a corpus: to choose the right one of four continuations of a
-passage.
+"""A multiple-choice task made from a corpus: the model must choose the right one of four
+continuations of a passage.
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The task's files depend only on the
 corpus, so two calls on one corpus write the same files. The passage of a question consists of

@@ -1,8 +1,9 @@
 """Handling of signals that arrive while a program starts, before its command can handle them.
 
-A program spends its first tenths of a second on imports; on a busy machine, seconds. Without this
-module, Ctrl-C would print a traceback during this time, and SIGTERM would end the process with the
-exit code of the signal. This module is imported first, and imports only `signal`, `os` and `sys`.
+A program first imports its modules, which takes some tenths of a second, or several seconds on a
+busy machine. Without this module, Ctrl-C would print a traceback during this time, and SIGTERM
+would end the process with the exit code of the signal. This module is imported first, and imports
+only `signal`, `os` and `sys`.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The number of bytes that a rank sends, for each kind of message: counted during a run, or
 computed by closed formulas.
 
-Both use the following convention for the bytes of a message. The convention does not depend on the
+Counted and computed bytes follow the same convention. The convention does not depend on the
 transport, or on the algorithm of a collective. For a collective on x bytes of tensors, it counts
 the bytes that each of n ranks must send on average (Thakur et al. 2005, section 4). For large n, an
 all-reduce counts 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 7).

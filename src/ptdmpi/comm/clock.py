@@ -153,8 +153,8 @@ class Total:
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, begin: Mark, end: Mark) -> None:
-        """Add a pair of marks. This call also sums all stored pairs whose marks the device has
-        passed, so that few pairs remain stored."""
+        """Store a pair of marks. Then update the sum: add the durations of all stored pairs whose
+        marks the device has passed, so that few pairs remain stored."""
         self._open.append((begin, end))
         self._add_done()
 

@@ -5,8 +5,7 @@ A method is one class with a few hooks. `leaf` is called when the gradient of on
 complete, `reduce` when the gradients of all microbatches are complete, and `after_update` after the
 update. `differs` names the axes along which replicas need not be equal. `kinds` is the state that
 the method stores for each parameter from step to step. The code for norms, skipped steps, memory,
-validation and checkpoints uses only `differs` and `kinds`, so it works with every method without
-knowing it.
+validation and checkpoints uses only `differs` and `kinds`, so it works with every method.
 """
 
 import math

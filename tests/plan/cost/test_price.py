@@ -210,5 +210,5 @@ def test_layouts_are_parsed_completed_and_checked():
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(InputError, match="no bf16"):
+    with pytest.raises(InputError, match="no peak FLOP/s for bf16"):
         Pricer.of(load_cluster("v100-dgx2"), load_model("gpt3-13b"), 8, "bf16")

@@ -150,14 +150,14 @@ def test_the_search_works_on_measured_machines():
 
 
 def test_tables_that_do_not_fit_together_are_refused():
-    with pytest.raises(ValueError, match="must be of 2 x 1 x 2 numbers"):
+    with pytest.raises(ValueError, match="must have 2 x 1 x 2 numbers"):
         gemm = cluster().measured.gemm.model_dump()
         cluster(gemm={**gemm, "flops_per_s": [[[1e8, 2e8]]]})
     with pytest.raises(ValueError, match=r"gemm\.m\n.*must ascend"):
         cluster(gemm={**gemm, "m": [1000.0, 10.0]})
     with pytest.raises(ValueError, match=r"moved_bytes\n.*must ascend"):
         cluster(stream={"moved_bytes": [1e3, 1e3], "bytes_per_s": [1e9, 1e8]})
-    with pytest.raises(ValueError, match="moved_bytes and bytes_per_s must be of one length"):
+    with pytest.raises(ValueError, match="moved_bytes and bytes_per_s must have the same length"):
         cluster(stream={"moved_bytes": [1e3], "bytes_per_s": [1e9, 1e8]})
     times = {"forward_s_per_score": [1e-9, 4e-9], "backward_s_per_score": [2e-9, 8e-9]}
     with pytest.raises(ValueError, match=r"head_sizes\n.*must ascend"):

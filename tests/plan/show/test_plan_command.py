@@ -132,7 +132,7 @@ def test_a_preset_with_other_sizes_trains_so():
 def test_why_explains():
     asked = ("--why", "t=1,p=8,d=1,v=1,b=4")
     result = run(*asked)
-    words = r"step time against the best layout; the largest difference: \w+, .* more"
+    words = r"step time compared with the best layout; the largest difference: \w+, .* more"
     assert re.search(words, result.stdout)
     told = json.loads(run(*asked, "--json").stdout)
     own, best = told["why"]["layout"]["step_parts_s"], told["layouts"][0]["step_parts_s"]

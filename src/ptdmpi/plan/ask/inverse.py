@@ -14,7 +14,7 @@ from ptdmpi.plan.shape.parameters import active_count, parameter_count
 
 DAY_S = 86400
 MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # FLOPs per token and parameter, without and with recomputation
-RECOMPUTED = "full recomputation counted: Narayanan et al. 2021, equation 4"
+RECOMPUTED = "with full recomputation: Narayanan et al. 2021, equation 4"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3.
 CURVE = 60  # Number of points of a drawn curve.
 
@@ -76,7 +76,7 @@ def days_answer(
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
         f"of {chip}.",
         rows=[
-            ["counted", "TFLOP/s per rank", "of the peak", ""],
+            ["FLOPs", "TFLOP/s per rank", "of the peak", ""],
             _speed_row("6 P T", model, peak, "the model's work"),
             _speed_row("8 P T", hardware, peak, RECOMPUTED),
         ],

@@ -103,9 +103,9 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
         notes=[
             "break-even: with this many more or fewer steps, the training takes as long as with "
             "all_reduce",
-            "the time of codes counts only the bytes that are read and written: choosing the "
-            "greatest numbers, or hashing, takes longer, and this time is unknown until it is "
-            "measured",
+            "the time of compression counts only the bytes that are read and written; selecting "
+            "the greatest numbers, or hashing, takes longer, and how much longer is unknown until "
+            "it is measured",
         ],
     )
 

@@ -187,9 +187,9 @@ def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
     where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
     half = next(change for change in changes if change.name == "adapters half as fast")
     return Reply(
-        short=f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} time "
-        f"with adapters half as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that "
-        "is then the best); "
+        short=f"{pricer.model.name} on {where}: with adapters half as fast, the step time changes "
+        f"by {half.same_s / base_s - 1:+.1%} in the same layout, and by "
+        f"{half.best.step_time_s / base_s - 1:+.1%} in the layout that is then the best; "
         f"the largest effect of these changes: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
         rows=rows,
         numbers={"ranks": ranks, "changes": entries},

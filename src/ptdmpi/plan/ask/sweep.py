@@ -77,8 +77,8 @@ def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
     if left := [f"{size:,}" for size in pricers if size not in {size for size, _, _ in fastest}]:
         notes.append(f"no layout fits at {', '.join(left)}")
     return Reply(
-        short=f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: "
-        f"{best[1]:,.0f} per rank; at {least[0]:,.0f} it is {least[1] / best[1]:.0%} of that.",
+        short=f"On {where}, a {over} of {best[0]:,.0f} gives the most tokens per second: "
+        f"{best[1]:,.0f} per rank; {least[0]:,.0f} gives {least[1] / best[1]:.0%} of that.",
         rows=rows,
         numbers={"ranks": ranks, "choices": entries},
         title=f"{of_all.model.name} on {where}: by {over}",

@@ -28,7 +28,10 @@ def read_edges(path: str, size: int, names: str) -> Topology:
     for place, line, fields in _lines(path, names):
         edge, weight = _edge(f"{where}, line {place}", line, fields, size)
         if edges.setdefault(edge, weight) != weight:
-            raise InputError(f"{where}, line {place}: {line!r} gives the edge another weight")
+            raise InputError(
+                f"{where}, line {place}: {line!r} gives the edge another weight than an earlier "
+                "line"
+            )
         if (weight is None) != (next(iter(edges.values())) is None):
             raise InputError(
                 f"{where}, line {place}: {line!r}: legal: weights of all edges, or of none"

@@ -136,8 +136,8 @@ def topology_of(config: Config) -> Topology:
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":
         raise InputError(
             f'data_parallel.topology = "{name}" is a graph over {size} data ranks, and '
-            'run.on_failure = "shrink" goes on with fewer; legal: on_failure = "abort", or one of '
-            f"{', '.join(TOPOLOGIES)}, whose graphs are made again for the ranks that are left"
+            'run.on_failure = "shrink" continues with fewer ranks; legal: on_failure = "abort", or '
+            f"one of {', '.join(TOPOLOGIES)}, whose graphs are made again for the remaining ranks"
         )
     return topology(name, size, config.run.seed)
 

@@ -58,7 +58,9 @@ class Device(FrozenTable):
             for known, flops in self.peak_flops.items():
                 if known == kind:
                     return flops
-        raise InputError(f"{self.name} has no {dtype}; legal are {', '.join(self.peak_flops)}")
+        raise InputError(
+            f"{self.name} has no peak FLOP/s for {dtype}; legal are {', '.join(self.peak_flops)}"
+        )
 
 
 class Node(FrozenTable):

@@ -141,8 +141,9 @@ class MeasuredMachine(Machine):
         if not tables:
             known = f"on one node of {counted(self.cluster.node.devices, 'rank')}"
             raise InputError(
-                f"cluster {self.cluster.name}: measured {known if network else 'without messages'};"
-                " run ptdmpi probe with as many ranks as the training will have"
+                f"cluster {self.cluster.name} was measured "
+                f"{known if network else 'without messages'}; run ptdmpi probe with as many "
+                "ranks as the training will have"
             )
         table = min(tables, key=lambda table: (abs(math.log(table.ranks / ranks)), table.ranks))
         least_s = min(table.seconds)

@@ -41,7 +41,7 @@ class Gemm(FrozenTable):
         shape = (len(self.m), len(self.n), len(self.k))
         shapes = {(len(self.flops_per_s), len(a), len(b)) for a in self.flops_per_s for b in a}
         if shapes != {shape}:
-            raise ValueError(f"flops_per_s must be of {' x '.join(map(str, shape))} numbers")
+            raise ValueError(f"flops_per_s must have {' x '.join(map(str, shape))} numbers")
         return self
 
 
@@ -54,7 +54,7 @@ class Stream(FrozenTable):
     @model_validator(mode="after")
     def _paired(self) -> Self:
         if len(self.moved_bytes) != len(self.bytes_per_s):
-            raise ValueError("moved_bytes and bytes_per_s must be of one length")
+            raise ValueError("moved_bytes and bytes_per_s must have the same length")
         return self
 
 
@@ -83,7 +83,7 @@ class Messages(FrozenTable):
     @model_validator(mode="after")
     def _paired(self) -> Self:
         if len(self.sizes_bytes) != len(self.seconds):
-            raise ValueError("sizes_bytes and seconds must be of one length")
+            raise ValueError("sizes_bytes and seconds must have the same length")
         return self
 
 

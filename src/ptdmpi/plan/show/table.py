@@ -30,8 +30,9 @@ KIND_WORDS = {kind: kind.replace("_", "-").removesuffix("s") for kind in KINDS}
 LEGEND = (
     "t tensor, {c}{e}{et}p pipeline, d data ranks, v chunks per pipeline rank, "
     "b sequences per microbatch",
-    "TFLOP/s: per rank, as MFU without recomputation; bubble: idle over working time, all ranks;",
-    "comm: messages not overlapped, share of the step; memory: of the fullest rank",
+    "TFLOP/s (per rank) and MFU without recomputation; bubble: idle over working time, all ranks;",
+    "comm: messages that do not overlap with computation, as a share of the step;",
+    "memory: of the rank that needs the most",
 )
 
 
@@ -238,7 +239,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
     seconds = duration(abs(most["seconds"]), entry["step_time_s"])
     direction = "more" if most["seconds"] > 0 else "less"
     yield (
-        f"  {why['slower_than_best']:+.1%} step time against the best layout; the largest "
+        f"  {why['slower_than_best']:+.1%} step time compared with the best layout; the largest "
         f"difference: {PARTS[most['part']]}, {seconds} {direction}"
     )
     yield ""

@@ -77,8 +77,8 @@ class SentencePieceTokenizer:
     </s>; if the model has no </s>, a new id after the vocabulary is used."""
 
     def __init__(self, path: Path):
-        """Load the file. Raise InputError if the library is missing, or if the file is not a
-        model."""
+        """Load the file `path`. Raise InputError if the library SentencePiece is missing, or if the
+        file is not a model of this library."""
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:

@@ -87,7 +87,8 @@ class VerifiedTokens:
         self._verified = bytearray(sums.size)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the tokens of a slice. Raise InputError if a block of the slice is damaged."""
+        """Return the tokens of the slice `part`. Raise InputError if a block that the slice
+        overlaps is damaged."""
         first = part.start // BLOCK_TOKENS
         last = (part.stop - 1) // BLOCK_TOKENS
         verified = self._verified

@@ -139,8 +139,8 @@ class GradientReduction:
         *,
         borrowed: Collection[str] = (),
     ) -> None:
-        """Build the steps. `borrowed` has the names of this rank's parameters that another pipeline
-        rank counts in norms."""
+        """Build the steps of the reduction. `borrowed` has the names of this rank's parameters that
+        another pipeline rank counts in norms."""
         self.axes = axes
         self.buffer = buffer
         self.policy = policy

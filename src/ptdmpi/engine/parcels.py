@@ -25,8 +25,8 @@ class Parcels:
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:
-        """Compute the positions. `costs` has the cost of orthogonalizing each matrix, by its name,
-        for all matrices of the shard group."""
+        """Compute the positions of the parts in the messages. `costs` has the cost of
+        orthogonalizing each matrix, by its name, for all matrices of the shard group."""
         portion = buffer.portion
         self.group = portion.group
         here = portion.group.rank if portion.shards > 1 else 0

@@ -208,7 +208,7 @@ class TaskSource:
     files are read."""
 
     def __init__(self, config: Config) -> None:
-        """Read the files. Raises InputError if a file of the task cannot be used, or if no
+        """Read the files of the task. Raises InputError if a file cannot be used, or if no
         tokenizer is found."""
         self.config = config
         frame = task_framing(config)

@@ -41,8 +41,9 @@ def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | 
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
-    """Return a linear whose outputs are divided over the tensor axis, with its adapters. Raise
-    TypeError if `parts[name]` does not describe a linear whose outputs are divided."""
+    """Return the linear layer that `parts[name]` describes, with its adapters. Its outputs are
+    divided over the tensor axis. Raise TypeError if `parts[name]` does not describe a linear layer
+    whose outputs are divided."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,
@@ -71,8 +72,8 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
 
 
 def whole_linear(parts: Parts, name: str) -> ColumnParallelLinear:
-    """Return a linear layer whose full weight is on every tensor rank. Each rank applies the layer
-    to the positions that the rank has between blocks."""
+    """Return the linear layer that `parts[name]` describes. Its full weight is on every tensor
+    rank. Each rank applies the layer to the positions that the rank has between blocks."""
     linear = as_linear(parts[name], None)
     module = ColumnParallelLinear(
         TensorAxis(OneRank()),

@@ -94,9 +94,9 @@ class Pairs:
 
     @classmethod
     def of(cls, documents: Tensor, weights: Tensor, references: Tensor) -> "Pairs":
-        """Return the pairs of documents. The documents' numbers [b, s] start from 0 in each
-        sequence. The weights [b, s] are 0 for labels that are not part of an answer, and for all
-        labels of padding sequences."""
+        """Return the pairs of answers of a microbatch. `documents` [b, s] has the number of each
+        label's document, from 0 in each sequence. `weights` [b, s] is 0 for labels that are not
+        part of an answer, and for all labels of padding sequences."""
         rows = torch.arange(len(documents))[:, None]
         pairs = rows * (int(documents.max()) + 1) + documents // 2
         known = torch.unique(pairs[weights > 0])

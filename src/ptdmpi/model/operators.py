@@ -392,7 +392,8 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the sum of all experts' outputs; `rest` has the shared experts' outputs."""
+        """Return the output of the experts for each token. `rest` has the shared experts' outputs
+        and, as its last item, the context."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 

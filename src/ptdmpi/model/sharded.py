@@ -320,9 +320,8 @@ class Walk:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Return `x` as the input of the module `place`, and call the method `forward` for the
-        module. When the backward has computed the gradient of `x`, the method `backward` is
-        called."""
+        """Return `x` as the input of the module `place`, and call `self.forward(place)`. When the
+        backward has computed the gradient of `x`, `self.backward` is called."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x

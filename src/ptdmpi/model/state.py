@@ -75,8 +75,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a logical tensor of shape `shape`, and the slice's values on this rank, which are
-    a view of the state.
+    """A slice of a logical (undivided) tensor of shape `shape`, and the slice's values on this
+    rank, which are a view of the state.
 
     `cut_by` has the axes along which ranks have different slices. Along all other axes ranks have
     the same slice, and write it to checkpoints together. `owned` is False if this rank must not

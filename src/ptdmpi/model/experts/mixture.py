@@ -228,8 +228,8 @@ class MixturePass:
         return Gradients(total, by_weight.view_as(weights))
 
     def loads(self, chosen: Tensor, sequences: int) -> SequenceLoads | None:
-        """Return the loads of the experts in each sequence, where `chosen` [T, k] has the chosen
-        experts. Return None if no loss with a gradient needs the loads."""
+        """Return the number of tokens that each sequence routes to each expert. `chosen` [T, k] has
+        the k experts of each token. Return None if no loss with a gradient needs these numbers."""
         if not self.factors or self.routing.model.balance != "sequence":
             return None
         return self.tokens.loads(chosen, self.routing.model.experts, sequences)

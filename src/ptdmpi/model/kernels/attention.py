@@ -360,8 +360,8 @@ def _fused_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> AttentionResult:
-    """Call the kernel of PyTorch's CPU attention directly, because this call also returns the
-    log-sum-exp."""
+    """Call the kernel of PyTorch's CPU attention directly, because unlike
+    F.scaled_dot_product_attention this call also returns the log-sum-exp."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 

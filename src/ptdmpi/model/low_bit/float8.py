@@ -92,8 +92,9 @@ def rounded(x: Tensor, tile: ScaleTile, kind: torch.dtype) -> Tensor:
 
 
 def _tiles(x: Tensor, tile: ScaleTile) -> Tensor:
-    """Return a matrix [m, n] in the shape [m / p, p, n / q, q]. If p or q does not divide the
-    matrix, it is padded with zeros at its end. A matrix that is smaller than a tile is one tile."""
+    """Return a matrix [m, n] in the shape [m / p, p, n / q, q]. If p does not divide m, or q does
+    not divide n, the matrix is padded with zeros at its end. A matrix that is smaller than a tile
+    is one tile."""
     sides = [min(side, size) for side, size in zip(tile, x.shape, strict=True)]
     below, after = (-size % side for size, side in zip(x.shape, sides, strict=True))
     if below or after:

@@ -150,7 +150,7 @@ class StageMemory:
         }
 
     def split(self, layout: Layout) -> tuple[range, ...]:
-        """Return, for each stage, the range of its layers."""
+        """Return, for each stage of `layout`, the range of its layers."""
         return self.layers_of(Cut.of(layout))
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:

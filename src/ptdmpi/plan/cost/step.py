@@ -156,8 +156,8 @@ class StepTimes:
     def in_ops_s(
         self, layout: Layout, seconds: Sequence[tuple[Seconds, Seconds]]
     ) -> list[tuple[float, float]]:
-        """Return, for each stage, the seconds that the messages of sharding add to the (forward,
-        backward) of a microbatch.
+        """Return, for each stage, the seconds that the messages of sharded gradients and weights
+        add to the (forward, backward) of a microbatch.
 
         If messages overlap with computation (`dp_overlap`), only the time by which the messages of
         an op take longer than the op is added.

@@ -111,9 +111,9 @@ class SplitHeads(Operator):
             yield MemoryPass(_moved_bytes(sizes, kv_heads), priced=False)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that join the gradients of queries, keys and values, and the backward
-        of norms and rotation. If queries and keys were rotated together, their gradients are joined
-        before the rotation's backward."""
+        """Yield the kernels that join the gradients of queries, keys and values, and the kernels of
+        the backward of norms and rotation. If queries and keys were rotated together, their
+        gradients are joined before the rotation's backward."""
         yield from self._normalised(sizes, backward=True)
         yield from self._rotated(sizes)
         heads, kv_heads = sizes.priced_heads
@@ -183,8 +183,8 @@ class Attend(Operator):
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per position in Q K^T and P V, where P is the
         softmax of the scores. All positions of the sequence count as keys of a query, or, with a
-        window, only those in the window. The result is the mean over layers. Zeros that fill up
-        values are not counted."""
+        window, only those in the window. The result is the mean over layers. In latent attention,
+        values are filled up with zeros to the size of a head; these zeros are not counted."""
         return (model.attention_width + model.values_width) * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------

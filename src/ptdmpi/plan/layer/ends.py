@@ -135,9 +135,9 @@ class SelectPositions(Operator):
         return count + (sizes.layout.micro_size if self.samples else 0)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the indices of the selected positions, and the activations at these positions. For
-        a task, no indices are kept, because the batch itself has the index of the selected position
-        of each sequence."""
+        """Yield the indices of the selected positions, and the activations at these positions. If
+        the model classifies sequences, no indices are kept, because the batch itself has the index
+        of the selected position of each sequence."""
         if not self.has_backward:
             return
         positions = self._positions(sizes)

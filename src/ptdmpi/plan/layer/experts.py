@@ -308,10 +308,11 @@ class MixExperts(Operator):
 
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
-        the numbers of rows, the rows, their weights and the results. The backward sends the
-        gradients of results, rows and weights; if nothing before the operator is trained, it sends
-        only the gradients of results. The sizes of the messages are means, because the number of
-        rows that a rank sends depends on the experts that the router chooses."""
+        the numbers of rows, the rows (activations of tokens), their weights and the results of the
+        experts. The backward sends the gradients of results, rows and weights; if nothing before
+        the operator is trained, it sends only the gradients of results. The sizes of the messages
+        are means, because the number of rows that a rank sends depends on the experts that the
+        router chooses."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return

@@ -114,8 +114,8 @@ def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the number of bytes of the operands that a split backward keeps from I (gradient of
-    the input) to W (gradients of the weights)."""
+    """Return the number of bytes of the operands that the operators `rows` keep in a split
+    backward, from I (gradient of the input) to W (gradients of the weights)."""
     return sum(total_bytes(row.operands(sizes)) for row in rows)
 
 

@@ -157,7 +157,7 @@ class Multiply(Operator):
 
     @property
     def is_attention(self) -> bool:
-        """Return True if the outputs of the linear layer are the heads of attention."""
+        """Return True if the outputs of the linear layer are queries, keys and values by head."""
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:

@@ -26,7 +26,8 @@ Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
 
 
 class Gemm(FrozenTable):
-    """The rates of matrix products (m, k) x (k, n) in FLOP/s, at ascending sizes.
+    """The rates of matrix products (m, k) x (k, n) in FLOP/s, for the sizes in `m`, `n` and `k`,
+    each of which is ascending.
 
     `flops_per_s[i][j][l]` is the rate at m[i], n[j], k[l].
     """

@@ -222,8 +222,8 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     the inputs of the op have arrived.
 
     A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
-    it. The transfer keeps neither rank busy. The loop visits an op again if one of its inputs was
-    still missing. Raises DeadlockError if the ranks wait for each other in a circle.
+    it. The transfer keeps neither rank busy. Raises DeadlockError if the ranks wait for each other
+    in a circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline

@@ -108,9 +108,9 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of the model's head for a task, by name. A model that was
-    only trained on text does not have these weights. The result is empty if the model has no head
-    for a task."""
+    """Return the shape of each weight of the model's classification head, by name. A model that was
+    only trained on text does not have these weights. The result is empty if the model does not
+    classify."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":

@@ -86,8 +86,9 @@ def _backward(
 
 
 def row_sums(flat: Tensor, labels: Tensor, first: int) -> RowSums:
-    """Return the sums of the rows of the contiguous tensor `flat` [rows, columns]. `labels` [rows]
-    are columns of the whole vocabulary, in which this rank's columns begin at `first`."""
+    """Return the three numbers of `RowSums` for each row of the contiguous logits `flat` [rows,
+    columns]. `labels` [rows] are columns of the whole vocabulary, in which this rank's columns
+    begin at `first`."""
     rows, columns = flat.shape
     dtype = torch.promote_types(flat.dtype, torch.float32)
     top = torch.empty(rows, dtype=dtype, device=flat.device)

@@ -83,7 +83,8 @@ class Corpus(Protocol):
     group_bytes: Sequence[int]  # size of each group on the disk, in bytes
 
     def identity(self) -> dict[str, Any]:
-        """Return those properties of the files and those options that determine the tokens."""
+        """Return the properties of the input files, and the options, that determine the tokens of
+        the shards."""
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
         """Return the functions that must be called before any block of the corpus can be encoded.

@@ -80,8 +80,8 @@ class MegatronIndex:
     when they are needed."""
 
     def __init__(self, prefix: Path):
-        """Open the files. Raise InputError for files that are missing, of another kind or version,
-        or truncated."""
+        """Open PREFIX.bin and PREFIX.idx. Raise InputError for files that are missing, of another
+        kind or version, or truncated."""
         self.prefix = prefix
         self.path = idx_path(prefix)
         for path in (self.path, bin_path(prefix)):

@@ -254,7 +254,7 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
     """
 
     def raw() -> Iterator[bytes]:
-        """Yield the bytes on the disk, without decompression."""
+        """Yield the bytes of the file as they are on the disk, without decompression."""
         with open(source.path, "rb") as stream:
             stream.seek(max(0, source.start - 1))
             while block := stream.read(_BLOCK_BYTES):

@@ -72,7 +72,7 @@ class FileTexts:
     bytes."""
 
     def __init__(self, options: TextOptions, group_bytes: int):
-        """Find the files, and divide them into groups. Raise InputError for bad inputs."""
+        """Find the input files, and divide them into groups. Raise InputError for bad inputs."""
         sources = find_sources(options.inputs, options.suffixes)
         self._field = options.encode.text_field
         self._files = files_identity(

@@ -123,8 +123,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        """Load the file. Raise InputError if the file is not a tokenizer.json, or if a file of its
-        model is damaged."""
+        """Load the file `path`. Raise InputError if the file is not a tokenizer.json, or if a file
+        of its model is damaged."""
         # Several processes encode in parallel, so the library's own threads would use more threads
         # than cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -200,7 +200,7 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, path: str | Path):
-        """Load the file. Raise InputError if the library is missing or does not support this
+        """Load the file `path`. Raise InputError if the library is missing or does not support this
         tokenizer."""
         super().__init__(path)
         try:

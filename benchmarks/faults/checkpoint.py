@@ -107,7 +107,7 @@ class Rank:
             dcp.load(self.state, checkpoint_id=self.folder / f"torch-{number}")
 
     def forget(self) -> None:
-        """Remove all files from the page cache."""
+        """Remove all saved files from the page cache."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)

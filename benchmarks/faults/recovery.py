@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Return the name of the setup, as the table shows it."""
+        """Return the name of the setup in the table of results."""
         data = (self.ranks - self.spare) // (self.tensor * self.pipeline)
         spare = f" + {self.spare} spare" if self.spare else ""
         return f"t={self.tensor},p={self.pipeline},d={data}{spare}, {self.deaths} lost"

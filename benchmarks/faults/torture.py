@@ -265,11 +265,11 @@ class Torture:
             subprocess.run(("umount", str(run)), check=True)
 
     def full(self, run: Path) -> None:
-        """Fill the disk."""
+        """Fill the file system of the run."""
         self.starve(run, "any", _fill, lambda run: (run / "filler").unlink())
 
     def read_only(self, run: Path) -> None:
-        """Make the disk read-only."""
+        """Make the file system of the run read-only."""
         self.starve(run, "remounted", partial(_remount, how="ro"), partial(_remount, how="rw"))
 
 

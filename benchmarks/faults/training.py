@@ -147,7 +147,8 @@ def newest_sound(run: Path) -> int:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """Return the recorded (step, loss) pairs, in the order of the file."""
+    """Return the pairs (step, loss) that the run has recorded in `metrics.jsonl`, in the order of
+    the file."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [(record["step"], record["loss"]) for record in records if "loss" in record]

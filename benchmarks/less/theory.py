@@ -64,7 +64,7 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return the curve of decentralized SGD on `size` workers with each topology, by the name of
+    """Return the results of decentralized SGD on `size` workers with each topology, by the name of
     the topology. The learning rate decreases, and the workers have different minima."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 

@@ -38,7 +38,7 @@ def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
+    """Write docs/explanation/questions.md with new answers, and the pictures on this page."""
     text = answered(PAGE.read_text(encoding="utf-8"), ROOT / "docs/pictures", sys.argv[1:])
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)} and its pictures")

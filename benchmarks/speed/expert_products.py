@@ -92,8 +92,8 @@ def least(work: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def measure(model: ModelConfig, tokens: int) -> ExpertTimes:
-    """Return the measured times of the experts of a layer of `model`, for a microbatch of `tokens`
-    tokens in float32."""
+    """Measure the experts of one layer of `model` for a microbatch of `tokens` tokens in float32,
+    and return the times."""
     (row,) = (row for row in operators(layer(model)) if isinstance(row, MixExperts))
     router = Router(row)
     mixture = Mixture(row, Routing(model), TensorAxis(OneRank()), ExpertAxis())

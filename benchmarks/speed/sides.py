@@ -1,5 +1,5 @@
-"""The sides of a row. A side is one of the trainers that a row compares: a group of processes,
-which train when they get a command."""
+"""The trainers that a row of the benchmark compares; each of them is called a side of the row. A
+side is a group of processes, which train when they get a command."""
 
 import contextlib
 import json

@@ -77,7 +77,7 @@ def untuned(base: Path) -> float:
 
 
 def validations(records: Sequence[Any]) -> list[tuple[int, float]]:
-    """Return the step and the loss of each validation."""
+    """Return the step and the loss of each validation in `records`."""
     return [
         (record["step"], record["validation_loss"])
         for record in records

@@ -60,8 +60,8 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _as_context(message: Message) -> Message:
-    """Return the message. If it is an answer, add the "weight" 0, so that its tokens are not
-    labels."""
+    """Return the message `message`. If the message is an answer, add the "weight" 0, so that its
+    tokens are not labels."""
     if message["role"] != ANSWER:
         return message
     return {**message, "weight": 0}

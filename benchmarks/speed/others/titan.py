@@ -93,7 +93,7 @@ class Unrotated(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The configuration of `Unrotated`."""
+        """The configuration of `Unrotated`, the stand-in for rotary positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class EndOnInterrupt:
         self._line = f"{program}: interrupted\n".encode()
 
     def __call__(self, number: int, frame: object) -> None:
-        """Print the line and end the process with exit code 130."""
+        """Print that the program was interrupted, and end the process with exit code 130."""
         try:
             os.write(2, self._line)
         finally:

@@ -19,7 +19,8 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file without taking the lock. Raises OSError if the file cannot be created."""
+        """Open the file `path` without taking the lock. Raises OSError if the file cannot be
+        created."""
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
@@ -45,7 +46,7 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Return the text in the file, which describes the process that has the lock."""
+        """Return the text in the lock file, which describes the process that has the lock."""
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:

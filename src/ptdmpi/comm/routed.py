@@ -23,7 +23,7 @@ class Carrier(Protocol):
     group."""
 
     def reaches(self, flat: Tensor) -> bool:
-        """Return True if the tensor is on the device of this library."""
+        """Return True if the tensor is on the device that this library uses."""
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
         """Begin to replace `flat` by its sum (`op` is "sum") or maximum ("max") over the ranks of

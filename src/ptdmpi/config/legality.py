@@ -269,7 +269,7 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
     heads = model.kv_heads
 
     def text() -> str:
-        """Return the message, with legal values nearby."""
+        """Return the error message, with the nearest legal values."""
         legal = [k for k in divisors(model.heads) if not (heads % k and k % heads)]
         return (
             f"parallel.tensor = {tensor} neither divides model.kv_heads = {heads} nor is "
@@ -291,7 +291,7 @@ def _blocks(layout: Layout, model: ModelConfig) -> Rule:
     widths += tuple(filter(None, (model.q_lora_rank, model.kv_lora_rank)))
 
     def text() -> str:
-        """Return the message, with legal values nearby."""
+        """Return the error message, with the nearest legal values."""
         legal = [size for size in divisors(math.gcd(*widths)) if size % 2 == 0]
         remedy = "legal: none here"
         if legal:

@@ -71,7 +71,7 @@ def compare(
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:
-        """Return a tensor of the files, by its name in Hugging Face's format."""
+        """Return the tensor `name` of the Hugging Face files."""
         return files.read(names[name]).double()
 
     with torch.no_grad():

@@ -120,8 +120,8 @@ class PackedModel:
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
-        """Return the packed tensor with the given name in the file, or None if this tensor is not
-        packed. Raise InputError if the checkpoint is damaged."""
+        """Return the packed tensor that has the name `name` in the Hugging Face files, or None if
+        this tensor is not packed. Raise InputError if the checkpoint is damaged."""
         for suffix in (PACKED, SCALE, SHAPE):
             counterpart = self.tensors.get(name.removesuffix(suffix))
             if name.endswith(suffix) and counterpart is not None:

@@ -54,8 +54,8 @@ class WeightFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of the files. Raise InputError for files that are missing or damaged, or
-        that are pickles."""
+        """Read the headers of the weight files in `directory`. Raise InputError for files that are
+        missing or damaged, or that are pickles."""
         self.directory = directory
         self.headers: dict[str, str] = {}
         self.tensors: dict[str, Stored] = {}
@@ -116,7 +116,8 @@ class WeightFiles:
         return self._open[file]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or the slice `box` of it, in the data type of the file."""
+        """Return the tensor `name`, or its slice `box`, in the data type that it has in the
+        file."""
         if box is None:
             return self._file(name).get_tensor(name)
         return self._file(name).get_slice(name)[box.index]

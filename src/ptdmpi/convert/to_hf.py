@@ -59,7 +59,7 @@ class Contents:
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """Return all tensors, by their names in the files."""
+        """Return the type, shape and size of every tensor, by its name in the weight files."""
         return dict(entry for text in self.headers.values() for entry in tensors.entries(text))
 
 

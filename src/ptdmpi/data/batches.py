@@ -256,7 +256,8 @@ class Prefetcher:
         return microbatches
 
     def close(self) -> None:
-        """End the thread and the iteration. `close` may be called more than once."""
+        """End the thread that reads in advance, and the iteration. `close` may be called more than
+        once."""
         self._steps = iter(())
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)

@@ -107,8 +107,8 @@ class MaskedSamples:
         document numbers of its tokens (int [n]).
 
         The sample's text is the part of one document that is inside the window. The document is
-        chosen by a random token of the window: it is the document that contains this token. In a
-        long training run, every token is therefore used.
+        chosen by a random token of the window: it is the document that contains this token. Long
+        documents are therefore chosen more often, and over many epochs every document is used.
         """
         # The number of random numbers that are drawn depends only on the length of the window, even
         # if some of them are not used. A random choice therefore does not change the random numbers

@@ -101,9 +101,9 @@ class ShardWriter:
         row_length: int = 0,
         pairs: bool = False,
     ):
-        """Begin the file. If `row_length` is above 0, documents are packed into rows of that
-        length, and tokens have weights (`write_row`). If `pairs` is True, the documents of a row
-        form pairs of answers."""
+        """Begin the shard `path`. If `row_length` is above 0, documents are packed into rows of
+        that length, and tokens have weights (`write_row`). If `pairs` is True, the documents of a
+        row form pairs of answers."""
         self.path = Path(path)
         self.tokens = 0  # number of tokens written so far
         self._temporary = self.path.with_name(self.path.name + ".tmp")
@@ -225,7 +225,7 @@ class ShardWriter:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Complete the file, sync it and rename it to PATH."""
+        """Complete the shard's temporary file, sync it, and give it the name PATH."""
         self._write_gathered()
         documents = np.asarray(self._ends).astype("<u8", copy=False)
         if self.tokens == 0 or documents[-1] != self.tokens:

@@ -368,9 +368,9 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Return True if the all-reduces of gradients begin during the last backward. Each module must
-    then be a separate shard unit. The result is True only for the data-parallel method
-    `all_reduce`."""
+    """Return True if the all-reduces of gradients begin before the last backward of a step ends.
+    Each module must then be a separate shard unit. The result is True only for the data-parallel
+    method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
@@ -401,8 +401,9 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
 def _runner(
     stages: Mapping[int, Stage], config: Config, axes: Axes, device: torch.device
 ) -> Runner:
-    """Return the runner of these stages. The runner also measures the time of the messages that ops
-    send on the context axis, on the expert axis and, if gradients are sharded, in the shard group.
+    """Return the runner, which executes the ops of `stages`. The runner also measures the time of
+    the messages that ops send on the context axis, on the expert axis and, if gradients are
+    sharded, in the shard group.
     """
     compute = data_types(config.precision.compute).compute
     runner = Runner(stages, axes["pipeline"], compute, device)

@@ -136,8 +136,8 @@ def room_for(tensor: Tensor) -> Tensor | None:
 
 
 class _Mapping(NamedTuple):
-    """A part of the file that is mapped into memory: its address in memory, its offset in the file,
-    and the mapping object."""
+    """A part of a storage's file that is mapped into memory: its address in memory, its offset in
+    the file, and the mapping object."""
 
     address: int
     place: int
@@ -156,7 +156,7 @@ class FileStorage(Storage):
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make the file. Raise OSError if the file cannot be made."""
+        """Make the storage's file in `directory`. Raise OSError if the file cannot be made."""
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
@@ -171,8 +171,9 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Extend the file, and return tensors of the given `lengths`, filled with zeros. These
-        tensors are mappings of the new part of the file. Raise OSError if the disk has no space."""
+        """Extend the storage's file, and return tensors of the given `lengths`, filled with zeros.
+        These tensors are mappings of the new part of the file. Raise OSError if the disk has no
+        space."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
@@ -186,8 +187,8 @@ class FileStorage(Storage):
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
-        """Free the memory that the mapped parts of the file occupy. No change of the tensors is
-        lost, because the mappings are shared with the file."""
+        """Free the memory that the mapped parts of the storage's file occupy. No change of the
+        tensors is lost, because the mappings are shared with the file."""
         for mapping in self._mappings:
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 
@@ -234,8 +235,8 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read all bytes of `kept` from the file into `memory`, or write `memory` to the file.
-        `call` is the system call to use. The offset in the file follows from the address of
+        """Read all bytes of `kept` from the storage's file into `memory`, or write `memory` to the
+        file. `call` is the system call to use. The offset in the file follows from the address of
         `kept`."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)

@@ -95,10 +95,9 @@ class Runner:
         watch: Stopwatch,
     ) -> None:
         """Execute `program`, this rank's part of `schedule`. The microbatch of an op is an index
-        into `microbatches`, which contain their losses afterwards. `watch` records the spans.
-
-        If an action raises an exception, a note with the position in the program is added to the
-        exception.
+        into `microbatches`, which contain their losses afterwards. `watch` records the time spans
+        of the actions. If an action raises an exception, a note with the position in the program is
+        added to the exception.
         """
         work = _Work(schedule, microbatches, watch)
         for stage in self.stages.values():

@@ -81,7 +81,7 @@ class Course:
 
     @property
     def order(self) -> SampleOrder:
-        """Return the order of the samples that the run trains on from its next step."""
+        """Return the order of the samples for the next step of the run and for all later steps."""
         if self._order is None:
             last = self.trained_on.last
             self._order = last.order([part.epochs for part in self.config.data.train])

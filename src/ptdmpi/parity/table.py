@@ -38,8 +38,8 @@ HEADINGS = (
 
 
 def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()) -> str:
-    """Return the table as text: all rows, the legend of the abbreviations, the results for
-    perturbed tokens, and at the end the number of rows with faults."""
+    """Return the table of verdicts as text: all rows, the legend of the abbreviations, the results
+    for perturbed tokens, and at the end the number of rows with faults."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):
@@ -240,7 +240,8 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 def as_json(
     rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()
 ) -> dict[str, Any]:
-    """Return the table as nested dicts and lists for `json.dumps`. Other programs can read it."""
+    """Return the table of verdicts as nested dicts and lists for `json.dumps`. Other programs can
+    read it."""
     return {
         "ranks": ranks,
         "steps": steps,

@@ -140,8 +140,8 @@ def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        """All-reduce a new copy of the values: repeated sums of the same tensor would become too
-        large to be exact."""
+        """All-reduce a new copy of the test values: repeated sums of the same tensor would become
+        too large to be exact."""
         return comm.all_reduce(result.copy_(tensor))
 
     return work

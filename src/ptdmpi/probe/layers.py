@@ -230,7 +230,7 @@ class Layers:
             stage.forward_microbatch(microbatch, None)
 
         def update() -> None:
-            """Update the weights."""
+            """Update the weights of the measured model."""
             engine.optimizer.step(1e-4, float(engine.reduction.global_norm()))
 
         works = (forward, lambda: stage.backward_microbatch(microbatch, None), update)

@@ -20,8 +20,8 @@ NO_LAYOUT = (None, None)
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of the report as a dict, name -> value, in the order of the table. Raise
-    InputError if no step is recorded.
+    """Return the numbers of the report as a dict, name -> value, in the order of the report's
+    table. Raise InputError if no step is recorded.
 
     `RECORD_KEYS` defines, for each key of the records, the rows that are computed from it.
     """
@@ -125,7 +125,7 @@ _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
 
 
 def rows_of(numbers: dict[str, Any]) -> Rows:
-    """Return the summary as rows (name, text) of the table."""
+    """Return the summary as rows (name, text) of the report's table."""
     rows: Rows = []
     for name, value in numbers.items():
         if name in _RECORDED:

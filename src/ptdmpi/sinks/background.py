@@ -39,8 +39,9 @@ class Background:
             raise TimeoutError(f"{MOST_WAITING} records wait for its server") from None
 
     def close(self) -> None:
-        """Wait until the thread has passed on all records and has closed the other sink. Raise an
-        exception if this takes longer than CLOSE_S seconds, or if the other sink has failed."""
+        """Wait until the sink's thread has passed all records to the other sink and has closed the
+        other sink. Raise an exception if this takes longer than CLOSE_S seconds, or if the other
+        sink has failed."""
         try:
             self._waiting.put(None, timeout=CLOSE_S)
         except queue.Full:

@@ -69,5 +69,5 @@ class TensorBoard:
         self._flushed_s = time.monotonic()
 
     def close(self) -> None:
-        """Write all events and close the file."""
+        """Write the remaining events to the event file, and close the file."""
         self._writer.close()

@@ -31,7 +31,8 @@ def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., No
     all ranks. `text_of` is a function that returns the text to print."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-        """Print the text and exit, if the option is on the command line."""
+        """Print the result of `text_of` and exit, if the option is on the command line
+        (`given`)."""
         if given and not context.resilient_parsing:
             if launched_rank() == 0:
                 click.echo(text_of(context))

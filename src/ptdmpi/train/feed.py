@@ -294,8 +294,8 @@ class Feed:
     """
 
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
-        """Open the data. Every rank must create its `Feed` object at the same time. Raises
-        InputError if the data cannot be used."""
+        """Open the data of the run. Every rank must create its `Feed` object at the same time.
+        Raises InputError if the data cannot be used."""
         self.config = config
         self.axes = axes
         self.source = source_of(config)

@@ -67,7 +67,7 @@ class Deputy:
         )
 
     def _tell(self, line: str) -> None:
-        """Print a line, and append it to the log file if the file can be written."""
+        """Print a line, and append it to the run's log file if the file can be written."""
         print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
             log.write(line + "\n")

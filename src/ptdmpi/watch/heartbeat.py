@@ -91,8 +91,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
-        """Start the thread. Return False if the MPI library does not allow calls from a second
-        thread."""
+        """Start the heartbeat thread. Return False if the MPI library does not allow calls from a
+        second thread."""
         if not Mailbox.works_in_a_thread():
             return False
         # MPI is finalized at exit, and no thread may call MPI afterwards
@@ -216,7 +216,7 @@ class Heartbeat:
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
         """On rank 0, do what the judge has decided: request the stacks of all ranks, print the
-        table, or end the job."""
+        table of ranks, or end the job."""
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
                 self.mailbox.send(WRITE_STACKS, rank)
@@ -309,8 +309,8 @@ class Judge:
         self._awake_s = 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
-        """Store a report of `rank` in the table. If the report has new signals or a failure, react
-        to them."""
+        """Store the newest report of `rank` in the table of ranks. If the report has new signals or
+        a failure, react to them."""
         known = len(self.table[rank].report.signals)
         self.table[rank] = Seen(report, now_s)
         for number, age_s in report.signals[known:]:
@@ -319,9 +319,9 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Look for failures and stalls in the table. Return True when the first failure or stall is
-        found, and False in all later calls. If the result is True, the caller must ask all ranks to
-        write their stacks."""
+        """Look for failures and stalls in the newest reports of all ranks. Return True when the
+        first failure or stall is found, and False in all later calls. If the result is True, the
+        caller must ask all ranks to write their stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
@@ -354,8 +354,8 @@ class Judge:
         return shown or now_s > self._deadline_s
 
     def pronounce(self, directory: Path) -> None:
-        """Print the table, beginning with the ranks at fault, and write the full table to a file in
-        `directory`."""
+        """Print the table of ranks, beginning with the ranks at fault, and write the full table to
+        a file in `directory`."""
         now_s = time.monotonic()
         first = self._failed or culprits(self.table, self.ranks, now_s)
         headings = []

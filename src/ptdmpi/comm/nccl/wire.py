@@ -44,7 +44,7 @@ class Queued:
         self._tensors = ()
 
     def done(self) -> bool:
-        """Return True if the stream has passed the operation."""
+        """Return True if the device has completed the operation."""
         return self._event.query()
 
 

@@ -112,8 +112,8 @@ class ScoreWriter:
             self._blanks[suffix] = np.full((1, *shape), self.kind.blank[suffix], kind)
 
     def append(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Append the rows of the next tokens to the files. `arrays` maps the suffix of a file's
-        name to the rows. Raise InputError if the disk fails.
+        """Append the rows of the next tokens to the files of the arrays. `arrays` maps the suffix
+        of a file's name to the rows. Raise InputError if the disk fails.
         """
         for suffix, values in arrays.items():
             wanted = values.astype(self._blanks[suffix].dtype, copy=False)
@@ -127,8 +127,8 @@ class ScoreWriter:
         self.append({name: blank.repeat(tokens, 0) for name, blank in self._blanks.items()})
 
     def close(self) -> dict[str, Any]:
-        """Give the files their final names, and return the shard's entry in the summary. Raise
-        InputError if the disk fails."""
+        """Give the files of the arrays their final names, and return the shard's entry in the
+        summary. Raise InputError if the disk fails."""
         with self._reported(self.header.path.parent / self.kind.folder):
             self._stack.close()
         checksums = {

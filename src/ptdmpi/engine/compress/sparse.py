@@ -29,7 +29,8 @@ class Sparse(Compressor):
 
     @abstractmethod
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the scores [n, length] of the elements, in any data type that can be sorted."""
+        """Return the scores [n, length] of the elements of x, in any data type that can be sorted.
+        A block sends its elements with the greatest scores."""
 
     def counts(self, draws: Draws, length: int) -> Tensor:
         """Return the number of elements that are sent from each block, [n] int64."""
@@ -76,7 +77,8 @@ class TopK(Sparse):
     """
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the magnitudes, because the elements of greatest magnitude are sent."""
+        """Return the magnitudes of the elements as their scores, because the elements of greatest
+        magnitude are sent."""
         return x.abs()
 
     def index_bits(self, length: int) -> int:

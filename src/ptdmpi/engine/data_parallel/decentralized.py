@@ -102,7 +102,8 @@ class Decentralized(DataParallel):
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def begin_step(self) -> None:
-        """Finish the exchange before the step begins, unless `overlap` is set."""
+        """Finish the exchange with the neighbours before the step begins, unless `overlap` is
+        set."""
         if not self.settings.overlap:
             self.settle()
 

@@ -59,14 +59,15 @@ class BegunSums:
         self._open = numbers
 
     def end(self) -> None:
-        """Begin the sums of the shard units whose gradients have just been computed."""
+        """Begin the gradient sums of the shard units whose gradients have just been computed."""
         if self._last:
             for unit in self._open:
                 self._begin(unit)
         self._open = ()
 
     def finish(self) -> None:
-        """Begin the sums of the shard units whose gradients the backward has computed last."""
+        """Begin the gradient sums of the shard units whose gradients the backward has computed
+        last."""
         self.end()
 
     def forget(self) -> None:

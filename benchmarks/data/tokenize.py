@@ -92,7 +92,7 @@ def learn(folder: Path) -> Path:
 
 def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
     """Measure `ptdmpi-data tokenize` and direct calls of the tokenizer in one process on one core,
-    with everything loaded and warm, and print a table."""
+    after a warm-up, and print a table."""
     import tokenizers
 
     from data_prep.corpus import OutputOptions, make_shards

@@ -118,7 +118,8 @@ def moved_bytes(
 def _arguments(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (description in the schema, value) for each argument of a call of an operator."""
+    """Yield (description in the operator's schema, value) for each argument of a call of the
+    operator `func`."""
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
             yield argument, args[number]

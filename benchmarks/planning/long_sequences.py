@@ -55,8 +55,8 @@ def memory(length: int) -> dict[str, float]:
 
 
 def best(length: int, *, cuts: bool) -> Price | None:
-    """Return the price of the fastest layout that fits into memory; None if no layout fits. If
-    `cuts` is True, layouts with context parallelism are searched, too."""
+    """Return the predicted time and memory of the fastest layout that fits into memory; None if no
+    layout fits. If `cuts` is True, layouts with context parallelism are searched, too."""
     try:
         return search(pricer(length), Space(RANKS, cuts_sequences=cuts), 1)[0]
     except InputError:

@@ -131,19 +131,20 @@ class ConfigJson:
         self.name = name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` if the key is missing or null."""
+        """Return the value of a key of config.json, or `default` if the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def need(self, key: str) -> Any:
-        """Return the value of a key. Raise InputError if the key is missing or null."""
+        """Return the value of a key of config.json. Raise InputError if the key is missing or
+        null."""
         if self.values.get(key) is None:
             raise InputError(f"{self.name}: {key} is missing")
         return self.values[key]
 
     def only(self, key: str, *legal: Any) -> Any:
-        """Return the value of a key, or the first value in `legal` if the key is missing or null.
-        Raise InputError if the value is not in `legal`."""
+        """Return the value of a key of config.json, or the first value in `legal` if the key is
+        missing or null. Raise InputError if the value is not in `legal`."""
         value = self.get(key, legal[0])
         if value not in legal:
             shown = " or ".join(map(repr, legal))

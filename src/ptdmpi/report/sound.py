@@ -25,7 +25,7 @@ class LineCount:
     first: int = 0
 
     def add(self, line: str, readable: bool) -> None:
-        """Count the next line of the file. An empty line is not unreadable."""
+        """Count the next line of the file. An empty line counts as readable."""
         self.lines += 1
         if not readable and line.strip():
             self.unreadable += 1

@@ -132,7 +132,7 @@ class Memory:
         )
 
     def _require(self, fits: bool) -> None:
-        """Raise InputError on every rank if `fits` is False."""
+        """Raise InputError, with the memory that a step needs, on every rank if `fits` is False."""
         self._world.on_root(lambda: self._refuse(fits))
 
     def _refuse(self, fits: bool) -> None:

@@ -148,7 +148,7 @@ class TreeSum(DataParallel):
         }
 
     def begin_step(self) -> None:
-        """Remove the nodes that an earlier step has left because it did not call `reduce`."""
+        """Remove the tree nodes that an earlier step has left because it did not call `reduce`."""
         for nodes in self._nodes.values():
             nodes.clear()
 
@@ -164,8 +164,8 @@ class TreeSum(DataParallel):
         self._merge(self._nodes[stage], (0, leaf), value)
 
     def reduce(self) -> None:
-        """Send the nodes of each data rank to all data ranks, merge them to one tree, and copy the
-        root of the tree, which is the sum of all gradients, into the buffer."""
+        """Send the tree nodes of each data rank to all data ranks, merge them to one tree, and copy
+        the root of the tree, which is the sum of all gradients, into the buffer."""
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()

@@ -51,7 +51,7 @@ class TrainingJob:
 
     @property
     def arguments(self) -> list[str]:
-        """Return the arguments of `ptdmpi train` or `ptdmpi run`."""
+        """Return the arguments that the job's script passes to `ptdmpi train` or `ptdmpi run`."""
         return [str(self.config), *(w for setting in self.settings for w in ("--set", setting))]
 
 

@@ -188,9 +188,9 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Write the initial values of a parameter into `parts`. Each part is (slice of the undivided
-    parameter, view of the memory in which this slice is stored). The values depend only on `seed`
-    and the parameter's name."""
+    """Write the initial values of the parameter `entry` into `parts`. Each part is (slice of the
+    undivided parameter, view of the memory in which this slice is stored). The values depend only
+    on `seed` and the parameter's name."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)

@@ -96,7 +96,8 @@ class Pairs:
     def of(cls, documents: Tensor, weights: Tensor, references: Tensor) -> "Pairs":
         """Return the pairs of answers of a microbatch. `documents` [b, s] has the number of each
         label's document, from 0 in each sequence. `weights` [b, s] is 0 for labels that are not
-        part of an answer, and for all labels of padding sequences."""
+        part of an answer, and for all labels of padding sequences. `references` [b, s] has the
+        labels' log-probabilities in the reference model."""
         rows = torch.arange(len(documents))[:, None]
         pairs = rows * (int(documents.max()) + 1) + documents // 2
         known = torch.unique(pairs[weights > 0])

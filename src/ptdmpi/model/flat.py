@@ -125,8 +125,9 @@ class OwnPart:
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
         """Yield the slices of the logical (undivided) parameter that the owned elements contain,
-        with views of `flat`, which has the values of these elements. Padding, which is not part of
-        the logical parameter, is skipped."""
+        with views of `flat`, which has the values of these elements. The elements belong to tensor
+        rank `tensor_rank` of `tensor_size` ranks. Padding, which is not part of the logical
+        parameter, is skipped."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:

@@ -239,9 +239,9 @@ class SelfAttention(Computing):
 def drop_hidden(
     x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
 ) -> Tensor:
-    """Return the activations x [s, b, h] after dropout; under sequence parallelism, x has only this
-    rank's positions. `place` has the number of the layer and the number of the dropout within the
-    layer."""
+    """Return the activations x [s, b, h] after dropout at `rate`; under sequence parallelism, x has
+    only this rank's positions. `place` has the number of the layer and the number of the dropout
+    within the layer."""
     if context.stream is None or rate == 0.0:
         return x
     stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))

@@ -40,19 +40,20 @@ class Split:
 
     @classmethod
     def of_one(cls, dim: int, size: int, most: int | None = None) -> "Split":
-        """Return the division of a single part of size `size`, into at most `most` shares."""
+        """Return the division of the dim `dim`, which is a single part of size `size`, into at most
+        `most` shares."""
         if most is None:
             return cls(dim, (size,))
         return cls(dim, (size,), (most,))
 
     def shares(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the number of shares of each part."""
+        """Return the number of shares of each part on `tensor_size` tensor ranks."""
         if self.most is None:
             return (tensor_size,) * len(self.parts)
         return tuple(min(tensor_size, shares) for shares in self.most)
 
     def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the size of each part on one rank, including padding."""
+        """Return the size of each part on one of `tensor_size` tensor ranks, including padding."""
         shares = self.shares(tensor_size)
         return tuple(-(-part // n) for part, n in zip(self.parts, shares, strict=True))
 

@@ -131,8 +131,9 @@ class RandomStream:
         first_head: int = 0,
         first_channel: int = 0,
     ) -> "RandomStream":
-        """Return the stream of the dropout that `place` identifies, such as (layer, 0). If
-        `positions` is None, the positions do not change."""
+        """Return the stream of the dropout that `place` identifies, such as (layer, 0), for heads
+        from `first_head` on and channels from `first_channel` on. If `positions` is None, the
+        positions do not change."""
         return replace(
             self,
             key=fold(self.key, *place),

@@ -46,7 +46,7 @@ class Pool:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def give(self, flat: Tensor) -> None:
-        """Give a tensor that is no longer used back to the pool."""
+        """Give the tensor `flat`, which is no longer used, back to the pool."""
         self._spare = [flat]
 
 

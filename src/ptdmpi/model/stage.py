@@ -160,7 +160,7 @@ class Stage(nn.Module):
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
         """Return the output of this stage. On the last stage, the output has the logits for this
         rank's part of the vocabulary, at all positions [s, b, V/t] or at the k masked positions of
-        each sequence [k, b, V/t]."""
+        each sequence [k, b, V/t]. For the arguments see `hidden`."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 

@@ -40,9 +40,9 @@ USED = "weights in use"
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
-    """Return the name of a tensor of the state in checkpoint files, such as
-    `weights/layers.0.mlp.up.weight`. If replicas differ, the name has the number of the replica:
-    `weights@3/layers.0.mlp.up.weight`."""
+    """Return the name in checkpoint files of the tensor of kind `kind` that belongs to the
+    parameter `name`, such as `weights/layers.0.mlp.up.weight`. If replicas differ, the name has the
+    number of the replica: `weights@3/layers.0.mlp.up.weight`."""
     return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
@@ -377,8 +377,9 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that one tensor rank has in its part `held`. `values` is a
-    flat tensor with the values of this part."""
+    """Yield the pieces of a parameter that tensor rank `tensor_rank`, of `tensor_size` ranks, has
+    in its part `held`. `values` is a flat tensor with the values of this part. `kind` is the kind
+    of the pieces, such as "weights"."""
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):

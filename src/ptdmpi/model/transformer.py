@@ -218,8 +218,8 @@ class Embedding(nn.Module):
         self.norm = Norm(model) if "norm" in parts else None
 
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
-        """Return the input of the first layer, [s, b, h]; under sequence parallelism, only at this
-        rank's positions."""
+        """Return the input of the first layer for the tokens `ids`, [s, b, h]; under sequence
+        parallelism, only at this rank's positions. `types` has the segment of each token."""
         x = self.word(ids)
         if self.scale is not None:  # round the factor to the type of x, as in the training of Gemma
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()

@@ -27,8 +27,9 @@ class LowRankAdapter(Computing):
     the linear call the adapter's methods; the adapter itself has no forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
-        """Declare the adapter's matrices A and B. `tensor` is (this rank's number on the tensor
-        axis, size of the tensor axis)."""
+        """Declare the adapter's matrices A and B, which `part` describes. `tensor` is (this rank's
+        number on the tensor axis, size of the tensor axis). `columns` are the adapted outputs on
+        this rank."""
         super().__init__()
         rank, size = tensor
         self.part = part
@@ -51,8 +52,9 @@ class LowRankAdapter(Computing):
         self.b = declare(size, shape_of_b, "zeros", split=outputs, partial_gradient=rows)
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Apply dropout to the input, or to the gradient of the input. The backward computes the
-        dropout mask again, so the mask is not stored."""
+        """Return `x`, the input or the gradient of the input, after dropout. Without a random
+        `stream` there is no dropout. The backward computes the dropout mask again, so the mask is
+        not stored."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)

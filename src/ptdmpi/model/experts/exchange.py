@@ -99,7 +99,8 @@ class SentDispatch:
 
     def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
         """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
-        experts of each of this rank's T tokens."""
+        experts of each of this rank's T tokens. `counts` has the numbers of rows that this rank
+        sends and receives."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]

@@ -200,8 +200,9 @@ class MixturePass:
     ) -> "Gradients":
         """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
         of the output, each [T, hidden]. `rows` is None if no parameter of an expert needs the
-        input. Add the gradients of the experts' parameters to `main_grad`. Return the gradients
-        with respect to the input and to the tokens' `weights` [T, k]."""
+        input. `held` has the tokens of each expert, and `kept` has the tensors that the forward has
+        kept for each expert. Add the gradients of the experts' parameters to `main_grad`. Return
+        the gradients with respect to the input and to the tokens' `weights` [T, k]."""
         total = torch.zeros_like(dy)
         flat = weights.flatten().unsqueeze(-1)
         by_weight = torch.zeros_like(flat)
@@ -235,7 +236,8 @@ class MixturePass:
         return self.tokens.loads(chosen, self.routing.model.experts, sequences)
 
     def losses(self, logits: Tensor, loads: SequenceLoads | None) -> dict[str, Tensor]:
-        """Return the router's losses by name, each summed over this rank's tokens."""
+        """Return the router's losses by name, each summed over this rank's tokens. `logits` [T, E]
+        are the router's outputs."""
         return self.routing.losses(logits, loads, self.router.balance)
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:

@@ -84,9 +84,9 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
-    """Return the stored form of the kernels of a device: the attention backends `attention` and the
-    kinds of kernels `triton` that are computed in Triton. If `triton` is empty, the form is the
-    same as in older versions, which had no kernels in Triton."""
+    """Return the record of a device's kernels, which is stored for the run: the attention backends
+    `attention`, and the kinds of kernels `triton` that are computed in Triton. If `triton` is
+    empty, the record is the same as in older versions, which had no kernels in Triton."""
     kept = {"attention": list(attention)}
     if triton:
         kept["triton"] = list(triton)
@@ -259,8 +259,9 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Return the attention backends and the kinds of kernels in Triton that all ranks use, on a run
-    with devices. Only kernels that every rank has are used."""
+    """Return the attention backends and the kinds of kernels in Triton that all ranks use in a run
+    on devices. Only kernels that every rank has are used. `known` has the kernels that the run has
+    used before."""
     kept, taken = _attention_on_devices(world, device, known, say)
     recorded = any(name in BACKENDS for name in known.get("attention", ()))
     before = known.get("triton", () if recorded else None)
@@ -301,8 +302,9 @@ def _triton_on_devices(
 def _attention_on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the attention backends that are stored for the run, and the backends that the run uses
-    now. The backends used now are the stored backends that every rank has, in the stored order."""
+    """Return the attention backends that are stored for the run, which `known` may already have,
+    and the backends that the run uses now. The backends used now are the stored backends that every
+    rank has, in the stored order."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
@@ -329,8 +331,8 @@ def is_recorded(folder: Path) -> bool:
 
 
 def _kept(folder: Path) -> Stored | None:
-    """Return the kernels that the run directory records. Return None if it has no record, or only a
-    damaged one."""
+    """Return the kernels that the run directory `folder` records. Return None if it has no record,
+    or only a damaged one."""
     try:
         return sound(json.loads(read_file(folder / FILE)))
     except (OSError, ValueError, RecursionError):

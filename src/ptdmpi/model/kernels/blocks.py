@@ -75,8 +75,8 @@ class QueryRun(NamedTuple):
 
 
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
-    """Yield the queries of all sequences, which have `length` positions, as runs of consecutive
-    queries within one document."""
+    """Yield this rank's queries of all sequences, which have `length` positions, as runs of
+    consecutive queries within one document. `seen` has the documents and this rank's positions."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]

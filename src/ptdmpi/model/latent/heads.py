@@ -122,17 +122,18 @@ class _Join(Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the pairs in the last dim of x [..., r] by the angles of their positions. Return the
-    first elements of all rotated pairs, and the second elements: [..., r / 2] each."""
+    """Rotate the pairs in the last dim of x [..., r] by angles with the cosines `cos` and the sines
+    `sin`. Return the first elements of all rotated pairs, and the second elements: [..., r / 2]
+    each."""
     first, second = x[..., 0::2], x[..., 1::2]
     turned = (first * cos).addcmul_(second, sin, value=-1.0)
     return turned, (second * cos).addcmul_(first, sin)
 
 
 def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of the argument x of `_rotated`, [..., r]. `dx` [..., r] has the
-    gradients of the rotated pairs: first those of all first elements, then those of all second
-    elements."""
+    """Return the gradient of the argument x of `_rotated`, [..., r], for the same angles. `dx`
+    [..., r] has the gradients of the rotated pairs: first those of all first elements, then those
+    of all second elements."""
     first, second = dx.chunk(2, dim=-1)
     turned = (first * cos).addcmul_(second, sin)
     other = (second * cos).addcmul_(first, sin, value=-1.0)

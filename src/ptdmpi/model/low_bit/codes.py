@@ -52,8 +52,8 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
-    """Return a table [256, elements per byte] with the levels that each value of a byte encodes.
-    The lowest bits of the byte encode the first level."""
+    """Return a table [256, elements per byte] with the levels that each value of a byte encodes in
+    the format `form`. The lowest bits of the byte encode the first level."""
     levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(levels, levels, indexing="ij")

@@ -42,8 +42,8 @@ class DelayedScales:
         self.exponents, self.seen = exponents, {}
 
     def saw(self, operand: Operand, x: Tensor) -> Tensor:
-        """Return the greatest magnitude of the tensor x, and include it in `seen`. The result is
-        not finite if an element of x is not finite."""
+        """Return the greatest magnitude of the tensor x, and include it in `seen` for `operand`.
+        The result is not finite if an element of x is not finite."""
         greatest = torch.linalg.vector_norm(x, math.inf)
         before = self.seen.get(operand)
         self.seen[operand] = greatest if before is None else torch.maximum(before, greatest)
@@ -60,7 +60,8 @@ def encoded(x: Tensor, exponent: int, kind: torch.dtype, greatest: Tensor) -> Te
 
 
 def decoded(codes: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
-    """Return the values of codes in `dtype`, which is bfloat16 or wider; the values are exact."""
+    """Return the values of codes with the scale 2^-exponent in `dtype`, which is bfloat16 or wider.
+    The values are exact."""
     values = codes.to(dtype)
     values *= 2.0**-exponent
     return values

@@ -62,9 +62,9 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
 
 
 class _Teacher(NamedTuple):
-    """The teacher's outcomes for n = s b tokens, on one tensor rank. `local` [n, K] has the column
-    of each of the K tokens, `here` [n, K] is True where this rank has the column, `q` [n, K] has
-    the probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
+    """The teacher's probabilities for n = s b positions, on one tensor rank. `local` [n, K] has the
+    column of each of the K tokens, `here` [n, K] is True where this rank has the column, `q` [n, K]
+    has the probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
 
     local: Tensor
     here: Tensor
@@ -73,8 +73,8 @@ class _Teacher(NamedTuple):
 
 
 def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAxis) -> _Teacher:
-    """Return the teacher's outcomes for the tokens of `batch`, relative to this tensor rank's
-    columns of the logits, of which there are `columns`. The probabilities have the type `dtype`."""
+    """Return the teacher's probabilities for the positions of `batch`, in the type `dtype`. This
+    tensor rank has `columns` columns of the logits."""
     assert batch.teacher is not None, "the stored outputs of the teacher"
     kept = batch.teacher.ids.shape[-1]
     local, here = columns_of(batch.teacher.ids, columns, axis)

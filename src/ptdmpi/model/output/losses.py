@@ -61,8 +61,8 @@ class LossKind:
 
 
 def _of_routers(name: str, count: Callable[[Microbatch], float], key: str) -> LossKind:
-    """Return the properties of a router loss, which a model has if its configuration names the
-    loss."""
+    """Return the properties of the router loss `name`. A model has this loss if its configuration
+    names the loss. `count` and `key` are fields of `LossKind`."""
     return LossKind(lambda model: name in model.router_losses, count, key, of_routers=True)
 
 

@@ -43,8 +43,8 @@ class ColumnParts:
     def __init__(
         self, linear: ColumnParallelLinear, x: Tensor, stream: RandomStream | None, *, count: int
     ) -> None:
-        """Begin the pass for the input `x`, [s, b, i]. `stream` is the random stream for the
-        adapters' dropout."""
+        """Begin the pass, in `count` parts, for the input `x`, [s, b, i]. `stream` is the random
+        stream for the adapters' dropout."""
         self._linear = linear
         self._stream = stream
         self._local: Tensor | None = x

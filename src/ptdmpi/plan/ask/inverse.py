@@ -36,8 +36,8 @@ class TrainingWork(NamedTuple):
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the FLOP/s that each rank must reach for a training in the given number of
-        days."""
+        """Return the FLOP/s that each rank must reach for a training of `factor` T P FLOPs in the
+        given number of days."""
         return factor * self.tokens * self.parameters / (self.ranks * days * DAY_S)
 
 
@@ -49,8 +49,8 @@ def days_answer(
     taken: float | None = None,
     utilisation: float | None = None,
 ) -> Reply:
-    """Return the model FLOPs utilisation (MFU) of a training that takes `taken` days, or the
-    duration of a training with the MFU `utilisation` (a fraction).
+    """Return the model FLOPs utilisation (MFU) of a training on `tokens` tokens that takes `taken`
+    days, or the duration of a training with the MFU `utilisation` (a fraction).
 
     Raises InputError unless exactly one of `taken` and `utilisation` is given. Also raises
     InputError if the training would need more FLOP/s than the device's peak.

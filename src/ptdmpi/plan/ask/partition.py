@@ -61,8 +61,9 @@ def widths(config: ModelConfig) -> dict[str, int]:
 
 
 def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
-    """Return the number of columns that each rank sends in the forward and the backward pass
-    together. `columns` has the values of h, g and u."""
+    """Return the number of columns that each of `tensor` ranks sends in the forward and the
+    backward pass together, if A and B are cut as in `way`. `columns` has the values of h, g and u.
+    """
     rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 

@@ -115,8 +115,8 @@ def answer(
 
 
 def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
-    """Return the cost for each number of ranks in `rungs`. Numbers of ranks for which no layout is
-    legal and fits into memory are left out."""
+    """Return the cost of a training on `tokens` tokens for each number of ranks in `rungs`. Numbers
+    of ranks for which no layout is legal and fits into memory are left out."""
     costs = []
     for ranks in rungs:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
@@ -162,7 +162,8 @@ def _reply(
     pricer: Pricer, costs: list[Cost], best: Cost, *, days: float | None, price: float | None
 ) -> Reply:
     """Return the complete answer, with its sentence, its table and its diagrams. `costs` has the
-    cost for each number of ranks, and `best` is the cheapest of them."""
+    cost for each number of ranks, and `best` is the cheapest of them. `days` is the deadline, and
+    `price` is the price of a rank-hour."""
     header = ["ranks", "days", "rank-hours", "MWh", "MFU", "layout"]
     if price is not None:
         header.insert(3, "money")

@@ -78,7 +78,7 @@ def answer(
 ) -> Reply:
     """Return the best checkpoint interval for a training on `ranks` ranks. On average, each node
     fails once in `node_days` days. All ranks together write a checkpoint at `bytes_per_s` bytes per
-    second.
+    second, and a restart takes `restart_s` seconds.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

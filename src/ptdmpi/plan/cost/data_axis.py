@@ -107,8 +107,9 @@ class DataAxis:
     # -- after the pipeline ----------------------------------------------------------------------
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of messages after the last backward. They include the messages in
-        which the first and the last stage of the pipeline sum the gradients of a tied table."""
+        """Return the seconds of messages after the last backward, for a rank with `elements`
+        trained parameters. They include the messages in which the first and the last stage of the
+        pipeline sum the gradients of a tied table."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         gradients_s += self._dense_s(layout, elements) + self._experts_s(layout, elements)
         for unit, count in self._units(layout, elements):
@@ -120,9 +121,9 @@ class DataAxis:
 
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that ranks with different experts need to sum the gradients of all
-        parameters outside experts. If the state is sharded, each rank sums only its shard of the
-        gradients. The estimate assumes that the fraction of parameters outside experts is the same
-        in embedding and head as in the layers."""
+        parameters outside experts. A rank has `elements` gradients. If the state is sharded, it
+        sums only its shard of them. The estimate assumes that the fraction of parameters outside
+        experts is the same in embedding and head as in the layers."""
         dense = self._dense_elements(layout.tensor)
         if layout.expert_tokens == 1 or not dense:
             return 0.0
@@ -132,8 +133,9 @@ class DataAxis:
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that tensor-parallel ranks with the same undivided experts need to sum
-        the gradients of these experts. The estimate assumes, as `_dense_s` does, that the fraction
-        of parameters in experts is the same in embedding and head as in the layers."""
+        the gradients of these experts. A rank has `elements` gradients. The estimate assumes, as
+        `_dense_s` does, that the fraction of parameters in experts is the same in embedding and
+        head as in the layers."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0
@@ -145,8 +147,8 @@ class DataAxis:
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return the messages after the pipeline as pairs (number of elements in a message, number
-        of such messages). The elements are sent in a single message, or, under ZeRO 2 and 3, in one
-        message for each complete layer and one message for the remaining elements."""
+        of such messages). The `elements` elements are sent in a single message, or, under ZeRO 2
+        and 3, in one message for each complete layer and one message for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -274,10 +276,10 @@ class DataAxis:
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: the time to gather the weights of a unit (such as a layer),
-        and the time to sum the unit's gradient. To sum the gradient, a rank clears and fills a
-        buffer for the whole unit. The buffer is reduce-scattered, and the rank adds the result to
-        its shard."""
+        """Return two times in seconds: the time to gather the weights of a unit (such as a layer)
+        of `elements` elements, and the time to sum the unit's gradient. To sum the gradient, a rank
+        clears and fills a buffer for the whole unit. The buffer is reduce-scattered, and the rank
+        adds the result to its shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -296,9 +298,9 @@ class DataAxis:
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
         """Return (seconds to gather weights, seconds to sum gradients). Both are sums over all
-        tensors of a stage's layers, and the vocabulary's table if the stage has it. Each tensor is
-        sent in a separate message, and the time for a small tensor is mostly latency, so the total
-        size alone does not determine the time."""
+        tensors of the stage `held`: those of its layers, and the vocabulary's table if the stage
+        has it. Each tensor is sent in a separate message, and the time for a small tensor is mostly
+        latency, so the total size alone does not determine the time."""
         gathered_s = summed_s = 0.0
         for kind, count in held.runs:
             for size in self.layer_tensors(held.tensor, kind):
@@ -314,9 +316,9 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: the time to clear a buffer and gather a tensor into it, and
-        the time to sum the tensor's gradient and divide it by the data-parallel size. Both include
-        the copies that torch's list collectives make."""
+        """Return two times in seconds: the time to clear a buffer and gather a tensor of `elements`
+        elements into it, and the time to sum the tensor's gradient and divide it by the
+        data-parallel size. Both include the copies that torch's list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -325,8 +327,9 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """Return the seconds that torch's list collectives add: for each rank, they make a view of
-        the rank's slice of the tensor and launch a kernel that copies the slice."""
+        """Return the seconds that torch's list collectives add for a tensor of `elements` elements:
+        for each rank, they make a view of the rank's slice of the tensor and launch a kernel that
+        copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

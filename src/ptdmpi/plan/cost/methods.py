@@ -201,7 +201,8 @@ def _codes_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
 
 
 def _sent_of(kind: str, size: float, n: int) -> float:
-    """Return the bytes that one of `n` ranks sends in a message of kind `kind`."""
+    """Return the bytes that one of `n` ranks sends in a message of `size` bytes of the kind
+    `kind`."""
     if kind in PASSES:
         return PASSES[kind] * size * (n - 1) / n
     return size
@@ -226,8 +227,8 @@ class MethodAxis(DataAxis):
         )
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of the method's messages after the last backward, or after the
-        update."""
+        """Return the seconds of the method's messages after the last backward, or after the update,
+        for a rank with `elements` trained parameters."""
         if layout.data == 1 or self.section.method == "all_reduce":
             return super().behind(layout, elements)
         group = self.replicas(layout)

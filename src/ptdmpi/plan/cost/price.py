@@ -158,9 +158,9 @@ class Pricer:
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of a rank, as the mean over the ranks, and the
-        shortest time, over all kinds of layers, for which other ranks wait while one layer is
-        computed. Neither time depends on the number of model chunks."""
+        """Return two times in seconds: the work of a rank in a step, as the mean over the ranks,
+        and the time for which other ranks wait while a rank computes one microbatch in one layer of
+        the fastest kind. Neither time depends on the number of model chunks."""
         axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)

@@ -149,7 +149,8 @@ class StepTraffic:
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         """Return the traffic over the tensor axis: activations, partial gradients, norms, and
-        slices of the matrices that the optimizer updates as wholes."""
+        slices of the matrices that the optimizer updates as wholes. `norms` is explained in
+        `_norms`."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -347,7 +348,7 @@ class StepTraffic:
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     """Return the complete matrices that a rank updates (with Muon), and the slices of matrices that
-    ranks exchange for these updates."""
+    ranks exchange for these updates. `shard` is the rank's number in its shard group."""
     if not of.method.matrices:
         return Dealt()
     layout = of.layout
@@ -357,9 +358,9 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
-    """Return the traffic of the run's data-parallel method over the data axis, for a rank that does
-    not shard its state. `rank` and `data` are the rank's coordinates on the pipeline axis and the
-    data axis."""
+    """Return the traffic of the run's data-parallel method over the data axis in step `step`
+    (counted from 0), for a rank that does not shard its state. `rank` and `data` are the rank's
+    coordinates on the pipeline axis and the data axis."""
     tally, element = Tally(of.layout.data), of.sizes.wide_bytes
     section = of.method.section
     units, _ = of.held.units(rank, section.overlap, 1)

@@ -22,8 +22,8 @@ class UpdateTimes:
         self.gradient_bytes = self.cluster.software.gradient_bytes
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds of the optimizer's kernels, whose speed is limited by the bandwidth of
-        the memory.
+        """Return the seconds of the optimizer's kernels on a rank with `elements` trained
+        parameters. Their speed is limited by the bandwidth of the memory.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
         rank's shard. (This trainer needs no kernel for the division, because it divides the loss
@@ -58,9 +58,9 @@ class UpdateTimes:
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes.
-        They include the exchange of slices of the matrices with the other ranks of the shard group,
-        before and after the update."""
+        """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes,
+        which `some` describes. They include the exchange of slices of the matrices with the other
+        ranks of the shard group, before and after the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -89,7 +89,8 @@ class UpdateTimes:
         return kernels
 
     def _offloaded_s(self, offload: str, shard: float, kernels: list[int]) -> float:
-        """Return the seconds of an offloaded update, whose speed is limited by the host's memory.
+        """Return the seconds of an offloaded update of `shard` parameters. The host's memory limits
+        its speed. `kernels` has the bytes per parameter that each kernel moves.
 
         Gradients are sent from the device to the host, and weights from the host to the device (Ren
         et al. 2021, arXiv 2101.06840, section 4); optimizer state in a file is read and written.

@@ -332,15 +332,15 @@ class RingCore:
         return self.sizes.layout.micro_size * self.sizes.priced_heads[0]
 
     def _score_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the matrix products whose result has the shape of the scores of a pair of chunks: Q
-        K^T, and in a backward also dO V^T."""
+        """Yield the matrix products whose result has the shape of the scores [queries, keys] of a
+        pair of chunks: Q K^T, and in a backward also dO V^T."""
         yield from [MatrixProduct(queries, keys, self.sizes.model.head_size, self._batch)] * (
             1 + backward
         )
 
     def _value_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the matrix products that read the scores of a pair of chunks: P V in a forward, and
-        P^T dO, dS^T Q and dS K in a backward."""
+        """Yield the matrix products that read the scores [queries, keys] of a pair of chunks: P V
+        in a forward, and P^T dO, dS^T Q and dS K in a backward."""
         d = self.sizes.model.head_size
         if backward:
             yield from [MatrixProduct(keys, d, queries, self._batch)] * 2

@@ -140,7 +140,8 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
-        """Return the number of rows for which the prediction reserves memory on a rank."""
+        """Return the number of rows for which memory is counted on a rank. If experts are
+        distributed over ranks, this is up to FULLEST times the mean number of rows."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
@@ -202,8 +203,8 @@ class MixExperts(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
-        """Return the kernels of an activation, one for each expert. Each kernel moves `numbers`
-        values for each element of the [rows, width of the expert] output."""
+        """Return the kernels of the activation `kind`, one for each expert. Each kernel moves
+        `numbers` values for each element of the [rows, width of the expert] output."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
         return Elementwise(kind, rows * self._width(sizes), moved)

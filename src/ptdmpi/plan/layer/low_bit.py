@@ -185,23 +185,24 @@ def unpacking(
 
 
 def encoding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
-    """Return the kernels that compute the codes of a matrix: one finds the largest magnitude of
-    each tile of the matrix, one multiplies the matrix by the scales, and one converts the products
-    to codes. With delayed scales, another kernel clamps the products in place."""
+    """Return the kernels that compute the codes of a matrix of `elements` elements: one finds the
+    largest magnitude of each tile of the matrix, one multiplies the matrix by the scales, and one
+    converts the products to codes. With delayed scales, another kernel clamps the products in
+    place."""
     if scaling == "delayed":
         return MemoryPass(elements * (6 * element_bytes + FLOAT8_BYTES), 4)
     return MemoryPass(elements * (4 * element_bytes + FLOAT8_BYTES), 3)
 
 
 def decoding(elements: int, element_bytes: int) -> MemoryPass:
-    """Return the kernels that compute the values of codes: one converts the codes, and one
-    multiplies the result by the scales in place."""
+    """Return the kernels that compute the values of `elements` codes: one converts the codes, and
+    one multiplies the result by the scales in place."""
     return MemoryPass(elements * (FLOAT8_BYTES + 3 * element_bytes), 2)
 
 
 def rounding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
-    """Return the kernels that round a matrix: they compute its codes, and then the values of the
-    codes."""
+    """Return the kernels that round a matrix of `elements` elements: they compute its codes, and
+    then the values of the codes."""
     made, read = encoding(elements, element_bytes, scaling), decoding(elements, element_bytes)
     return MemoryPass(made.moved_bytes + read.moved_bytes, made.launches + read.launches)
 
@@ -215,8 +216,9 @@ def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Itera
 
 
 def peak_bytes(elements: int, element_bytes: int) -> int:
-    """Return the bytes of the codes of a matrix together with a second tensor of the matrix's size:
-    the scaled matrix from which the codes are computed, or the values of the codes."""
+    """Return the bytes of the codes of a matrix of `elements` elements together with a second
+    tensor of the matrix's size: the scaled matrix from which the codes are computed, or the values
+    of the codes."""
     return elements * (FLOAT8_BYTES + element_bytes)
 
 

@@ -422,8 +422,8 @@ class Multiply(Operator):
 
 
 def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> Message:
-    """Return the message that sums an activation over the tensor axis. Each rank receives the whole
-    sum, or, under sequence parallelism, only the sum at its own positions."""
+    """Return the message that sums an activation of `size` bytes over the tensor axis. Each rank
+    receives the whole sum, or, under sequence parallelism, only the sum at its own positions."""
     if sizes.divides_sequence:
         return Message("reduce_scatter", size, behind=behind)
     return Message("all_reduce", size, behind=behind)

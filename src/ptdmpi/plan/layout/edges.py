@@ -81,7 +81,8 @@ def sha256_of(path: str, names: str) -> str:
 
 
 def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield (line number, text, columns) for each line of the file `path` that has an edge."""
+    """Yield (line number, text, columns) for each line of the file `path` that has an edge. `names`
+    has the legal names of topologies for the error message."""
     try:
         text = read_file(Path(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -99,9 +100,9 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
 def _edge(
     where: str, line: str, fields: list[str], size: int
 ) -> tuple[tuple[int, int], Fraction | None]:
-    """Return the two ranks of a line, ascending, and the weight of the edge, which is None if the
-    line has no weight. `size` is the number of data ranks. Raises InputError if the line is not
-    valid."""
+    """Return the two ranks of a line with the columns `fields`, ascending, and the weight of the
+    edge, which is None if the line has no weight. `size` is the number of data ranks. Raises
+    InputError if the line is not valid; `where` begins its message."""
     try:
         first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None

@@ -99,7 +99,8 @@ def _ranges(counts: list[int]) -> tuple[range, ...]:
 
 
 def _around(layers: int, placed: Placement, head: float, first: int) -> list[int]:
-    """Return the number of layers of each stage if the first stage has `first` layers."""
+    """Return the number of layers of each stage if the first stage has `first` layers. `head` is
+    the work of the head in units of layers."""
     stages = placed.stages
     if stages == 2:
         return [first, layers - first]

@@ -57,7 +57,8 @@ class MeasuredMachine(Machine):
             self._messages.setdefault((table.collective, table.nodes > 1), []).append(table)
 
     def _kernel_s(self, work_s: float) -> float:
-        """Return the seconds of a kernel, including the time to launch it.
+        """Return the seconds of a kernel that computes for `work_s` seconds, including the time to
+        launch it.
 
         On an asynchronous device, the launch overlaps with the previous kernel. On a synchronous
         device, the kernel runs after the launch, so their times add up.

@@ -192,9 +192,9 @@ def _simpler(
     *,
     than: tuple[int, int],
 ) -> Price | None:
-    """Return the price of the simplest layout that fits and whose step takes less than `limit_s`
-    seconds. If several layouts are equally simple, return the fastest of them. Return None if no
-    such layout is simpler than `than` (see `_complexity`)."""
+    """Return the price of the simplest layout of `collected` that fits and whose step takes less
+    than `limit_s` seconds. If several layouts are equally simple, return the fastest of them.
+    Return None if no such layout is simpler than `than` (see `_complexity`)."""
     classes: dict[tuple[int, int], list[_Candidate]] = {}
     for rough_s, number in collected.rough:
         candidate = collected.candidates[number]

@@ -60,7 +60,7 @@ def stage_parts(
     model: ModelConfig, layers: Sequence[range], *, tensor: int, dealing: Dealing
 ) -> tuple[ModelPart, ...]:
     """Return the part of the model that each stage has. `layers` has the range of layers of each
-    stage."""
+    stage, and `dealing` is the distribution of experts over ranks."""
     last = len(layers) - 1
     return tuple(
         ModelPart(
@@ -108,9 +108,9 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of the model's classification head, by name. A model that was
-    only trained on text does not have these weights. The result is empty if the model does not
-    classify."""
+    """Return the shape of each weight of the head that computes scores for a complete sequence, by
+    name. A model that was only trained on text does not have these weights. The result is empty if
+    the model has no such head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":

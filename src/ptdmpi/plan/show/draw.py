@@ -164,7 +164,7 @@ def _columns_per_s(timeline: Timeline, columns: int) -> float:
 
 def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
     """Return the first terminal column in which a span is drawn, and the first column after the
-    span."""
+    span, at the scale `columns_per_s`."""
     first, end = (
         round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
     )
@@ -174,8 +174,9 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """Return two values: a function that returns the label of a span at this scale, and a list. If
-    the labels are shortened, the list has a note about this for the user; otherwise it is empty."""
+    """Return two values: a function that returns the label of a span at the scale `columns_per_s`,
+    and a list. If the labels are shortened, the list has a note about this for the user; otherwise
+    it is empty."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
@@ -387,7 +388,8 @@ def _draw_numbers(
 ) -> None:
     """Draw the microbatch number into every bar that is wide enough, in the same size in all bars.
 
-    In a bar that is too narrow for a horizontal number, the number is written vertically.
+    In a bar that is too narrow for a horizontal number, the number is written vertically. `x`
+    returns the horizontal position of a time, and the axis covers a time of `extent_s`.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
     # span -> letter size, in points, at which its horizontal number fills its bar

@@ -58,7 +58,8 @@ class Bench:
             yield
 
     def note(self, name: str, value: str) -> None:
-        """Store a measured result, which is printed at the end."""
+        """Store the text `value` of the measured result `name`. All results are printed at the
+        end."""
         self.findings.append((name, value))
 
     def agreed(self, value: float) -> float:
@@ -111,7 +112,8 @@ class Bench:
             torch.get_device_module(self.device).synchronize(self.device)
 
     def check(self, right: bool, what: str) -> None:
-        """Raise ProbeError on every rank if `right` is False on any rank."""
+        """Raise ProbeError on every rank if `right` is False on any rank. The message says that
+        `what` is wrong."""
         results = self.everyone.all_gather_object(right)
         wrong = [str(rank) for rank, is_right in enumerate(results) if not is_right]
         if wrong:

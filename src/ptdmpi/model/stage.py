@@ -288,7 +288,8 @@ class Stage(nn.Module):
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
         """Run the second part of a split backward (op W): add to `main_grad` the contributions that
-        `input_microbatch` has deferred, in the same order as `backward_microbatch`."""
+        `input_microbatch` has deferred, in the same order as `backward_microbatch`. This op
+        receives no tensor, so `nothing` is None."""
         later = self._put_off.pop(microbatch.number)
         # reverse the list, because pop() removes elements from its end, and the oldest element must
         # be used first

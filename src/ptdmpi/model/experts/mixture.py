@@ -53,8 +53,8 @@ class Router(nn.Module):
 
 class Expert(nn.Module):
     """The two linears of an expert, with their adapters. The mixture does not call these modules;
-    it uses only their parameters. If `dealt.whole` is True, each tensor rank has the whole width of
-    the expert."""
+    it uses only their parameters. If experts are whole (`ExpertAxis.whole`), each tensor rank has
+    the whole width of the expert."""
 
     def __init__(self, row: MixExperts, axis: TensorAxis, dealt: ExpertAxis) -> None:
         super().__init__()

@@ -81,11 +81,11 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns], float32. A
-    scale follows from the greatest magnitude of its block or, for uint4, from the least and the
-    greatest value of the block. The scale of int4 has a sign, because int4 has eight levels on one
-    side of zero and seven on the other side. The sign puts the value of greatest magnitude on the
-    side with eight levels."""
+    """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns] in the format
+    `form`, float32. A scale follows from the greatest magnitude of its block or, for uint4, from
+    the least and the greatest value of the block. The scale of int4 has a sign, because int4 has
+    eight levels on one side of zero and seven on the other side. The sign puts the value of
+    greatest magnitude on the side with eight levels."""
     # in a 16-bit type, x / scale would be rounded
     wide = torch.promote_types(x.dtype, torch.float32)
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
@@ -117,7 +117,8 @@ def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the dequantized float32 values [..., columns] of codes [..., columns], int64."""
+    """Return the dequantized float32 values [..., columns] of codes [..., columns], int64, in the
+    format `form`. `scales` is [..., columns / block * numbers]."""
     return _scaled(_level(form, codes.device)[codes], scales, form)
 
 
@@ -145,8 +146,8 @@ def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
-    """Return the quantized form of a matrix [rows, columns]. If `scales` is None, the scales are
-    computed from the matrix."""
+    """Return a matrix [rows, columns] quantized to the format `form`. If `scales` is None, the
+    scales are computed from the matrix."""
     if scales is None:
         scales = scales_of(x, form)
     rows, columns = x.shape
@@ -160,8 +161,8 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
 
 
 def rounded(x: Tensor, form: LowBit) -> Tensor:
-    """Return a matrix [rows, columns] after quantization and dequantization, in the type of x (fake
-    quantization)."""
+    """Return a matrix [rows, columns] after quantization to the format `form` and dequantization,
+    in the type of x (fake quantization)."""
     result = torch.empty_like(x)
     step = _rows_at_once(x, x.shape[1])
     for first in range(0, len(x), step):

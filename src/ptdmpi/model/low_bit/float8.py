@@ -48,8 +48,8 @@ OF_WEIGHTS = ScaleTile(SCALED_BLOCK, SCALED_BLOCK)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix [m, n] in 8-bit floating point: the codes [m, n], the scales 2^-k of its tiles
-    [m / p, n / q], rounded up, float32, and the tile (p, q)."""
+    """A matrix [m, n] in 8-bit floating point: the codes [m, n], the scales 2^-k of its tiles,
+    float32 [m / p, n / q] with both quotients rounded up, and the tile (p, q)."""
 
     codes: Tensor
     scales: Tensor

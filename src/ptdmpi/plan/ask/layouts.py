@@ -103,7 +103,7 @@ class LayoutRequest:
 
     def adapted(self, model: Model, precision: str) -> Model:
         """Return `model` with the settings of this request: with or without LoRA adapters, and with
-        the matrix multiplications of `precision`.
+        matrix products in 8-bit floating point if `precision` requires them.
 
         Raise InputError if the options of adapters contradict each other.
         """

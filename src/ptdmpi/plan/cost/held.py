@@ -128,9 +128,9 @@ class HeldParts:
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield, for each op in `order`, which are the ops of a rank, the places (embedding, layers
-        and head) that the op computes, in the form that `places.gathers` reads: (places, 1) for a
-        forward, (places, -1) for a backward."""
+        """Yield, for each op of a rank (`order`), the places (embedding, layers and head) that the
+        op computes, in the form that `places.gathers` reads: (places, 1) for a forward, (places,
+        -1) for a backward."""
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:

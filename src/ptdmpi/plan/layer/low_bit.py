@@ -134,12 +134,13 @@ class LowBit:
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the codes of a matrix, (rows, bytes per row)."""
+        """Return the shape of the codes of a matrix [rows, columns]: (rows, bytes per row)."""
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix, (rows, n), where n is the number of blocks of
-        a row times the number of float32 values that a block stores (see `numbers`)."""
+        """Return the shape of the scales of a matrix [rows, columns]: (rows, n), where n is the
+        number of blocks of a row times the number of float32 values that a block stores (see
+        `numbers`)."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -208,8 +209,8 @@ def rounding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
 
 
 def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Iterator[Item]:
-    """Yield the codes of a matrix and, if there is a scale for each block of a row (`scaling`
-    "block"), the scales."""
+    """Yield the codes of a matrix [rows, columns] and, if there is a scale for each block of a row
+    (`scaling` "block"), the scales."""
     yield Item(name, rows * columns, FLOAT8_BYTES)
     if scaling == "block":
         yield Item(name, rows * -(-columns // SCALED_BLOCK), SCALE_BYTES)

@@ -162,9 +162,9 @@ def weight_gradient(
     weights: int = 1,
     of_codes: bool = False,
 ) -> Iterator[Kernel]:
-    """Yield the matrix product that computes the gradient of a weight, and the kernel that adds the
-    gradient to the sum of gradients. `weights` is the number of equally large weights whose
-    gradients are computed one after the other.
+    """Yield the matrix product that computes the gradient of a weight [outputs, inputs] over `rows`
+    rows, and the kernel that adds the gradient to the sum of gradients. `weights` is the number of
+    equally large weights whose gradients are computed one after the other.
 
     The adding kernel reads the gradient, and reads and writes the sum. There is no adding kernel if
     the matrix product adds to the sum in place. This is possible only if the gradient and the sum

@@ -109,8 +109,8 @@ class RunMethod:
         """Return the bytes of the buffers for received messages and for codes (compressed gradients
         or weights). The result is the maximum over the `n` data-parallel ranks.
 
-        The buffers are allocated after the backward passes, or, with `overlap`, after the update.
-        `elements` is the number of elements of the gradients on a rank. `tile` is the number of
+        The buffers are allocated after the backward passes, or, with `overlap`, after the update. A
+        rank has `elements` gradients of `element_bytes` bytes each. `tile` is the number of
         elements of the largest tile that is compressed (see `scratch_bytes`).
         """
         method = self.section.method
@@ -131,9 +131,10 @@ class RunMethod:
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of a rank's copies of its neighbours' public weights. A rank keeps these
-        copies during the whole run if neighbours exchange codes (compressed weights). Otherwise
-        there are no copies, and the result is 0."""
+        """Return the bytes of a rank's copies of its neighbours' public weights. A rank has
+        `elements` weights of `element_bytes` bytes each. It keeps these copies during the whole run
+        if neighbours exchange codes (compressed weights). Otherwise there are no copies, and the
+        result is 0."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)

@@ -37,7 +37,7 @@ def split_model(
     balanced: bool = True,
     first: int | None = None,
 ) -> list[range]:
-    """Return, for each stage, the range of its layers.
+    """Return, for each stage, the range of its layers. `placed` has the rank of each stage.
 
     If `balanced` is True, the work of the output head counts when the layers are divided; otherwise
     it counts as 0. `first` is the number of layers in the first stage; if it is None, the best

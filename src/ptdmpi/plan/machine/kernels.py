@@ -181,7 +181,8 @@ class Machine:
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
     def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
-        """Return the seconds of FlashAttention, whose scores stay on chip.
+        """Return the seconds of FlashAttention, whose scores stay on chip, for `rows` queries with
+        `columns` keys each.
 
         `products` is the number of matrix products: 2 in a forward, 5 in a backward. Inputs are
         read once, and outputs are written once. Exponentials do not overlap with the matrix
@@ -270,7 +271,7 @@ class Machine:
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-reduce.
+        """Return the seconds of an all-reduce of `summed_bytes` bytes.
 
         Within a node the all-reduce is a ring of 2 (n - 1) steps on n ranks. Over several nodes,
         the time is that of NCCL's fastest algorithm.
@@ -307,8 +308,8 @@ class Machine:
         return reached.collective_s + max(inside_s, outside_s)
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
-        """Return the seconds of a message from one rank to another, while every other rank of the
-        node also sends a message."""
+        """Return the seconds of a message of `message_bytes` bytes from one rank to another, while
+        every other rank of the node also sends a message."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

@@ -169,7 +169,7 @@ class MeasuredMachine(Machine):
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
         """Return the seconds of an all-to-all on n ranks: n - 1 measured messages, one after the
-        other, each with 1/n of the bytes."""
+        other, each with 1/n of the `brought_bytes` bytes."""
         part_bytes = brought_bytes / max(1, group.ranks)
         inside = min(group.ranks, group.per_node) - 1
         outside = group.ranks - 1 - inside

@@ -85,20 +85,21 @@ TREE_TENTHS = (
 
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of an all-gather in a ring of n ranks. The ring has n - 1 steps, of which
-    (number of nodes) - 1 are over the network."""
+    """Return the seconds of an all-gather of `gathered_bytes` bytes in a ring of n ranks. The ring
+    has n - 1 steps, of which (number of nodes) - 1 are over the network."""
     kind = Collective.ALL_GATHER
     return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of a reduce-scatter in a ring of n ranks, which has n - 1 steps."""
+    """Return the seconds of a reduce-scatter of `summed_bytes` bytes in a ring of n ranks, which
+    has n - 1 steps."""
     kind = Collective.REDUCE_SCATTER
     return min(_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of an all-reduce by the fastest ring or tree.
+    """Return the seconds of an all-reduce of `summed_bytes` bytes by the fastest ring or tree.
 
     A ring of n ranks has 2 (n - 1) steps. The depth of double binary trees (Sanders et al. 2009)
     grows with the logarithm of the number of nodes.

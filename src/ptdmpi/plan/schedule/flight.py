@@ -73,7 +73,8 @@ class Flight(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def fullest(order: RankOrder) -> Flight:
-    """Return the moments of one step at which a pipeline rank may hold the most memory."""
+    """Return the moments of a step with the order of ops `order` at which the pipeline rank may
+    hold the most memory."""
     pipeline, microbatches = order.pipeline, order.microbatches
     # `shorter` must have the same remainder modulo `pipeline` as `microbatches`, because the
     # moments depend on the remainder: interleaving pads the last round

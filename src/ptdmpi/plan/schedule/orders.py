@@ -345,8 +345,8 @@ def _placement(
 
 
 def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[Op, ...]:
-    """Return the ops of pipeline rank `rank` in the order in which the schedule `kind` runs
-    them."""
+    """Return the ops of pipeline rank `rank` in the order in which the schedule `kind` runs them.
+    `placed` is the placement of the stages."""
     generate = KINDS[kind].generate
     return tuple(generate(rank, placed.stages_of(rank), placed.pipeline, microbatches))
 

@@ -75,8 +75,8 @@ def matrix_elements(model: ModelConfig) -> int:
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Return the number of bytes of one element in the type in which Muon orthogonalizes matrices
-    (float64 or bfloat16)."""
+    """Return the number of bytes of one element in the type in which Muon orthogonalizes matrices:
+    float64 if the compute type is float64 (`compute_bytes` is 8), otherwise bfloat16."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 

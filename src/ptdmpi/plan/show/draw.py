@@ -118,7 +118,7 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
     """Return the content of `width` columns of a terminal, one string per column: `text` followed
-    by blanks, on a background in the given shade of a colour."""
+    by blanks, on a background in the shade `shade` of the colour `ink`."""
     cells = list(text.ljust(width)[:width])
     if cells:
         letters, _ = _letters_on(shade)

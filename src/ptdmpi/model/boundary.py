@@ -89,7 +89,7 @@ class Departure:
         argument of torch.autograd.backward, torch would import SymPy to compare two shapes, which
         takes a second at the start of every rank. `_Depart` therefore reads `dy` from this
         object."""
-        assert self._end is not None, "a graph runs back once"
+        assert self._end is not None, "the backward of a graph runs only once"
         # remove the reference to the graph: the graph refers to this object, and such a cycle of
         # references would stay in memory until garbage collection
         end = self._end

@@ -108,7 +108,9 @@ class Declaration:
     def __post_init__(self) -> None:
         for axis in self.apart:
             if not axis_named(axis).cuts_state:
-                raise ValueError(f'"{axis}" does not cut the state: its ranks are all equal')
+                raise ValueError(
+                    f'"{axis}" does not cut the state: all its ranks hold the same state'
+                )
 
     @property
     def packed(self) -> bool:

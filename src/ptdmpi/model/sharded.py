@@ -301,7 +301,7 @@ class Walk:
         """Record that the backward reaches the module `place`. The backward has then finished all
         modules that follow this module in the forward. If `place` is None, it has finished all
         modules."""
-        assert self.gradients is not None, "nothing trains"
+        assert self.gradients is not None, "a stage without gradients has no backward"
         if place is None:
             self.gradients.end()
             return

@@ -179,7 +179,7 @@ class Stage(nn.Module):
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)
             x = self.embedding(ids, context, types)
-        assert x is not None, "only the first stage makes its own input"
+        assert x is not None, "a stage without an embedding needs an input"
         for place, block in self.layers.items():
             x = block(self._enter(place, x), context)
         if self.last:
@@ -205,13 +205,13 @@ class Stage(nn.Module):
         parallelism. The first output has the logits for this rank's part of the vocabulary at all
         positions, [s, b, V/t]. If the model predicts the segment order, the second output has the
         logits of the segment order, [b, 2]."""
-        assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
+        assert isinstance(self.output, TokenOutput), "only an output of tokens has heads"
         return self.output.of_all(x)
 
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
         """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
         for the last stage's activations, in float32 or wider."""
-        assert isinstance(self.output, ClassOutput), "a last stage with scores of classes"
+        assert isinstance(self.output, ClassOutput), "only an output of classes has scores"
         return self.output.scores(batch, x, self._context(batch, step))
 
     def forward_microbatch(self, microbatch: MicrobatchPass, x: Tensor | None) -> Tensor | None:
@@ -251,7 +251,7 @@ class Stage(nn.Module):
             return self._no_gradient()
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
-            assert microbatch.total is not None, "its forward has left the loss"
+            assert microbatch.total is not None, "the forward has stored the loss"
             # the backward begins with the total loss; its gradient is its factor in the mean over
             # the global batch
             dy = torch.full_like(microbatch.total, microbatch.scale)

@@ -256,7 +256,7 @@ class MixturePass:
         weights."""
         weight = self.router.weight
         if weight.requires_grad:
-            assert rows is not None, "the forward has kept the input"
+            assert rows is not None, "the forward has kept the input of the router"
             wide = widened(rows)
             weight.accumulate(lambda sum_: self.kernels.add_weight_gradient(sum_, by_logits, wide))
         return self.kernels.input_gradient(by_logits, widened(weight)).to(weight.dtype)
@@ -413,7 +413,7 @@ class Mixture(Computing):
         is_new = chosen.indices is None  # a recomputation must not count the tokens again
         y: Tensor = _Mixture.apply(x, layer, chosen, *layer.parameters)
         if is_new and torch.is_grad_enabled():
-            assert chosen.indices is not None, "the forward has left it"
+            assert chosen.indices is not None, "the forward has stored the choice"
             counts = chosen.indices.flatten().bincount(minlength=len(self.counts))
             self.counts = self.counts.to(counts.device) + counts
             for name, loss in chosen.losses.items():

@@ -90,16 +90,16 @@ class Routing:
         for name in model.router_losses:
             match name:
                 case "sequence_balance":
-                    assert loads is not None, "the choices of whole sequences"
+                    assert loads is not None, "this loss needs the loads of each sequence"
                     loss = model.balance_coefficient * loads.loss(shares)
                 case "batch_balance":
                     # Fedus et al. 2021 (arXiv 2101.03961), equations 4 to 6, but with the loads of
                     # the previous global batch: 1 + balance is an expert's load in that batch / the
                     # mean load
-                    assert balance is not None, "the loads of the previous step"
+                    assert balance is not None, "this loss needs the loads of the previous step"
                     relative = 1.0 + balance.to(shares.dtype)
                     loss = model.balance_coefficient * (shares * relative).sum()
-                case _:  # Zoph et al. 2022 (arXiv 2202.08906), equation 5
+                case _:  # the z-loss of Zoph et al. 2022 (arXiv 2202.08906), equation 5
                     loss = model.z_loss_coefficient * logits.logsumexp(-1).square().sum()
             losses[name] = loss
         return losses

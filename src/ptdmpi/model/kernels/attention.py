@@ -199,7 +199,7 @@ class PackedKernel:
         """Compute attention; see `Implementation.forward`."""
         q, k, v, documents, _ = given
         packed_attention = _packed_attention()
-        assert packed_attention is not None, "asked by `takes`"
+        assert packed_attention is not None, "`takes` has checked this"
         b, _, s, _ = q.shape
         if documents is None:
             offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)

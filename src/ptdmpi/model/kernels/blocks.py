@@ -188,7 +188,7 @@ def joined(
         if whole is None:
             whole = part.new_empty(q.shape[:3])
         whole[queries] = part
-    assert whole is not None, "queries, of which there is one block at least"
+    assert whole is not None, "there is at least one block of queries"
     return whole
 
 

@@ -75,7 +75,7 @@ class _Teacher(NamedTuple):
 def _teacher(batch: Microbatch, columns: int, dtype: torch.dtype, axis: TensorAxis) -> _Teacher:
     """Return the teacher's probabilities for the positions of `batch`, in the type `dtype`. This
     tensor rank has `columns` columns of the logits."""
-    assert batch.teacher is not None, "the stored outputs of the teacher"
+    assert batch.teacher is not None, "the batch must have the outputs of the teacher"
     kept = batch.teacher.ids.shape[-1]
     local, here = columns_of(batch.teacher.ids, columns, axis)
     q = batch.teacher.logs.reshape(-1, kept).to(dtype).exp()

@@ -160,7 +160,7 @@ class MaskedOutput(TokenOutput):
         losses = self.token_losses(batch, self.token_logits(x[1:]))
         if self.sentence is None:
             return losses
-        assert batch.order is not None, "a model that judges the order of segments needs to know it"
+        assert batch.order is not None, "the batch must have the segment order"
         logits = self.sentence(x[0]).to(losses[TASK].dtype)
         order = F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
         return {**losses, ORDER: order}
@@ -178,7 +178,7 @@ class ClassOutput(Output):
     def scores(self, batch: Microbatch, x: Tensor, context: Context) -> Tensor:
         """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
         in float32 at least."""
-        assert batch.masked is not None, "says at which position a sequence is judged"
+        assert batch.masked is not None, "the batch must have the positions that are scored"
         x = select_positions(x, batch.masked, self.axis)  # [1, b, h]
         scores = self.classes(x, context)
         # the candidates of a sample are consecutive sequences of the microbatch

@@ -79,7 +79,7 @@ def _taught(batch: Microbatch) -> float:
 
 
 def _pairs(batch: Microbatch) -> float:
-    assert batch.pairs is not None, "a loss of pairs needs to know them"
+    assert batch.pairs is not None, "the batch must have pairs of answers"
     return batch.pairs.counted
 
 

@@ -39,7 +39,7 @@ class PreferenceLoss:
         once, so only the rank with the first position returns the sums; all other ranks return 0.
         """
         pairs = batch.pairs
-        assert pairs is not None, "a loss of pairs needs to know them"
+        assert pairs is not None, "the batch must have pairs of answers"
         ratios = -token_losses(logits, batch.labels, self.tensor) - pairs.references
         # [pairs, 2]: the sum over all tokens of each answer, added over the ranks of the context
         # axis, which have different tokens

@@ -124,7 +124,7 @@ class _UnderWay:
         """Wait until the message that `begin` has stored is complete. Return the tensor with its
         result."""
         result, message = self._result, self._message
-        assert result is not None, "no message is under way"
+        assert result is not None, "no message has begun"
         message.wait()
         # remove the handle: it refers to the tensors of the message, which would otherwise stay in
         # memory until the backward

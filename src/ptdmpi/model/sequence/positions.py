@@ -32,7 +32,7 @@ class Positions:
     def shared(self, share: int, shares: int) -> "Positions":
         """Divide the positions of this object into `shares` equal shares, and return the share with
         the number `share`. The positions must not be divided into shares already."""
-        assert self.shares == 1, "shares of shares have no meaning"
+        assert self.shares == 1, "the positions are already divided into shares"
         return replace(self, share=share, shares=shares)
 
     @property

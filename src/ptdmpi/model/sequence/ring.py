@@ -194,7 +194,7 @@ class _Journey:
     def end(self) -> Tensor:
         """Return the gradients of this rank's own keys and values, after they have arrived from the
         last rank."""
-        assert self._arriving is not None, "the gradients have left"
+        assert self._arriving is not None, "`pass_on` has sent the gradients"
         return self._arriving.wait()
 
 

@@ -71,7 +71,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
     state."""
     if layout.data == 1:
         raise InputError(
-            f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
+            f"layout {layout}: with d = 1 nothing is sent over the data axis; legal: a --layout "
+            "with d above 1"
         )
     if covers_state(layout.zero):
         raise InputError(f"layout {layout}: methods other than all_reduce need zero = 0")

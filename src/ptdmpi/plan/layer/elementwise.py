@@ -117,14 +117,16 @@ class Normalize(Operator):
             numbers = (1 + self.norm.shift) * sizes.rows(self.rows)
             yield Item(f"{self.name}.statistics", numbers, sizes.wide_bytes)
             if sizes.model.zero_centered_norm:
-                yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)  # 1 + weight
+                # the factors 1 + weight
+                yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
             return
         # the published list of a layer's tensors has no statistics of norms (Korthikanti et al.
         # 2022, section 4.1)
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
-            yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)  # 1 + weight
+            # the factors 1 + weight
+            yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
         yield from norm_operands(sizes, self.name, self.norm)

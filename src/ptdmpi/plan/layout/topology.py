@@ -95,7 +95,7 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
     `name` is one of `TOPOLOGIES`, or else the path of an edge list. Raises InputError if the file
     is not an edge list or does not fit `size`."""
     if size < 1:
-        raise ValueError(f"a topology over {size} ranks")
+        raise ValueError(f"a topology needs at least 1 rank, not {size}")
     made = TOPOLOGIES.get(name)
     if made:
         return made(size, seed)

@@ -48,7 +48,8 @@ class Fabric:
     link_step_s: float
     network_step_s: float
     tree_rate: float
-    ll128_rates: tuple[float, float, float] = (math.inf, math.inf, math.inf)  # index: `Collective`
+    # indexed by `Collective`
+    ll128_rates: tuple[float, float, float] = (math.inf, math.inf, math.inf)
 
     @property
     def per_node(self) -> float:

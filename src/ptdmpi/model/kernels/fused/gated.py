@@ -82,7 +82,7 @@ def _backward(
     value = tl.load(x + width + at, mask=inside, other=0.0).to(WIDE)
     upper = tl.load(dy + row * width + at, mask=inside, other=0.0).to(WIDE)
     z = gate
-    inner = gate  # g z'
+    inner = gate  # g z' (see the module docstring)
     if GELU:
         cube = CUBE * gate * gate * gate
         z = SLOPE * (gate + cube)

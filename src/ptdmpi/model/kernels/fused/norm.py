@@ -181,7 +181,7 @@ class _AddNorm(Function):
         ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         total, weight, shift, means, scales = ctx.saved_tensors
-        if dnormed is None:  # nothing reads the norm
+        if dnormed is None:  # nothing reads the norm, so it has no gradient
             return dtotal, dtotal if ctx.adds else None, None, None, None
         columns = total.shape[-1]
         rows = total.numel() // columns

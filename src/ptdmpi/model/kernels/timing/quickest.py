@@ -119,7 +119,7 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
     words = "library"
     if _gains(library, times[quickest]):
         kernel = ways[quickest]
-        assert isinstance(kernel, AttentionByProducts), "one of `products`"
+        assert isinstance(kernel, AttentionByProducts), "`quickest` is in `products`"
         entry = {"way": "products", "block": kernel.block}
         entry |= {key: True for key in WORDS.values() if getattr(kernel, key)}
         words = quickest

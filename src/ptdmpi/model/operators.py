@@ -123,8 +123,8 @@ class Heads:
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def _turned(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the queries or keys x [s, b, heads, d], normalized and rotated. `number` is 0 for
-        queries and 1 for keys."""
+        """Return the queries or keys x [s, b, heads, d], normalized and rotated (`rotary` has
+        cosines and sines). `number` is 0 for queries and 1 for keys."""
         if self.joins_heads:
             x = self.norms[number](x.flatten(2)).unflatten(-1, (-1, self.head_size))
         elif self.norms:

@@ -136,7 +136,7 @@ class Declaration:
         return self.rows_over
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the shape of one tensor rank's slice, including padding."""
+        """Return the shape of the slice on one of `tensor_size` tensor ranks, including padding."""
         if self.split is None:
             return self.shape
         shape = list(self.shape)
@@ -226,7 +226,8 @@ def _add_alone(add: Callable[[Tensor], object], total: Tensor) -> None:
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
-    """Return a parameter that has no storage yet. `options` are further fields of `Declaration`.
+    """Return the slice of a parameter on one of `tensor_size` tensor ranks, without storage.
+    `shape`, `init` and `options` are fields of `Declaration`.
 
     By default weight decay applies only to matrices, as in the training of GPT-3 and LLaMA.
     """

@@ -143,8 +143,8 @@ class RandomStream:
         )
 
     def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a bool mask [s, b, h] in which each element is True with probability 1 - rate.
-        Elements with False are dropped."""
+        """Return a bool mask of the given shape [s, b, h] in which each element is True with
+        probability 1 - rate. Elements with False are dropped."""
         s, _, h = shape
         device = self.samples.device
         positions = self.positions.numbers(s, device)
@@ -153,9 +153,9 @@ class RandomStream:
         return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a bool mask [b, heads, queries, keys] in which each element is True with
-        probability 1 - rate. The keys are at all positions, and the queries are at this rank's
-        positions."""
+        """Return a bool mask of the given shape [b, heads, queries, keys] in which each element is
+        True with probability 1 - rate. The keys are at all positions, and the queries are at this
+        rank's positions."""
         _, a, _, keys = shape
         numbers = torch.arange(keys, device=self.samples.device)
         rows = self.query_hashes(a, self.positions.of(numbers))
@@ -207,6 +207,6 @@ def fold(key: int, *numbers: int) -> int:
 
 
 def dropout(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """Return `x` with zeros where the mask is False. Elements for which the mask is True are scaled
-    so that the expected value does not change."""
+    """Return `x` with zeros where the mask `keep` is False. Elements for which the mask is True are
+    divided by 1 - `rate`, so that the expected value does not change."""
     return x * keep * (1.0 / (1.0 - rate))

@@ -174,7 +174,8 @@ class Stage(nn.Module):
         self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
     ) -> Tensor:
         """Return the output of this stage's layers for the token ids (first stage), or for the
-        stage's input `x` (other stages). On the last stage, the final norm is also applied."""
+        stage's input `x` (other stages). On the last stage, the final norm is also applied. `types`
+        has the segment of each token."""
         if self.embedding is not None:
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)
@@ -210,7 +211,7 @@ class Stage(nn.Module):
 
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
         """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
-        for the last stage's activations, in float32 or wider."""
+        for the last stage's activations `x`, in float32 or wider. For `step` see `hidden`."""
         assert isinstance(self.output, ClassOutput), "only an output of classes has scores"
         return self.output.scores(batch, x, self._context(batch, step))
 
@@ -239,8 +240,9 @@ class Stage(nn.Module):
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """Run the backward op (B), and free the activations. Return the gradient of this stage's
-        input; None on the first stage.
+        """Run the backward op (B), and free the activations. `dy` is the gradient of this stage's
+        output; None on the last stage. Return the gradient of this stage's input; None on the first
+        stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
         the gradient of its input is a tensor of zeros, which is also sent, because the schedule is

@@ -112,9 +112,9 @@ class TensorAxis:
 def accumulate_bias_gradient(
     bias: Parameter | None, dy: Tensor, own: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Add the gradient of a bias to its `main_grad`. Do nothing if there is no bias, or if the bias
-    does not train. `own` selects the elements of the bias that were added to the output; None
-    selects all elements."""
+    """Add the gradient of a bias, which is the sum of `dy` over all positions, to its `main_grad`.
+    Do nothing if there is no bias, or if the bias does not train. `own` selects the elements of the
+    bias that were added to the output; None selects all elements."""
     if bias is not None and bias.requires_grad:
         # sum in the type of `main_grad`, because a sum over all positions in a 16-bit type loses
         # small terms
@@ -190,8 +190,9 @@ class LinearPass:
         return [adapter.add_to(y, x, self.stream) for adapter in self.adapters]
 
     def input_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
-        """Return the gradient [s, b, i] of the input, including the adapters' contributions. `ups`
-        has the gradient of each adapter's inner activation, [s, b, rank of the adapter]."""
+        """Return the gradient [s, b, i] of the input, including the adapters' contributions, for
+        the gradient `dy` of the output. `ups` has the gradient of each adapter's inner activation,
+        [s, b, rank of the adapter]."""
         dx = self.kernels.input_gradient(dy, self.own(self.weight))
         for adapter, up in zip(self.adapters, ups, strict=True):
             adapter.add_input_gradient(dx, up, self.stream)
@@ -209,8 +210,9 @@ class LinearPass:
         """Add this microbatch's gradients of the weight and of the adapters to `main_grad`,
         immediately or in the second part of a split backward. `x` and `dy` are functions that
         return the input and the gradient of the output; they are called when the gradients are
-        computed. If `alone` is True, the gradients of this microbatch are rounded to the type of
-        `main_grad` before they are added (see `Parameter.accumulate`)."""
+        computed. `downs` are the inner activations of the adapters, and `ups` are their gradients.
+        If `alone` is True, the gradients of this microbatch are rounded to the type of `main_grad`
+        before they are added (see `Parameter.accumulate`)."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(
@@ -321,8 +323,9 @@ def _no_gradients(ctx: Any) -> list[None]:
 
 
 def declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
-    """Declare the bias of a linear with `outputs` outputs, and return it. Return None if `wanted`
-    is False, because the linear has no bias. `options` are fields of `Declaration`."""
+    """Declare the bias of a linear with `outputs` outputs on `axis_size` tensor ranks, and return
+    it. Return None if `wanted` is False, because the linear has no bias. `options` are fields of
+    `Declaration`."""
     if not wanted:
         return None
     return declare(axis_size, (outputs,), "zeros", **options)

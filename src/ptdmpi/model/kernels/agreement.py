@@ -158,7 +158,8 @@ def agreed(
     *,
     say: Callable[[str], None],
 ) -> Choice:
-    """Return the kernels that all ranks of this run use. All ranks must call `agreed`.
+    """Return the kernels that all ranks of this run use on its device (`place`). All ranks must
+    call `agreed`.
 
     The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
     stored kernel is used again only if every rank has it; otherwise the kernel that was fastest in

@@ -68,7 +68,8 @@ class LatentHeads:
 
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
         """Return queries, keys and values, each [b, a / t, s, d] for this rank's a / t heads of d
-        elements."""
+        elements. `q` are the expanded queries, `kv` the expanded keys and values, and `key` the
+        rotary key."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)

@@ -98,10 +98,9 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
 
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the codes of the levels that are nearest to x [..., columns], int64 with the shape of
-    x. `scales` is [..., columns / block * numbers]. In a block with scale 0, all codes mean level
-    0.
-    """
+    """Return the codes of the levels of `form` that are nearest to x [..., columns], int64 with the
+    shape of x. `scales` is [..., columns / block * numbers]. In a block with scale 0, all codes
+    mean level 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).unflatten(-1, (-1, form.block))
     numbers = _by_block(scales.to(wide), form)
@@ -139,8 +138,8 @@ def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return the dequantized float32 values [rows, columns] of a matrix, given its packed codes,
-    uint8, and their scales."""
+    """Return the dequantized float32 values [rows, columns] of a matrix in the format `form`, given
+    its packed codes, uint8, and their scales."""
     levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
     return _scaled(levels.view(codes.shape[0], -1), scales, form)
 

@@ -59,7 +59,8 @@ class InFewBits:
         return self.codes.nbytes + self.scales.nbytes
 
     def put(self, entry: Entry, values: Tensor) -> None:
-        """Quantize the flat `values` of a complete local matrix, and store its codes and scales."""
+        """Quantize the flat `values` of the complete local matrix `entry`, and store its codes and
+        scales."""
         held = self.of[entry.name]
         made = packed(values.view(entry.shape), held.form)
         held.codes.copy_(made.codes)

@@ -36,7 +36,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(code: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers, int64, that `pack` has packed into `code`."""
+    """Return the `count` numbers of `bits` bits each, int64, that `pack` has packed into `code`."""
     values = torch.zeros(count, dtype=torch.int64, device=code.device)
     for plane in range(bits // 8):
         values += code[plane * count : (plane + 1) * count].to(torch.int64) << (8 * plane)

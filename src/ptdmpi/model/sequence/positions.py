@@ -79,8 +79,8 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions of this object as indices into the sequence: int64 [number of
-        positions]."""
+        """Return the `count` positions of this object as indices into the sequence: int64
+        [count]."""
         runs = self.runs(count * self.parts)
         parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

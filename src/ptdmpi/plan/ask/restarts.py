@@ -76,9 +76,9 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """Return the best checkpoint interval for a training on `ranks` ranks. On average, each node
-    fails once in `node_days` days. All ranks together write a checkpoint at `bytes_per_s` bytes per
-    second, and a restart takes `restart_s` seconds.
+    """Return the best checkpoint interval for a training on `ranks` ranks. A step takes
+    `step_time_s` seconds. On average, each node fails once in `node_days` days. All ranks together
+    write a checkpoint at `bytes_per_s` bytes per second, and a restart takes `restart_s` seconds.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

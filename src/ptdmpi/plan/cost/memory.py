@@ -286,7 +286,7 @@ class MemoryModel:
         return max(peaks, key=lambda peak: peak[1].total)
 
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
-        """Return True if every pipeline rank has enough memory.
+        """Return True if every pipeline rank needs at most `capacity_bytes` bytes.
 
         The first checks use only the state and a lower bound of the activations. These checks are
         fast, and they already exclude most layouts of a large model.

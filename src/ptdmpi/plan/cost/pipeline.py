@@ -148,7 +148,7 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
 
 
 def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
-    """Return the seconds from the first forward to the last backward.
+    """Return the seconds from the first forward to the last backward in the schedule `kind`.
 
     For a schedule with more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches.
     This is possible because each further microbatch adds the same time in the steady state of the

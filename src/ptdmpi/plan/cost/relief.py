@@ -88,7 +88,8 @@ class Step:
         return self.memory.peak(self.layout, rank, self.microbatches)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return True if every pipeline rank has enough memory on its device and on its host."""
+        """Return True if every pipeline rank has enough memory on its device, which has
+        `capacity_bytes` bytes, and on its host."""
         if self.on_hosts() > self.host_capacity_bytes:
             return False
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
@@ -121,8 +122,8 @@ class Step:
 
 
 def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]]:
-    """Yield, for each set of changes that makes the run fit, the new settings and the memory that
-    the run then needs.
+    """Yield, for each set of changes that makes the run fit on devices with `capacity_bytes` bytes
+    of memory, the new settings and the memory that the run then needs.
 
     Sets that need no additional ranks come first. Among sets for the same number of ranks, those
     with fewer changes come first, and then those whose changes add less time to a step. A set is
@@ -226,7 +227,8 @@ def _places(step: Step) -> tuple[str, ...]:
 
 def explain(step: Step, capacity_bytes: float) -> str:
     """Return a text that explains the memory of the rank that needs the most memory: its parts, and
-    up to three sets of changes with which the run would fit."""
+    up to three sets of changes with which the run would fit. A device has `capacity_bytes` bytes.
+    """
     rank, peak = step.largest()
     lines = [
         f"memory of pipeline rank {rank}, which needs the most: "

@@ -244,7 +244,7 @@ class StepTraffic:
         return tally
 
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
-        """Return the traffic of gradients and weights, by group.
+        """Return the traffic of gradients and weights, by group. For the arguments see `of`.
 
         Each rank has psi gradients and psi weights. The last column of the following table is the
         number of elements that a rank sends in a step of one microbatch if there are many ranks

@@ -347,9 +347,10 @@ class RingCore:
         yield MatrixProduct(queries, d, keys, self._batch)
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of one phase (forward, backward, or a part of a split backward). Each
-        block of keys and values visits all other context-parallel ranks. In a backward, the
-        gradients of the block follow the block, and in the end return to the rank that owns it.
+        """Yield the messages of one phase (forward, backward, or a part of a split backward).
+        `seen` is explained in `kernels`. Each block of keys and values visits all other
+        context-parallel ranks. In a backward, the gradients of the block follow the block, and in
+        the end return to the rank that owns it.
 
         The matrix products of a visit overlap with the messages of the next visit. In a backward,
         the products that compute scores overlap with the messages of keys and values, and all other

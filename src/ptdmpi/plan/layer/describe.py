@@ -418,7 +418,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
     """Return the operators that BERT has before its output head: linear layer, GELU and norm
-    (Devlin et al. 2019)."""
+    (Devlin et al. 2019). If `trains` is False, they are frozen."""
     h = model.hidden
     dense = Linear(h, (h,), model.head_bias, model.init_std, trains=trains)
     norm = norm_part(model, sees="all", trains=trains)
@@ -439,7 +439,8 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
     """Return the operators that predict whether two segments are in their original order: the
-    pooler, a linear layer with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942)."""
+    pooler, a linear layer with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942). If
+    `trains` is False, they are frozen."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)
@@ -454,8 +455,9 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """Return the operator of a linear layer that is applied to one position of each sequence. Every
-    tensor-parallel rank computes the whole linear layer."""
+    """Return the operator of a linear layer that is applied to one position of each sequence. It
+    reads the value `source` and writes the value `target`. Every tensor-parallel rank computes the
+    whole linear layer."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 

@@ -174,8 +174,9 @@ class RunMethod:
         except codes.
 
         `gradients` is the number of elements of the gradients. `weights` has the number of weights
-        of each unit (a set of parameters that are sent in one message). Raises InputError if the
-        topology is a file that does not fit the number of data ranks.
+        of each unit (a set of parameters that are sent in one message). `element_bytes` is the size
+        of one gradient or weight. Raises InputError if the topology is a file that does not fit the
+        number of data ranks.
         """
         n = tally.ranks
         method = self.section.method

@@ -309,7 +309,8 @@ class Machine:
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
         """Return the seconds of a message of `message_bytes` bytes from one rank to another, while
-        every other rank of the node also sends a message."""
+        every other rank of the node also sends a message. If `crosses_nodes` is True, the ranks are
+        on different nodes."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

@@ -174,9 +174,9 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """Return two values: a function that returns the label of a span at the scale `columns_per_s`,
-    and a list. If the labels are shortened, the list has a note about this for the user; otherwise
-    it is empty."""
+    """Return two values for a timeline whose lines begin in column `margin`: a function that
+    returns the label of a span at the scale `columns_per_s`, and a list. If the labels are
+    shortened, the list has a note about this for the user; otherwise it is empty."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
@@ -419,7 +419,8 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """Return the unit of the time axis: its length in units of the timeline, and its name."""
+    """Return the unit of the time axis, which covers a time of `extent_s`: the unit's length in
+    units of the timeline, and its name."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])

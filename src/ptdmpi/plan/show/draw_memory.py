@@ -45,8 +45,8 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """Yield the bytes of memory that a rank uses during and after each of its ops, in addition to
-    the bytes that are in use during the whole step."""
+    """Yield the bytes of memory that a rank uses during and after each of its ops, which are those
+    of `spans`, in addition to the bytes that are in use during the whole step."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
     return held(

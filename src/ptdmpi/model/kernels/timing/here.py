@@ -104,7 +104,8 @@ class Cached:
             return None
 
     def write(self, measured: Entries) -> str:
-        """Store the measurements. Return the reason if the file cannot be written, else ""."""
+        """Store the measurements `measured`. Return the reason if the file cannot be written, else
+        ""."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, tomlkit.dumps({"key": self.key, "kernels": measured}))

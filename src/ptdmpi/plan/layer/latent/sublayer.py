@@ -87,5 +87,6 @@ def _compressed(build: LayerBuild) -> Iterator[Operator]:
 
 
 def _expanding(model: ModelConfig, inputs: int, outputs: int) -> Linear:
-    """Return a linear layer whose outputs are heads. The tensor axis divides the heads."""
+    """Return a linear layer with `inputs` inputs, whose `outputs` outputs are heads. The tensor
+    axis divides the heads."""
     return Linear(inputs, (outputs,), bias=False, init_std=model.matrix_std, split="columns")

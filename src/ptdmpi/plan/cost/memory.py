@@ -482,8 +482,8 @@ def _beside(
     if method.reproducible:
         during, after = tree.most_sums(microbatches, layout.data)
         each = memory.gradient_bytes(layout, rank)
-        # the gradient of a microbatch is stored as a leaf of the tree when the microbatch's
-        # activations are free
+        # the gradient of a microbatch is stored as a leaf of the tree after the microbatch's
+        # activations are freed
         free = kept if layout.pipeline == 1 else 0
         working = max(working + during * each, after * each - free)
     if method.matrices:

@@ -243,8 +243,8 @@ class MixExperts(Operator):
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
         yield from self._adapting(sizes, "down", back=True)
-        # the activation is computed again, multiplied by the gradient, and the gradient is
-        # multiplied by the weights
+        # these kernels compute the activation again, multiply it by the gradient, and multiply the
+        # gradient by the router's weights
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)

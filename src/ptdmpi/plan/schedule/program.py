@@ -125,7 +125,7 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     Every Send blocks until the receiver reaches the matching Receive, and every Receive blocks
     until the sender reaches the matching Send. Messages carry no tag: from one rank to another,
     messages match in the order in which they are sent. If `nonblocking_receives` is True, a Receive
-    returns at once, and the Compute that needs the message waits for it.
+    returns immediately, and the Compute that needs the message waits for it.
 
     If the programs deadlock, raises DeadlockError with the current action of each unfinished rank.
     Raises MismatchError in these cases: a Receive gets the message of another op; a Send runs

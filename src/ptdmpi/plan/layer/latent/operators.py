@@ -101,7 +101,7 @@ class JoinLatents(Operator):
             yield MemoryPass(2 * shape.values * e)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that turn the gradients back, sum the gradient of the rotary key over
+        """Yield the kernels that rotate the gradients back, sum the gradient of the rotary key over
         the heads, and join the gradients of the outputs of the linear layers."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes

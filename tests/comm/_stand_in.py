@@ -17,9 +17,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Exchanged, combine
+from ptdmpi.comm.communicator import Exchanged
 from ptdmpi.comm.nccl.library import Described
 from ptdmpi.comm.nccl.wire import NcclCommunicator
+from ptdmpi.comm.sums import combine
 from ptdmpi.comm.traits import WireError
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.plan.schedule.ops import Op

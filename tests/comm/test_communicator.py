@@ -3,6 +3,7 @@
 What is bound to `each_wire` is the contract; what follows is of the `mpi` wire's own algorithms.
 """
 
+import math
 import time
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 from ptdmpi.base.traffic import KINDS
 from ptdmpi.comm import mpi
 from ptdmpi.comm.clock import Total
-from ptdmpi.comm.communicator import DONE, combine
+from ptdmpi.comm.communicator import DONE
 from ptdmpi.comm.mpi import BUCKET_BYTES, DIRECT_BYTES, PAIR_BYTES, MpiCommunicator
+from ptdmpi.comm.sums import combine
 from ptdmpi.config import wires
 from tests.comm._wires import WIRES, connect
 from tests.parallel import parallel
@@ -394,6 +396,10 @@ def test_empty_tensors_and_objects(comm, wire):
     assert axis.all_to_all(torch.empty(0, 3)).shape == (0, 3)
     assert axis.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
     assert axis.broadcast_object((comm.rank, "x"), comm.size - 1) == (comm.size - 1, "x")
+    every = axis.all_gather_numbers([comm.rank, 0.1, math.inf])
+    assert every == [[r, 0.1, math.inf] for r in range(comm.size)]
+    assert axis.all_gather_numbers([]) == [[]] * comm.size
+    assert axis.broadcast_numbers([comm.rank, 0.1], comm.size - 1) == [comm.size - 1, 0.1]
     axis.barrier()
 
 

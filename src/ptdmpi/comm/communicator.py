@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ptdmpi.base.traffic import Tally
@@ -280,6 +279,25 @@ class Communicator(WireTraits, ABC):
             return value
         return self.timed("broadcast_object", self.control.bcast, value, root)
 
+    def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of all ranks, in rank order. Every rank gives equally many numbers;
+        they are sent as 64-bit floating-point numbers in one small MPI message, without
+        pickling."""
+        numbers = np.array(values, dtype=np.float64)
+        if self.size == 1:
+            return [numbers.tolist()]
+        every = np.empty((self.size, len(numbers)))
+        self.timed("all_gather_numbers", self.control.Allgather, numbers, every)
+        return every.tolist()
+
+    def broadcast_numbers(self, values: Sequence[float], root: int = 0) -> list[float]:
+        """Return the numbers of rank `root` on every rank. Every rank gives equally many numbers;
+        they are sent as in `all_gather_numbers`."""
+        numbers = np.array(values, dtype=np.float64)
+        if self.size > 1:
+            self.timed("broadcast_numbers", self.control.Bcast, numbers, root)
+        return numbers.tolist()
+
     def greatest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum over the group of each of `values` (64-bit integers). The values are
         sent in one small MPI message, without pickling."""
@@ -474,27 +492,3 @@ def _require(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor to be sent, of shape {tuple(tensor.shape)}, must be contiguous")
     return tensor
-
-
-def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """Write the sum or the maximum of two or more tensors [n], taken in their order, to `result`.
-
-    Tensors in fp16 or bf16 are summed in float32 and rounded once. The sum of only two tensors is
-    one addition in their own type, which gives the same bits. `result` may be the first tensor.
-    """
-    if op == "max":
-        torch.maximum(pieces[0], pieces[1], out=result)
-        for piece in pieces[2:]:
-            torch.maximum(result, piece, out=result)
-    elif op != "sum":
-        raise ValueError(f"op is sum or max, not {op}")
-    elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # round only once: rounding every partial sum to 8 bits would lose small gradients
-        total = pieces[0].float()
-        for piece in pieces[1:]:
-            total += piece
-        result.copy_(total)
-    else:
-        torch.add(pieces[0], pieces[1], out=result)
-        for piece in pieces[2:]:
-            result += piece

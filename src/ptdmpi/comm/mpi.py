@@ -14,14 +14,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import (
-    DONE,
-    Communicator,
-    Exchanged,
-    Handle,
-    Neighbourhood,
-    combine,
-)
+from ptdmpi.comm.communicator import DONE, Communicator, Exchanged, Handle, Neighbourhood
+from ptdmpi.comm.sums import combine
 
 # Up to this number of bytes, an all-reduce is faster if the ranks exchange full tensors than if
 # they use a reduce-scatter and an all-gather.

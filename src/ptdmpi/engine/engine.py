@@ -283,11 +283,9 @@ class Engine:
         length = self.config.model.seq_length // self.context.size
         if self.context.size > 1 and any(len(batch.inputs) != length for batch in batches):
             raise ValueError(f"a rank of the context axis computes {length} positions of a sample")
-        mine = {
-            name: sum(kind.count(batch) for batch in batches) for name, kind in self.losses.items()
-        }
-        every = self.axes[LOSSES].all_gather_object(mine)
-        return {name: sum(counts[name] for counts in every) for name in self.losses}
+        mine = [sum(kind.count(batch) for batch in batches) for kind in self.losses.values()]
+        every = self.axes[LOSSES].all_gather_numbers(mine)
+        return {name: sum(each) for name, *each in zip(self.losses, *every, strict=True)}
 
     def _with_own_count(
         self, counts: dict[str, float], passes: Sequence[MicrobatchPass]
@@ -325,15 +323,15 @@ class Engine:
         batch's microbatches. `values` are the losses that `_arriving` has copied to the host, in
         the order of `_values`."""
         last_stage = self.schedule.stages - 1
-        sums: dict[str, float] = {}
-        if last_stage in self.stages:
-            names = (TOTAL, *self._of_output)
-            each = len(values) // len(names)
-            mine = {name: values[n * each : (n + 1) * each] for n, name in enumerate(names)}
-            every = self.axes[LOSSES].all_gather_object(mine)
-            sums = {name: added(every, name) for name in names}
+        names = (TOTAL, *self._of_output)
+        sums = [0.0] * len(names)
         # only the pipeline rank with the last stage has losses
-        return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
+        if last_stage in self.stages:
+            every = self.axes[LOSSES].all_gather_numbers(values)
+            each = len(values) // len(names)
+            sums = [added(every, slice(n * each, (n + 1) * each)) for n in range(len(names))]
+        sums = self.axes["pipeline"].broadcast_numbers(sums, self.schedule.rank_of(last_stage))
+        return dict(zip(names, sums, strict=True))
 
 
 def _require_exact(config: Config, axes: Axes) -> None:

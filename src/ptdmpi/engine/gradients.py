@@ -168,7 +168,17 @@ class GradientReduction:
         # once
         whole = [buffer.entries[name].declaration.split is None for name in self.counted]
         self._whole = torch.tensor(whole, device=buffer.device)
-        self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
+        all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
+        self._longest = max(len(names) for names in all_names)
+        # the place of each parameter's norm among the gathered norms of all ranks, in alphabetical
+        # order of the parameters' names; if several ranks count a parameter, the last rank's place
+        places = {
+            name: rank * self._longest + i
+            for rank, names in enumerate(all_names)
+            for i, name in enumerate(names)
+        }
+        alphabetical = [places[name] for name in sorted(places)]
+        self._alphabetical = torch.tensor(alphabetical, dtype=torch.int64, device=buffer.device)
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
         """Run all steps of the reduction; afterwards the buffer has the gradients for the update.
@@ -194,16 +204,10 @@ class GradientReduction:
         norms = self._counted_norms()
         # pad the norms, because ranks have unequal numbers of norms and an all-gather needs equal
         # numbers
-        longest = max(len(names) for names in self.all_names)
-        padded = norms.new_zeros(longest)
+        padded = norms.new_zeros(self._longest)
         padded[: len(norms)] = norms
-        rows = self.axes[PARAMETERS].all_gather(padded).view(-1, longest)
-        by_name = {
-            name: rows[rank, i]
-            for rank, names in enumerate(self.all_names)
-            for i, name in enumerate(names)
-        }
-        return torch.linalg.vector_norm(torch.stack([by_name[name] for name in sorted(by_name)]))
+        every = self.axes[PARAMETERS].all_gather(padded)
+        return torch.linalg.vector_norm(every[self._alphabetical])
 
     def _counted_norms(self) -> Tensor:
         """Return the norm of the gradient of each parameter that this rank counts. The norm is over

@@ -42,7 +42,7 @@ class OwnGradient:
         the sum of all ranks' gradients, and `tokens` is the number of valid tokens of all ranks.
         All data ranks call this method together, and get the same result. Return None in the same
         cases as `gradient_noise`."""
-        every = data.all_gather_object((self.norm, self.tokens))
+        every = data.all_gather_numbers((self.norm, self.tokens))
         means = [(own * tokens / count if count else 0.0, count) for own, count in every]
         return gradient_noise(means, norm, tokens)
 

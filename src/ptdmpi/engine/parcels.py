@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.exchange import exchange
+from ptdmpi.engine.exchange import exchange
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.plan.shape.dealt import owners

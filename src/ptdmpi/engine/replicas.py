@@ -54,5 +54,5 @@ class Replicas:
         data axis. It uses the memory of the gradients, and overwrites them."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
-        every = self.data.all_gather_object(norm)
-        return math.sqrt(sum(distance * distance for distance in every) / len(every))
+        every = self.data.all_gather_numbers([norm])
+        return math.sqrt(sum(distance * distance for (distance,) in every) / len(every))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.exchange import exchange
 from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
+from ptdmpi.engine.exchange import exchange
 from ptdmpi.model.random import fold
 
 # A server is the data rank that averages a tile. When a server encodes, `source` has this value

@@ -128,7 +128,7 @@ class DataParallel(OpHook):
         NaN."""
         if not self.differs:
             return value  # equal replicas have the same `value`, so no message is needed
-        values = self.data.all_gather_object(value)
+        values = [theirs for (theirs,) in self.data.all_gather_numbers([value])]
         if any(map(math.isnan, values)):
             return math.nan
         return max(values)

@@ -139,13 +139,13 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of the loss `name` over all ranks and microbatches. `every` has, for each
-    rank, the values of each loss by name, one for each microbatch. All values are added one after
-    the other, in the same order in all layouts."""
+def added(every: Iterable[Sequence[float]], place: slice) -> float:
+    """Return the sum of a loss over all ranks and microbatches. `every` has the losses of each
+    rank; those at `place` are the values of this loss, one for each microbatch. All values are
+    added one after the other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
-        for loss in of_rank[name]:
+        for loss in of_rank[place]:
             total += loss
     return total
 

@@ -43,7 +43,7 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process was started by `ptdmpi run`."""
+    """Return True if `ptdmpi run` has started this process."""
     return COPIES in environ
 
 

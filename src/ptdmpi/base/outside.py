@@ -31,8 +31,8 @@ MENDABLE = {
 def explained(error: BaseException) -> tuple[str, int] | None:
     """Return a one-line message and an exit code for an error whose cause is outside the program.
 
-    Such errors come from a missing package or MPI library, a path, a disk, or a child process that
-    died. Return None for any other error.
+    The cause of such an error is a missing package or MPI library, a path, a disk, or a child
+    process that died. Return None for any other error.
     """
     if isinstance(error, ChildProcessError):
         return escaped(str(error)), 1

@@ -24,9 +24,9 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 def fingerprint(manifest: Manifest) -> str:
     """Return a SHA-256 hash of the manifest's entries about the weights: their names, shapes,
-    types, slices and checksums. For quantized weights the hash covers the entries of codes and
-    scales. The checksums identify the values of the weights, so the weights need not be read for
-    the hash. The hash changes if the same weights are stored in slices of other shapes."""
+    types, slices and checksums. For quantized weights, the hash covers the entries of their codes
+    and scales. The checksums identify the values of the weights, so the weights need not be read
+    for the hash. The hash changes if the same weights are stored in slices of other shapes."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):

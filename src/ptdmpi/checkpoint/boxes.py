@@ -131,8 +131,8 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """A reader of slices of logical tensors. A slice that is read may differ from the pieces into
-    which the checkpoint cuts the tensor.
+    """A reader of slices of logical tensors. A checkpoint cuts each tensor into pieces; the slice
+    that is read need not be one of these pieces.
 
     If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
     array `checked` has one entry for each piece in `pieces`; the entry is 1 if the piece was

@@ -2,8 +2,8 @@
 may be removed.
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
-    checkpoints/latest                   the name of the newest one, for users and scripts
-    checkpoints/best                     the name of the one with the lowest validation loss
+    checkpoints/latest                   the name of the newest checkpoint, for users and scripts
+    checkpoints/best                     the name of the checkpoint with the lowest validation loss
     checkpoints/step-00000200.tmp        a checkpoint that is being written, or left by a crash
     checkpoints/step-00000100.replaced   an older save of this step; restored if a new save crashes
     checkpoints/step-00000100.damaged    damaged, and replaced by a newer save of this step

@@ -97,10 +97,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said` has the entries of the manifest that describe where the
-    tensors come from, as JSON: the progress, the section [model] of the configuration, and further
-    entries about the run. `files` has the size of each file in bytes. `tensors` maps the names of
-    the tensors in the training state, such as `weights/NAME`, to the tensors.
+    """The content of a checkpoint. `said` has, as JSON, the entries of the manifest about the run
+    that wrote the checkpoint: its progress, the section [model] of its configuration, and further
+    entries. `files` has the size of each file in bytes. `tensors` maps the names of the tensors in
+    the training state, such as `weights/NAME`, to the tensors.
     """
 
     progress: Progress
@@ -189,7 +189,7 @@ class Manifest:
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor with this name. If the name is that of a mean of replicas, return the
+        """Return the tensor with this name. If this is the name of a mean over replicas, return the
         tensor of the first replica. Return None if the checkpoint has no such tensor."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)

@@ -285,7 +285,7 @@ class MemoryCopies:
 
 
 def _first(reasons: Iterable[str]) -> str:
-    """Return the first of `reasons` that is not empty; "" if there is none."""
+    """Return the first of `reasons` that is not empty; "" if all are empty."""
     return next(filter(None, reasons), "")
 
 

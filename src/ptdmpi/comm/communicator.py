@@ -3,7 +3,8 @@
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
 begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the rank may
-do work without x until it calls `wait`. All ranks begin the same collectives in the same order.
+do work that does not use x until it calls `wait` of this handle. All ranks begin the same
+collectives in the same order.
 """
 
 import math
@@ -120,7 +121,8 @@ class Communicator(WireTraits, ABC):
         return result, self._begin("all_gather", self._all_gather, result.view(-1), flat)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part [n, ...] of the sum over the ranks of `tensor` [size n, ...]."""
+        """Sum `tensor`, [size n, ...], over the ranks. Return this rank's part [n, ...] of the
+        sum."""
         result, handle = self.reduce_scatter_begin(tensor)
         handle.wait()
         return result

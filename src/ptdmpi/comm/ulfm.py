@@ -27,9 +27,9 @@ ALL_FLAGS = (1 << 31) - 1
 def require(environ: Mapping[str, str] = os.environ) -> None:
     """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    Calling a ULFM function as a test would not show this: Open MPI and MPICH accept such calls even
-    under a launcher that ends the job. This function checks an environment variable instead, which
-    `mpirun --with-ft ulfm` sets for its ranks.
+    Calling a ULFM function would not show whether the launcher does this: Open MPI and MPICH accept
+    such calls even under a launcher that ends the job. This function checks an environment variable
+    instead, which `mpirun --with-ft ulfm` sets for its ranks.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(

@@ -199,9 +199,9 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Compare the combined hashes `sums` of rank `rank` with those of all higher ranks that should
-    have the same values. Return True if all are equal. `every` has the combined hashes of each
-    rank."""
+    """Compare the combined hashes `sums` of rank `rank` with the combined hashes of all higher
+    ranks that should have the same values. Return True if they are equal. `every` has the combined
+    hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

@@ -86,7 +86,7 @@ class Engine:
         )
         self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        # the kind of each loss (its row of `LOSS_KINDS`), by the name of the loss
+        # the entry of `LOSS_KINDS` for each loss, by the name of the loss
         self.losses = kinds_of(config)
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
         tensor = axes["tensor"]
@@ -157,7 +157,8 @@ class Engine:
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # divide by `scale` first, so that clipping uses the gradient norm of the mean loss
+            # divide the gradients by `scale` first, so that clipping uses the norm of the mean
+            # loss's gradient
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()

@@ -1,5 +1,5 @@
-"""The reduction of gradients: from the gradients of each rank's own microbatches to the gradients
-that the update uses, and their norm.
+"""The reduction of gradients. Its input is the gradients of each rank's own microbatches; its
+results are the gradients that the update uses, and their norm.
 
 The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
 data-parallel method reduces over the data axis. If each tensor rank has computed only one term of a
@@ -155,9 +155,9 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
         # A data-parallel method that only sums the replicas' gradients may be the first of these
-        # steps. A method that does more is the last one, because it needs the other results. If
-        # the norm of this replica's own gradient is measured, the method is also the last step,
-        # because this norm is computed just before the last step.
+        # steps. A method that does more is the last step, because it needs the results of all other
+        # steps. If the norm of this replica's own gradient is measured, any method is the last
+        # step, because this norm is computed just before the last step.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )

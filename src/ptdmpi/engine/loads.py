@@ -67,7 +67,8 @@ class Balance:
     ) -> None:
         """Prepare the sums for the layers with experts in `stages`."""
         self.model = config.model
-        # True if a tensor rank chooses experts only for its own tokens, not for those of all ranks
+        # True if a tensor rank chooses experts for its own tokens only, not for the tokens of all
+        # ranks
         self.routes_apart = config.layout.dealing.whole
         self.axes = axes
         self.state = state

@@ -121,8 +121,8 @@ class Muon:
             for matrix in self.matrices:
                 if matrix.name not in parcels.away:
                     self._move(matrix, arriving, rate * matrix.share)
-            # `arriving` now contains updates: each has replaced the momentum from which it was
-            # computed
+            # the tensors in `arriving` now contain updates, which have replaced the momenta from
+            # which they were computed
             parcels.travel(arriving, leaving)
             for matrix in self.matrices:
                 if matrix.name in parcels.away:

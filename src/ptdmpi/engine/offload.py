@@ -83,7 +83,7 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
-        # two pieces of page-locked memory for each chunk: for its gradient, and for its master
+        # for each chunk, one buffer of page-locked memory for its gradient, and one for its master
         # weights if they are on the device
         self._rooms = [
             (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))

@@ -48,8 +48,8 @@ class OpHook:
 
 
 class _Work(NamedTuple):
-    """The arguments of one call of `run`: the schedule, its microbatches, and the stopwatch that
-    records the spans."""
+    """The arguments of one call of `Runner.run`: the schedule, its microbatches, and the stopwatch
+    that records the time spans."""
 
     schedule: Schedule
     microbatches: Sequence[MicrobatchPass]

@@ -66,8 +66,8 @@ class MpiSession:
 
 
 def _create(options: Any, _: Any) -> TransportGroup:
-    """Create a process group when torch requests one. An empty list `options.global_ranks_in_group`
-    means the group of all ranks.
+    """Create a process group when torch requests a new group. An empty list
+    `options.global_ranks_in_group` means the group of all ranks.
     """
     session = MpiSession.begun()
     ranks = list(options.global_ranks_in_group) or list(range(session.world.size))
@@ -75,8 +75,8 @@ def _create(options: Any, _: Any) -> TransportGroup:
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, the rank of this process and the number of ranks, all from MPI. The function
-    is a rendezvous handler of torch.distributed."""
+    """Yield the store, the rank of this process and the number of ranks, all from MPI.
+    torch.distributed calls this function as a rendezvous handler."""
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size
 

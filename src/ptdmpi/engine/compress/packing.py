@@ -9,8 +9,8 @@ GRAIN_BYTES = 8
 
 
 def join(values: Tensor, packed: Tensor) -> Tensor:
-    """Join [n] numbers of a float type and packed bytes to one code, uint8, padded to a multiple of
-    GRAIN_BYTES."""
+    """Join `values`, [n] numbers of a float type, and the bytes `packed` into one code. The code is
+    a uint8 tensor, padded to a multiple of GRAIN_BYTES."""
     floats = values.contiguous().view(-1).view(torch.uint8)
     length = joined_bytes(len(floats), len(packed))
     code = packed.new_zeros(length)

@@ -20,9 +20,10 @@ from ptdmpi.plan.schedule.ops import Op
 @dataclass(frozen=True)
 class _Exchange:
     """An unfinished exchange of values with the neighbours in the graph. The tensor `own` is a
-    slice of this rank's state, inside shard unit `number`. `terms` has one pair for this rank, and
-    one for each neighbour that sends to this rank: the index of the neighbour's values in `arrived`
-    (None for this rank), and the weight of the rank in the sum.
+    slice of this rank's state; it belongs to the shard unit with the number `number`. `terms` has a
+    pair for this rank, and a pair for each neighbour that sends to this rank. A pair has the index
+    of the neighbour's values in `arrived` (None for this rank), and the weight of the rank in the
+    weighted sum.
     """
 
     number: int

@@ -44,17 +44,17 @@ class DataParallel(OpHook):
     moments) for the same parameters. `differs` is ("replicate",), or () if all replicas are equal,
     bit by bit, after every step.
 
-    `linear`: True if `reduce` only adds, so that it may run before the gradients are summed over
-    the tensor axis and over the two uses of a tied embedding table. A method that does more than
-    add, for example one that compresses, sets `linear` to False. The input of `reduce` is then this
-    replica's gradients, already summed over its tensor ranks and, for a tied table, over the first
-    and the last pipeline rank.
+    `linear`: True if `reduce` only adds the gradients of ranks, so that it may run before the
+    gradients are summed over the tensor axis and over the two uses of a tied embedding table. A
+    method that does more than add, for example one that compresses, sets `linear` to False. The
+    input of `reduce` is then this replica's gradients, already summed over its tensor ranks and,
+    for a tied table, over the first and the last pipeline rank.
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
     group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
     separately. Some shard units declare axes along which their parameters differ (`apart`); the
-    method does not sum over these axes. A run that needs separate sums for shard units is refused
-    if `by_unit` of its method is False.
+    method does not sum over these axes. If a run needs separate sums for shard units, but `by_unit`
+    of its method is False, the run is refused.
 
     `kinds`: the state, by name, that the method stores for each parameter in addition to weights
     and moments: one number for every element of the parameter, in the type of the master weights.

@@ -139,10 +139,10 @@ class MicrobatchPass:
     the results of its ops.
 
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
-    which determines the dropout masks; None means evaluation, without dropout. `scale` is the
-    factor of the total loss before its gradient is computed: 1 / (valid tokens of the global
-    batch), times the loss scale of fp16. The total loss is a weighted sum of losses. `weights` has
-    the weight of each loss by name, except the first loss, whose weight is 1.
+    which determines the dropout masks; None means evaluation, without dropout. The total loss, a
+    weighted sum of losses, is multiplied by `scale` before its gradient is computed: `scale` is 1 /
+    (valid tokens of the global batch), times the loss scale of fp16. `weights` has the weight of
+    each loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -166,8 +166,8 @@ class MicrobatchPass:
         autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            # the losses of routers are not in `losses`: routers add the gradients of their losses
-            # themselves
+            # the losses of routers are not in `losses`, because the backward of each router
+            # computes their gradients itself
             if name in losses:
                 total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}

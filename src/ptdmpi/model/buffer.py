@@ -37,9 +37,9 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield the groups of stored tensors in `rows`, one after the other, each after it was read
-        into memory. The caller may read and change the tensors of a group until it requests the
-        next group; then they may be written back to the storage."""
+        """Read the groups of stored tensors in `rows` into memory, one group after the other, and
+        yield each group. The caller may read and change the tensors of a group until it requests
+        the next group; then they may be written back to the storage."""
         yield from rows
 
     def let_go(self) -> None:

@@ -3,7 +3,7 @@ has a class of torch modules for each kind of row, and the functions that comput
 `install` makes the module of each row and registers it under the row's name. `run` computes the
 operators in order. The planner and the model both use the rows of `plan.layer.describe`.
 Activations are [s, b, h], for b sequences of s positions and the hidden size h. Under sequence
-parallelism, activations between blocks have only this rank's positions.
+parallelism, activations outside attention and MLP have only this rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +51,9 @@ class Context:
     `stream` is the random stream for dropout; None without dropout. `documents` is None if each
     sequence is one document. `rotary` has the cosines and sines of the rotary angles, if they
     differ from the ones that the layer stores. `cache` has the keys and values of earlier tokens.
-    `positions` are the positions of the sequence that this rank has inside a block. If the layer is
-    recomputed, `chosen` has the experts that the first forward pass has chosen. `factors` maps the
-    name of each router loss to its factor in the gradient.
+    `positions` are the positions of the sequence that this rank has inside attention and MLP. If
+    the layer is recomputed, `chosen` has the experts that the first forward pass has chosen.
+    `factors` maps the name of each router loss to its factor in the gradient.
     """
 
     stream: RandomStream | None = None
@@ -86,9 +86,9 @@ class Build(NamedTuple):
 
 class Heads:
     """The function that divides the output [s, b, (a + 2 kv) / t * head size] of the linear into
-    queries, keys and values by head, for a query heads, kv key heads and t tensor ranks. Queries
-    are [b, a / t, s, head size], keys and values are [b, kv / t, s, head size]. Queries and keys
-    are normalized and rotated if the row (the description of the operator) requires it."""
+    queries, keys and values by head, where a, kv and t are the numbers of query heads, key heads
+    and tensor ranks. Queries are [b, a / t, s, head size], keys and values are [b, kv / t, s, head
+    size]. Queries and keys are normalized and rotated if the description `row` says so."""
 
     def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
         model, axis = build.model, build.axis

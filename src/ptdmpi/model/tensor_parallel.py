@@ -8,8 +8,8 @@ communicate: the conjugate operators f and g of the paper's Figure 3:
     f   forward: nothing             backward: all-reduce
     g   forward: all-reduce          backward: nothing
 
-With sequence parallelism, activations between blocks are divided along s, and other operators are
-used (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
+A block is attention or an MLP. With sequence parallelism, activations between blocks are divided
+along s, and other operators are used (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
 
     g   forward: all-gather          backward: reduce-scatter      (replaces f)
     g'  forward: reduce-scatter      backward: all-gather          (replaces g)
@@ -42,8 +42,8 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The communicator of the tensor axis. `sequence_parallel` is True if activations between
-    blocks are divided along the sequence."""
+    """The communicator of the tensor axis. `sequence_parallel` is True if activations outside
+    attention and MLP are divided along the sequence."""
 
     comm: Communicator
     sequence_parallel: bool = False
@@ -60,12 +60,13 @@ class TensorAxis:
 
     @property
     def divides_sequence(self) -> bool:
-        """Return True if each rank has different positions between blocks (sequence
+        """Return True if each rank has different positions outside attention and MLP (sequence
         parallelism)."""
         return self.sequence_parallel and self.size > 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the input of a block, which has all positions on every rank."""
+        """Return the input of a block (attention or MLP), which has all positions on every rank.
+        `x` has the positions of this rank outside the block."""
         whole, arrived = self.gather_begin(x)
         arrived.wait()
         return whole
@@ -77,8 +78,8 @@ class TensorAxis:
         return self.comm.all_gather_begin(x.contiguous())
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Return the output of a block, which is the sum of the ranks' partial outputs. Under
-        sequence parallelism, return this rank's positions of the sum."""
+        """Return the output of a block (attention or MLP), which is the sum of the ranks' partial
+        outputs. Under sequence parallelism, return this rank's positions of the sum."""
         total, summed = self.reduce_begin(partial)
         summed.wait()
         return total
@@ -103,9 +104,9 @@ class TensorAxis:
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
-        """Return the positions whose activations this rank has between blocks. Under sequence
-        parallelism they are this tensor rank's equal share of `positions`; otherwise they are all
-        `positions`."""
+        """Return the positions whose activations this rank has between blocks (attention and MLP).
+        Under sequence parallelism they are this tensor rank's equal share of `positions`; otherwise
+        they are all `positions`."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
@@ -289,8 +290,8 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         kept, downs = _saved(ctx)
-        # add the bias gradient before the gather: each rank adds the gradient at its own positions,
-        # and these gradients are summed over the ranks later
+        # add the gradient of the bias to its `main_grad` before dy is gathered: each rank adds the
+        # sum over its own positions, and these sums are added over the ranks later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]

@@ -3,7 +3,7 @@
 
 All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
 h], for b sequences of s positions and the hidden size h. Under sequence parallelism, activations
-between blocks have only this rank's positions.
+outside attention and MLP have only this rank's positions.
 """
 
 import math

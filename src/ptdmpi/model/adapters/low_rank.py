@@ -74,9 +74,9 @@ class LowRankAdapter(Computing):
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
-        """Add the adapter's contribution to the gradient of the input x to `dx`, in place. `up` is
-        the gradient of drop(x) A^T, [s, b, rank of the adapter], which the method `up` has
-        returned."""
+        """Add the adapter's contribution to the gradient of the input x to `dx`, in place. The
+        argument `up` [s, b, rank of the adapter] is the gradient of drop(x) A^T, as computed by the
+        method `up`."""
         dx.add_(self.drop(self.kernels.input_gradient(up, self.a), stream))
 
     def accumulate(
@@ -89,11 +89,11 @@ class LowRankAdapter(Computing):
         alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of A and B to their buffers, immediately or, if the
-        backward is split, in its second part. `operands` are two functions that return x and dy;
-        they are called when the gradients are computed. `down` is drop(x) A^T, which `add_to` has
-        returned. `up` is the gradient of `down`, which the method `up` has returned. If `alone` is
-        True, each gradient is rounded separately before it is added (see
-        `Parameter.accumulate`)."""
+        backward is split, in its second part. `operands` are two functions that return the linear's
+        input x and the gradient dy of its output; they are called when the gradients are computed.
+        The argument `down` is drop(x) A^T, as computed by `add_to`. The argument `up` is the
+        gradient of drop(x) A^T, as computed by the method `up`. If `alone` is True, each gradient
+        is rounded separately before it is added (see `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

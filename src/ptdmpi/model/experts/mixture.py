@@ -4,11 +4,11 @@ the experts' outputs.
 No token is dropped. The output of a token is a sum over its experts, in ascending order of the
 experts' numbers, so it does not depend on other tokens, or on how the batch is divided. Either the
 tensor axis divides the width of each expert, or experts are whole and each tensor rank routes its
-own tokens (`tokens.py`). In the first case, each tensor rank computes partial outputs, as in a
-row-parallel linear, and partial gradients. The router's gradient is linear in these partial
-gradients, so the router needs no message of its own in the layer. Its contribution to the input's
-gradient is summed over the tensor ranks together with the contribution of the experts. The gradient
-of its weight is summed at the end of a step, together with other partial gradients.
+own tokens (`tokens.py`). If the tensor axis divides the experts, each tensor rank computes partial
+outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in
+these partial gradients, so the router needs no message of its own in the layer. Its contribution to
+the input's gradient is summed over the tensor ranks together with the contribution of the experts.
+The gradient of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
 rows (activations of one token each) that all ranks send to this expert. This rank computes the
@@ -41,8 +41,9 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
 class Router(nn.Module):
     """A router for E experts: its weight [E, hidden], of which every tensor rank has a full copy,
-    and its balance numbers [E], one for each expert. The balance numbers change at the end of each
-    step (`engine/loads.py`)."""
+    and its balance numbers [E], one for each expert, which help to give all experts equally many
+    tokens (see `Routing`). The balance numbers change at the end of each step
+    (`engine/loads.py`)."""
 
     def __init__(self, row: MixExperts) -> None:
         super().__init__()

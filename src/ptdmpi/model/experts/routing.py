@@ -50,8 +50,8 @@ class Routing:
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
         """Return the scores [T, E], with -inf in place of the scores of experts outside the token's
-        best groups. The experts are divided into `router_groups` groups, of which each token keeps
-        `router_top_groups`."""
+        best groups. The experts are divided into `router_groups` groups; the `router_top_groups`
+        groups with the best scores are the token's best groups."""
         groups = self.model.router_groups
         by_group = scores.unflatten(-1, (groups, -1))  # [T, groups, experts of a group]
         # DeepSeek-V2 rates a group by the score of its best expert (arXiv 2405.04434, section

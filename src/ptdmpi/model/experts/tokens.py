@@ -49,7 +49,7 @@ class TensorTokens:
 
     def taken(self, x: Tensor) -> Tensor:
         """Return the activations [s, b, hidden] that this rank routes. `x` are the activations that
-        the rank has between blocks."""
+        the rank has outside attention and MLP."""
         if not self.apart:
             return self.axis.gather(x)
         if self.axis.divides_sequence:
@@ -57,8 +57,8 @@ class TensorTokens:
         return x.chunk(self.axis.size)[self.axis.rank]
 
     def combined(self, y: Tensor) -> Tensor:
-        """Return the outputs at the positions that this rank has between blocks. `y` are the
-        experts' outputs for the tokens that this rank routes."""
+        """Return the outputs at the positions that this rank has outside attention and MLP. `y` are
+        the experts' outputs for the tokens that this rank routes."""
         if not self.apart:
             return self.axis.reduce(y)
         if self.axis.divides_sequence:

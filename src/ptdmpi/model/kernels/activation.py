@@ -27,9 +27,9 @@ from ptdmpi.plan.layer.elementwise import Activate
 # The number of elements in a chunk of rows. The second implementation needs four float32 tensors
 # for a chunk, which take 2 MiB in all.
 CHUNK_ELEMENTS = 1 << 17
-# PyTorch's implementation is used for tensors with fewer elements. For such tensors, the second
-# implementation would lose as much time by starting ten kernels instead of one as it saves. From
-# this number of elements on, the memory for a chunk is not larger than the gradient, which the
+# For tensors with fewer elements than this number, PyTorch's implementation is used, because the
+# second implementation would lose as much time by starting ten kernels instead of one as it saves.
+# From this number of elements on, the memory for a chunk is not larger than the gradient, which the
 # backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just

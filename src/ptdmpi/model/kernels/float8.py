@@ -35,7 +35,8 @@ class Float8Kernels(Kernels):
     """The kernels of one linear whose products are in 8-bit floating point.
 
     If `keeps_codes` is True, the forward keeps the codes of the input for the backward. Otherwise
-    it keeps the input itself, because another operator also keeps the input.
+    it keeps the input itself, which needs no additional memory if another operator also keeps the
+    input.
     """
 
     def __init__(self, kernels: Kernels, *, keeps_codes: bool) -> None:

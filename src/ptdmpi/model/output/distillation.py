@@ -103,7 +103,8 @@ class _Distillation(Function):
         losses, softmax = softmax_losses(logits, batch.labels, axis)
         shifted = scores - softmax.top[:, None]
         exps = shifted.exp().masked_fill_(~teacher.here, 0)
-        # mask the products, too, because a padded column has the logit -inf
+        # set the products of columns that this rank does not have to 0, too, because the logit of a
+        # padded column is -inf
         products = (teacher.q * shifted).masked_fill_(~teacher.here, 0)
         sums = axis.comm.all_reduce(torch.stack((exps.sum(-1), products.sum(-1))))
         # rounding must not make the probability of the other tokens 0

@@ -472,8 +472,8 @@ def _beside(
     (`working`, `beside_bytes`, and sums of gradients in the tree of `run.reproducible`). The second
     amount is needed after the last backward, by messages of data-parallel ranks, by the tree, or by
     an update of whole matrices; the memory of the activations is free then. If the messages overlap
-    with the forwards, their memory is added to the first amount. The rank's copies of its
-    neighbours' weights are added in any case."""
+    with the forwards, their memory is added to the first amount. The copies of neighbours' weights
+    in decentralized training (`copies_bytes`) are added."""
     rank, microbatches = at
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

@@ -104,8 +104,9 @@ class StepTraffic:
         communicator.
 
         `rank`, `shard` and `data` are the coordinates of the rank on the pipeline axis, in its
-        shard group and on the data axis. If gradients are sharded, a rank sums only its shard of
-        the partial gradients over the tensor axis, but all their elements are counted.
+        shard group and on the data axis. Over the tensor axis, all elements of the partial
+        gradients are counted, although a rank whose gradients are sharded sums only its shard of
+        them.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -127,8 +128,8 @@ class StepTraffic:
         return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
-        """Add to `tallies` the messages in which ranks sum, for each layer, the numbers of tokens
-        of the experts and the losses of the router."""
+        """Add to `tallies` the messages with the loads of experts: for each layer, ranks sum the
+        number of tokens of each expert, and the router's losses."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)

@@ -106,9 +106,9 @@ def capped_block_bytes(sizes: Sizes) -> int:
     """Return the working bytes of attention with capped scores, for one block of queries with all
     keys.
 
-    Four of the tensors are in float32 or float64: the scores, their tanh and the gradients of both.
-    The attention weights are in the type of matrix products, or, on a host, also in float32 or
-    float64.
+    Five tensors with one element for each score are counted. Four of them are in float32 or
+    float64: the scores, their tanh and the gradients of both. The fifth tensor, the attention
+    weights, is in the type of matrix products, or, on a host, also in float32 or float64.
     """
     model = sizes.model
     if not model.attention_softcap:

@@ -309,7 +309,7 @@ class CrossEntropy(Operator):
             yield Item("loss.statistics", 3 * sizes.predicted, sizes.wide_bytes)
         else:
             yield Item("loss.probabilities", logits, sizes.wide_bytes)
-        # a Triton kernel reads the labels of the batch itself
+        # a Triton kernel reads the labels of the batch directly, so no labels are kept for it
         if self.split and not self._by_triton(sizes):
             yield Item("loss.labels", sizes.predicted, 8)
             yield Item("loss.here", sizes.predicted, 1)

@@ -96,9 +96,9 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs. Not all of them stay in memory from the
-    forward to the backward: `account.kept` selects those that do under a mode of recomputation.
-    Full recomputation keeps little more than the layer's input."""
+    """Return every tensor that a layer's backward needs. Not all of these tensors stay in memory
+    from the forward to the backward: `account.kept` selects the tensors that stay in memory under a
+    given mode of recomputation. Full recomputation keeps little more than the layer's input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:

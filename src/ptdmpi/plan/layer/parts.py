@@ -77,9 +77,9 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements, over all ranks, of each weight of which neighbouring
-        tensor-parallel ranks hold copies of the same slice. These are the weights of key or value
-        heads that several tensor-parallel ranks share.
+        """Yield the number of elements, over all ranks, of each weight whose slices are copied:
+        several neighbouring tensor-parallel ranks then hold the same slice. These are the weights
+        of key or value heads that several tensor-parallel ranks share.
         """
         if self.most is None:
             return

@@ -440,13 +440,13 @@ def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
 
 
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
-    """Return the bytes that are needed to compute the gradient of a weight and add it to the sum,
-    without the operands.
+    """Return the bytes that are needed to compute the gradient of a weight and add it to the sum of
+    gradients. Operands that this rank already has in memory are not counted.
 
-    These bytes include the gathered operand. If gradients have a wider type than weights, the
-    product is counted in both types. If products of half types are computed in float32, the float32
-    copies of the operands are counted instead, because the kernel adds the product directly to the
-    sum.
+    An operand that must be gathered from other ranks is counted. If gradients have a wider type
+    than weights, the product is counted in both types. If products of half types are computed in
+    float32, the float32 copies of the operands are counted instead, because the kernel adds the
+    product directly to the sum.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)

@@ -319,8 +319,8 @@ def training_grid(
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
     """Divide the ranks of a context axis (`context` ranks) and of a data axis (`data` ranks) into
     groups of `size` neighbours. Return the number of ranks of a group along the context axis, and
-    along the data axis. Raise ValueError if the ranks cannot be divided into such groups, which the
-    message calls `what`."""
+    along the data axis. Raise ValueError if the ranks cannot be divided into such groups; `what`
+    names the groups in the message."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

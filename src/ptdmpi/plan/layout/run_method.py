@@ -131,10 +131,11 @@ class RunMethod:
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of a rank's copies of its neighbours' public weights. A rank has
-        `elements` weights of `element_bytes` bytes each. It keeps these copies during the whole run
-        if neighbours exchange codes (compressed weights). Otherwise there are no copies, and the
-        result is 0."""
+        """Return the bytes of the copies of weights that a rank keeps in decentralised training. A
+        rank has `elements` weights of `element_bytes` bytes each. If neighbours exchange codes
+        (compressed changes of weights), a rank keeps, during the whole run, an approximate copy of
+        each neighbour's weights, to which it adds the received changes. Otherwise there are no
+        copies, and the result is 0."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)

@@ -392,7 +392,8 @@ def _draw_numbers(
     returns the horizontal position of a time, and the axis covers a time of `extent_s`.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    # span -> letter size, in points, at which its horizontal number fills its bar
+    # span -> letter size, in points, at which the microbatch number, written horizontally, fills
+    # the span's bar
     lying: dict[Span, float] = {}
     upright: dict[Span, float] = {}
     for span in timeline.spans:

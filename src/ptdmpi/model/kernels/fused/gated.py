@@ -27,8 +27,8 @@ BLOCK = 1024  # the largest number of outputs that a program computes
 
 @triton.jit
 def _sigmoid(z):
-    """Return the sigmoid 1 / (1 + exp(-z)). The argument of exp() is never positive, so exp() does
-    not overflow."""
+    """Return the sigmoid 1 / (1 + exp(-z)). It is computed from exp(-|z|), which cannot
+    overflow."""
     small = tl.exp(-tl.abs(z))
     return tl.where(z < 0.0, small, 1.0) / (1.0 + small)
 

@@ -129,8 +129,9 @@ class JoinLatents(Operator):
         return elements * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of the inputs, and of the queries' rotated elements
-        that are joined last."""
+        """Return the bytes of the gradients of the inputs, and of the gradient of the queries'
+        rotated elements, which is a separate tensor until it is joined with the rest of the
+        queries' gradient."""
         shape = _Shape.of(sizes)
         return (shape.inputs + shape.rotated) * sizes.compute_bytes
 

@@ -132,8 +132,8 @@ def _output_options(given: dict[str, Any]) -> OutputOptions:
 def _make_shards(
     open_corpus: Callable[[OutputOptions], Corpus], as_json: bool, **given: Any
 ) -> None:
-    """Make the shards of a corpus, and print the table of results. `given` are the fields of
-    OutputOptions."""
+    """Make the shards of a corpus, and print the table of results. `given` has the values
+    of the fields of OutputOptions, by name."""
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.launch import launcher_ranks
 

@@ -145,8 +145,8 @@ class _Run:
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """Return a context with the `Work` for `groups`. A progress bar is shown until the end of
-        the context."""
+        """Return a context manager that yields the `Work` for `groups`. Inside the context, a
+        progress bar with the title `what` is shown."""
         cores = 1
         if self._ranks.size == 1:
             cores = len(os.sched_getaffinity(0))
@@ -189,8 +189,8 @@ class _Run:
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Call `action`, on all ranks, and return its result on this rank. If the call fails on any
-    rank, raise the error of the lowest such rank on all ranks."""
+    """Call `action`, on all ranks, and return its result on this rank. If the call fails on some
+    ranks, raise the error of the lowest of these ranks, on all ranks."""
     try:
         result = action()
     except Exception as error:

@@ -411,9 +411,9 @@ def _exit_with_parent() -> None:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Return a context that delays the effect of Ctrl-C until its end, and blocks SIGINT in
-    processes that are started inside it. Otherwise Ctrl-C would make a starting process print its
-    own traceback.
+    """Return a context manager that delays the effect of Ctrl-C until its end, and blocks SIGINT in
+    processes that are started inside the context. Otherwise Ctrl-C would make a starting process
+    print its own traceback.
 
     Child processes inherit the signal mask of this thread. A signal handler is also needed, because
     the kernel delivers a signal that this thread has masked to another thread, for example of a
@@ -422,7 +422,8 @@ def _interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # start the resource tracker first, because its start unmasks the signal
+    # start multiprocessing's resource tracker before SIGINT is masked, because the function that
+    # starts the tracker also unmasks SIGINT
     resource_tracker.ensure_running()
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))

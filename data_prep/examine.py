@@ -144,6 +144,6 @@ def problems(path: Path) -> list[str]:
         try:
             headers = [confirmed(header) for header in Dataset(path).headers]
             mistakes += _tokenizer_problems(headers[0])
-        except InputError as error:  # each shard is valid, but the shards are not of one dataset
+        except InputError as error:  # each shard is valid, but they do not belong to one dataset
             mistakes.append(str(error))
     return mistakes

@@ -143,8 +143,8 @@ def find_sources(
     A usable file is a .txt, .jsonl or .parquet file, or has one of the `suffixes`, and is then read
     like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
     may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
-    InputError for a missing input, an unusable file or directory (with `more` in the message) and a
-    file that is given twice. Also raise the errors of `_files_in`.
+    InputError for a missing input, an unusable file (the message lists usable files, followed by
+    `more`), and a file that is given twice. Also raise the errors of `_files_in`.
     """
     names = ", ".join((TEXT, JSONL, *suffixes))
     legal = f"{names} (also with .gz, .bz2, .xz or .zst), .parquet{more}"
@@ -289,7 +289,7 @@ def _cut(window: bytes) -> int:
     if (at := window.rfind(b"\n", low, PIECE_BYTES)) >= 0:
         return at + 1
     cut = PIECE_BYTES
-    # this byte is not the first byte of a UTF-8 character
+    # move the cut back while the byte after it is not the first byte of a UTF-8 character
     while cut > PIECE_BYTES - 3 and window[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
@@ -381,7 +381,7 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
     source_start = start
     buffer = bytearray()
     line = 1
-    # the chunk cannot end in this number of first bytes of `buffer`
+    # number of bytes of `buffer` that do not contain the line end at which the chunk ends
     searched = TASK_BYTES - 1
 
     def chunk(data: bytes) -> Chunk:

@@ -107,7 +107,7 @@ def training_texts(options: TextOptions, sample_bytes: int | None) -> Iterator[s
         raise InputError("--sample-bytes needs the sizes of files; with --stream: --documents")
     texts = _open(options, 1 << 62)  # one group of all files
     total = sum(texts.group_bytes)
-    share = 1.0  # fraction of the texts that is used for the training
+    share = 1.0  # fraction of the texts on which the tokenizer is trained
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
     empty = True

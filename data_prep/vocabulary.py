@@ -34,7 +34,9 @@ _COMPARED_CHARACTERS = 4096
 _RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # the smallest vocabulary: 256 bytes and the end-of-document token
-MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number of tokens in advance
+# The library `tokenizers` reserves memory for the requested number of tokens before it trains, so
+# larger numbers are refused.
+MAX_VOCAB_SIZE = 1 << 24
 
 
 class Vocabulary(Protocol):
@@ -263,10 +265,12 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a process loads the tokenizer twice, and a large vocabulary takes half a second
+# a process asks for its tokenizer twice, and loading a large vocabulary takes half a second
+@lru_cache(1)
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """Load a tokenizer. `state` contains the sizes and modification times of all files of the
-    tokenizer. It is an argument only to be part of the cache key."""
+    """Load the tokenizer in the file `path`; with the library gigatoken if `fast` is True. `state`
+    contains the sizes and modification times of all files of the tokenizer. It is an argument only
+    to be part of the cache key."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":

@@ -136,7 +136,8 @@ def _is_unicode(text: str) -> bool:
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return a bool array [tokens] that is True for each token that begins inside an answer. Token
-    i begins at character `starts[i]`."""
+    i begins at character `starts[i]`. `answers` are the spans (ranges of characters) of the
+    answers."""
     weights = np.zeros(starts.size, dtype=bool)
     for begin, end in answers:
         weights |= (starts >= begin) & (starts < end)
@@ -145,7 +146,7 @@ def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
 
 def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the index of the first token of each answer, int [answers]. Token i begins at
-    character `starts[i]`."""
+    character `starts[i]`. `answers` are the spans (ranges of characters) of the answers."""
     return np.searchsorted(starts, [begin for begin, _ in answers])
 
 

@@ -43,8 +43,8 @@ def of_step(config: Config, vocab_size: int) -> Counts:
     is_compiled = config.run.compile
     with mock.patch.object(Compressed, "_overflows", _asks_only):
         counts = counted(lambda: engine.step(0, placing.place(parts)), by_operator=not is_compiled)
-    # A method may still exchange values after a step. MPI writes them into memory of this engine,
-    # which the next row frees.
+    # A data-parallel method may still exchange values after a step. Wait for them: MPI writes them
+    # into the memory of this engine, which is freed before the next row is counted.
     engine.policy.settle()
     return counts
 

@@ -56,7 +56,8 @@ def counted(
 ) -> Counts:
     """Run a training step twice, and return the counts of the second run. In the first run, PyTorch
     allocates its working memory, and the optimizer its states. After the step, `state_bytes`
-    returns `Counts.state_bytes`; the default is for a trainer that frees no gradients. If
+    returns `Counts.state_bytes`; the default returns
+    all memory that is allocated then, and is right for a trainer that keeps its gradients. If
     `by_operator` is False, bytes and FLOPs are not counted: the launches of compiled kernels do not
     go through PyTorch's dispatcher."""
     gpu = NullGpu()

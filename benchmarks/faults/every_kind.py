@@ -139,7 +139,8 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
             time.sleep(choice.uniform(0.0, START_S))
-        elif job.wait_for(furthest + 2):  # step `furthest` + 1 may precede the death
+        # the run may have recorded step `furthest` + 1 before the death
+        elif job.wait_for(furthest + 2):
             if deaths:
                 deaths[-1] = Death(deaths[-1].fault, time.monotonic() - died_s)
             time.sleep(choice.uniform(0.0, LIFE_S))

@@ -84,7 +84,8 @@ class Torture:
             self.training.end()
 
     def case(self, deck: str = "any") -> Way:
-        """Draw the layout of the next trial. Half of the trials save checkpoints asynchronously."""
+        """Draw the layout of the next trial from the deck of cards `deck`. Half of the trials save
+        checkpoints asynchronously."""
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way

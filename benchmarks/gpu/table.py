@@ -36,7 +36,7 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
     entry = tomlkit.table()
     entry.update({"device": vendor, "capability": capability, "ways": ways})
     listed = ", ".join(f"{way} {1e3 * times[way]:.3g} ms" for way in ways)
-    entry["measured"] = f"{listed}, there and back ({source})"
+    entry["measured"] = f"{listed}, forward and backward ({source})"
     known = table["device_attention"]
     others = [row for row in known if (row["device"], row["capability"]) != (vendor, capability)]
     table["device_attention"] = _entries(entry, others)
@@ -92,7 +92,7 @@ def with_triton(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], s
     table = tomlkit.parse(text)
     entry = tomlkit.table()
     entry.update({"device": vendor, "capability": capability, "kinds": taken})
-    entry["measured"] = f"{'; '.join(words)}, there and back ({source})"
+    entry["measured"] = f"{'; '.join(words)}, forward and backward ({source})"
     known = table["device_triton"]
     others = [row for row in known if (row["device"], row["capability"]) != (vendor, capability)]
     table["device_triton"] = _entries(entry, others)

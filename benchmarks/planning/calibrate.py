@@ -174,7 +174,8 @@ def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
     """Return the root mean square of log(predicted / measured time), and the fitted fractions for
-    matrix multiplications and memory. `reading` is the assumption about Figure 7: its FLOP/s have
+    matrix multiplications and memory. `ring` has the constants of the links (see
+    `links`), which are not fitted here. `reading` is the assumption about Figure 7: its FLOP/s have
     recomputation "counted" or "not counted"."""
 
     def values(pair: list[float]) -> dict[str, float]:

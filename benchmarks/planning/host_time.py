@@ -19,7 +19,8 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.layers import Layers, ProbedModel
 
-# the numbers of layers of two models with the same embedding and head
+# The numbers of layers of two models with the same embedding and head. The time of a layer is the
+# difference between the times of the two models, divided by the difference of these numbers.
 FEW = 2
 MANY = 18
 

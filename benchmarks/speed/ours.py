@@ -88,7 +88,8 @@ class OurTrainer:
         dtype = data_types(self.row.precision).compute
         ways = (*ATTENTION.values(), AttentionByProducts(keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
-        # divide only once, because the queries of a context rank attend to the keys of all ranks
+        # Divide by the number c of context ranks, not by c^2: a context rank has 1/c of the
+        # queries, but they attend to the keys of all ranks.
         return once * layers * self.microbatches / self.row.sizes.context
 
     def _gemm_time_s(self) -> float:

@@ -126,7 +126,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     group = parallel.shard_group
     if group == "node":
         # Tensor ranks have neighbouring rank numbers, and so do ranks with different experts
-        # (`plan.layout.grid`). A node therefore has `near` ranks with the same part of the model.
+        # (`plan.layout.grid`). A node therefore has `near` ranks that compute with the same
+        # weights.
         near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
@@ -213,9 +214,9 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """Return the tree with `model.preset` replaced by the keys of the preset that it names. An
-    unknown preset is added to `mistakes`. In place of an unknown preset, the keys of another preset
-    are used, so that keys of the model are not reported as missing."""
+    """Return the tree with `model.preset` replaced by the keys of the preset that it names. If the
+    preset is unknown, add a mistake to `mistakes`, and use the keys of another preset, so that keys
+    of the model are not reported as missing."""
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree

@@ -68,8 +68,8 @@ class Layout:
     layers, and there are c d / e copies of each expert. If `expert_tensor` is 1, experts are not
     divided, and the e ranks are neighbours among the t c d ranks that have the same layers.
 
-    `zero` is the stage of ZeRO, which shards state over the ranks that have the same part of the
-    model; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the
+    `zero` is the stage of ZeRO, which shards state over the ranks that compute with the same
+    weights; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the
     gradients, and stage 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
     The `copies` ranks may form several groups of `shard_group` neighbouring ranks, and each group
     then has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). If
@@ -152,7 +152,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks that have the same part of the model but process different
+        """Return the number of ranks that compute with the same weights but process different
         tokens: c d / e, for context-parallel size c, data-parallel size d and expert-parallel size
         e. If experts are also distributed over tensor ranks, e is replaced by the number of context
         and data ranks over which experts are distributed.

@@ -1,7 +1,7 @@
 """The maximal update parametrization (muP: Yang et al. 2022, arXiv 2203.03466, Table 8 and appendix
 B.1): a model of any width trains with the learning rate that is best for a narrow base model.
 
-With m = hidden / mup_base_hidden and D = head_size, relative to a model without muP:
+Let m = hidden / mup_base_hidden and D = head_size. The table gives the changes that muP makes:
 
                             embeddings, norms, biases   matrices of layers   head
     initial variance                  1                        1/m            1

@@ -1,11 +1,11 @@
 """The self-check of a conversion: the original and the converted model must give the same logits on
 fixed prompts.
 
-The forward passes in `reference.py` evaluate the files of Hugging Face, and ptdmpi's model
-evaluates the checkpoint. The logits of every head are compared. ptdmpi and the reference both
-compute in float64 on a CPU. Rounding errors of the logits are therefore far below the limit BAR,
-and a mistake in the conversion changes the logits by far more than BAR. At any time only one layer,
-or the embedding, is in memory.
+The forward passes in `reference.py` use the weights in the Hugging Face files, and ptdmpi's model
+uses the weights in the checkpoint. The logits of every head are compared. ptdmpi and the reference
+both compute in float64 on a CPU. Rounding errors of the logits are therefore far below the limit
+BAR, and a mistake in the conversion changes the logits by far more than BAR. At any time only one
+layer, or the embedding, is in memory.
 """
 
 from collections.abc import Iterable

@@ -23,8 +23,8 @@ MAX_PERIOD = 10**6  # the maximum period of a mixture, in samples.
 # and Rackoff 1988). The round function is a hash, which is weaker than a random function, so there
 # are more rounds.
 _ROUNDS = 8
-# if words have at most _SMALL_BITS bits, 8 rounds are too few: the output of a round has too few
-# bits to mix the words
+# The number of rounds for words of at most _SMALL_BITS bits. For such short words, _ROUNDS rounds
+# do not mix the words well, because the output of a round has too few bits.
 _SMALL_ROUNDS = 32
 _SMALL_BITS = 14
 

@@ -229,9 +229,9 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return a `LaunchPlace` with the nodes of a Slurm allocation and the options that srun needs.
     Ranks do not stop at the same moment, so the job step must not end as soon as one rank exits
-    with an error. Therefore srun is told to end the remaining ranks 60 s after the first rank has
-    ended. `asked` has the options that the user has given; if --mpi is among them, it is not added
-    again.
+    with an error. Therefore the options make srun end the remaining ranks 60 s after the first rank
+    has ended. `asked` has the options that the user has given; if --mpi is among them, it is not
+    added again.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],

@@ -113,8 +113,8 @@ def _require_same_base(config: Mapping[str, Any], base: Path, where: str) -> Non
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """Return two values. The first value is the section [model] of the base model, changed so that
-    the model has the task head that the file contains. The second value is the task.
+    """Return two values. The first value is the section [model] of the base model with the task
+    head that the file contains. The second value is the task.
 
     The task is the base model's task. If the base model has no task, the task is a classification
     with default class names. Raise InputError if other modules were trained, or if the head does

@@ -1,5 +1,5 @@
-"""Rates of a training step: tokens and FLOPs per second, and the MFU (model FLOPs utilization), for
-which the peak FLOP rate of the device is needed."""
+"""Rates of a training step: tokens and FLOPs per second, and the MFU (model FLOPs utilization). To
+compute the MFU, this module also finds the peak FLOP rate of the device."""
 
 import functools
 import resource

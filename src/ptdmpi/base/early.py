@@ -11,7 +11,7 @@ import signal
 import sys
 
 # The signals by which a batch system or a launcher requests that a program stops. Commands that
-# save a checkpoint and stop on request install handlers for them later.
+# save a checkpoint and stop on request install handlers for these signals later.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130
 

@@ -47,8 +47,8 @@ def put(line: str, stream: TextIO) -> None:
     except BrokenPipeError:
         raise
     except OSError:
-        # The line is still in the stream's buffer. Flush it to /dev/null: otherwise Python would
-        # try to write it at exit, and report an error.
+        # The line is still in the stream's buffer. Flush the buffer to /dev/null: otherwise Python
+        # would try to write the line at exit, and report an error.
         kept = os.dup(stream.fileno())
         send_nowhere(stream)
         stream.flush()

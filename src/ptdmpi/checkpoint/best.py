@@ -55,7 +55,7 @@ def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[P
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():
-        # a damaged file `best` names no checkpoint; then only the `count` best ones are kept
+        # a damaged file `best` names no checkpoint; then only the `count` best checkpoints are kept
         with contextlib.suppress(InputError):
             kept.append(files.named(pointer))
     return kept

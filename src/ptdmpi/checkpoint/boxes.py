@@ -314,8 +314,8 @@ class Reader:
                 # with O_NONBLOCK a path that is a pipe raises an error, instead of waiting for ever
                 flags = os.O_RDONLY | os.O_NONBLOCK
                 self._open = file, os.open(self.directory / file, flags)
-                # ask the kernel to read the file in advance: it then reads the next chunk while the
-                # checksum of this chunk is computed
+                # ask the kernel to read the file in advance: the kernel then reads the next chunk
+                # while this thread computes the checksum of the present chunk
                 os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None

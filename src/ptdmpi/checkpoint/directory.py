@@ -101,7 +101,8 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 def remove_leftovers(directory: Path) -> None:
     """Remove the incomplete checkpoints that crashes and failed saves have left. This function must
     not be called during a save."""
-    # remove these directories before a new file is written, because they may fill the disk
+    # remove the directories of incomplete checkpoints before a new file is written, because they
+    # may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 

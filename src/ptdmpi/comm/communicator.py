@@ -343,7 +343,7 @@ class Communicator(WireTraits, ABC):
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- methods that a transport implements, on flat tensors and for size > 1 ---------------------
-    # In all_gather and reduce_scatter, the small tensor may be this rank's part of the large one.
+    # In all_gather and reduce_scatter, the smaller tensor may be a view of the larger one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...

@@ -20,8 +20,8 @@ from ptdmpi.comm.sums import combine
 # Up to this number of bytes, an all-reduce is faster if the ranks exchange full tensors than if
 # they use a reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for an all-reduce in a group of two ranks. Two ranks send the same number of bytes
-# with both methods, but the exchange of full tensors needs half as many messages.
+# The corresponding limit in a group of two ranks, which is higher. With either method two ranks
+# send the same number of bytes, but the exchange of full tensors needs half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Larger tensors are reduced in buckets of this number of bytes, so that temporary memory stays in
 # the cache of the processor.

@@ -88,8 +88,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # Let the watchers of a node act one after the other. If several of them signalled the
-        # launcher, it would print more lines.
+        # Let the watchers of a node act one after the other. If several watchers signalled the
+        # launcher, the launcher would print more lines.
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return

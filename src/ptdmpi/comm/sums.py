@@ -19,7 +19,8 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # round only once: rounding every partial sum to 8 bits would lose small gradients
+        # round only once: rounding every partial sum to bfloat16 (8 significant bits) would lose
+        # small gradients
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

@@ -106,7 +106,7 @@ class Process:
     renumbered."""
 
     number: int  # the process's rank in the first world; logs and messages use this number.
-    node: int  # the lowest rank on its node, in the launcher's numbering
+    node: int  # the lowest rank on the process's node, in the launcher's numbering
     local_rank: int
     host: str
 

@@ -59,7 +59,7 @@ def command(
     """
     _require_together(parity, coordinates, report, others)
     launch.begin("doctor")
-    # this import initializes MPI, which must happen before torch starts its threads
+    # importing `World` initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

@@ -64,7 +64,7 @@ def command(run: Path, **options: Any) -> None:
     RUN is a run directory, a checkpoint, or a directory that `ptdmpi convert from-hf` has written.
     """
     launch.begin("evaluate")
-    # this import initializes MPI, which must happen before torch starts its threads
+    # importing `World` initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

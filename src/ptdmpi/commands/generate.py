@@ -56,7 +56,7 @@ def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     """
     _require_one_way(chat, as_json, options)
     launch.begin("generate")
-    # this import initializes MPI, which must happen before torch starts its threads
+    # importing `World` initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

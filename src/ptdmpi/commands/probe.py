@@ -39,7 +39,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     changes the results.
     """
     launch.begin("probe")
-    # this import initializes MPI, which must happen before torch starts its threads
+    # importing `World` initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

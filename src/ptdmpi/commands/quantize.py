@@ -64,7 +64,7 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     _check(options)
     options["samples"] = options["samples"] or CALIBRATION_SAMPLES
     launch.begin("quantize")
-    # this import initializes MPI, which must happen before torch starts its threads
+    # importing `World` initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

@@ -68,7 +68,7 @@ def command(
     launch.begin("train")
     # signals are recorded from here on, because a signal during the start-up must not be lost
     with StopRequest() as signals:
-        # this import initializes MPI, which must happen before torch starts its threads
+        # importing `World` initializes MPI, which must happen before torch starts its threads
         with launch.loading(), starting.watched():
             from ptdmpi.comm.world import World, fail_together
 

@@ -254,7 +254,8 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             # pydantic reports the list as too short only because an item of the list has a mistake
             continue
         path = [str(part) for part in mistake["loc"]]
-        # pydantic appends the tried type of a union (such as 'int') to the location, so drop it
+        # pydantic appends the tried type of a union (such as 'int') to the location of a mistake,
+        # so drop this type
         nested = TABLES.get(section, model)
         keys = {*model.model_fields, *nested.model_fields}
         known = [part for part in path if part in keys or part.isdigit()]

@@ -143,8 +143,8 @@ class ModelConfig(Section):
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # the section [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
-    # from the section [precision]: which numbers share a scale in the matrix products of linears
-    # in layers
+    # from the section [precision]: which numbers share a scale in the matrix products of the
+    # layers' linears
     _scaling: Scaling = PrivateAttr(default="none")
 
     @model_validator(mode="before")

@@ -269,7 +269,7 @@ class OptimizerConfig(Section):
         # default 0.95 is meant for AdamW
         if isinstance(values, Mapping) and values.get("kind") == "lion":
             return {"beta2": LION_BETA2, **values}
-        # the defaults of torch.optim.Muon, which Jordan et al. 2024 also use
+        # the default values of torch.optim.Muon, which Jordan et al. 2024 also use
         if isinstance(values, Mapping) and values.get("kind") == "muon":
             return {"momentum": MUON_MOMENTUM, "nesterov": True, **values}
         return values

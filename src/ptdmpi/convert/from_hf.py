@@ -38,7 +38,8 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md",
 # Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
-# Files that contain a JSON object, if the model has them: a damaged one is refused, not copied.
+# Files of a model that contain a JSON object. A model need not have all of them, but a damaged file
+# is refused, not copied.
 _OBJECTS = {
     "tokenizer.json",
     "tokenizer_config.json",

@@ -127,7 +127,7 @@ def _self_attention(
     if kind == "deepseek_v3":
         return latent_attention(config, get, norm, partial(_rotated, config), name=name, x=x)
     heads = config["num_attention_heads"]
-    # the defaults in `transformers`
+    # the default numbers of key heads in `transformers`
     grouped = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma2": 4}
     kv_heads = config.get("num_key_value_heads", grouped.get(kind)) or heads
     biased = kind == "qwen2" or config.get("attention_bias", False)
@@ -327,7 +327,8 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # the table is float32, as in `transformers` and ptdmpi: a more precise table has other angles
+    # the table is float32, as in `transformers` and ptdmpi: a more precise table would have other
+    # angles
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     kind, length = scaling.get("rope_type", scaling.get("type")), 1.0

@@ -75,7 +75,8 @@ def _scaling(
     scaling = {ours: numbers[theirs] for theirs, ours in ROPE_NUMBERS[kind].items()}
     some, every = numbers.get("mscale"), numbers.get("mscale_all_dim")
     if kind == "yarn" and some and every and not scaling["rope_attention_factor"]:
-        # if config.json has these two keys, the attention factor follows DeepSeek's formula
+        # if config.json has `mscale` and `mscale_all_dim`, the attention factor follows DeepSeek's
+        # formula
         growth = 0.1 * math.log(max(1.0, numbers["factor"]))
         scaling["rope_attention_factor"] = (some * growth + 1.0) / (every * growth + 1.0)
     return scaling

@@ -134,7 +134,8 @@ def header_text(path: Path) -> str:
                 raise InputError(f"{path} is not a safetensors file, or is truncated")
             text = file.read(length).decode()
         with safe_open(path, framework="pt"):
-            # opening the file lets the library check offsets, types and the size of the file
+            # when the library opens the file, it checks the offsets, the types and the size of the
+            # file
             return text
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None

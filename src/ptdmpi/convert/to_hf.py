@@ -312,7 +312,7 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
-    # also write repeating tensors, because some versions of `transformers` read only these
+    # also write repeating tensors, because some versions of `transformers` read only these tensors
     if not model.tie_embeddings:
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]

@@ -13,8 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# The number of samples whose positions are computed by one call of numpy. It is large enough to
-# make the overhead of the call negligible.
+# The number of samples whose positions are computed by one call of numpy. The number is large
+# enough to make the overhead of the call negligible.
 _WINDOW_SAMPLES = 1 << 14
 # If steps have few samples, the samples of several steps are read together, at most this number.
 _BLOCK_SAMPLES = 64

@@ -43,7 +43,8 @@ class Windows:
         ):
             (shard,), (start,) = self._datasets[dataset].places(np.array([sample]), self._length)
             offsets = self._offsets(dataset, int(shard))
-            # give `ends` the data type of the offsets; otherwise numpy would convert all offsets
+            # give `ends` the data type of the offsets; otherwise numpy would convert all offsets to
+            # the type of `ends`
             ends = np.array([start, start + self._length], dtype=offsets.dtype)
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1

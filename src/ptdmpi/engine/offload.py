@@ -119,8 +119,8 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the next step's gradient is copied into this memory only after these two
-                    # copies are complete
+                    # the next step's gradient is copied into the memory of `arrived` only after the
+                    # following two copies are complete
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:

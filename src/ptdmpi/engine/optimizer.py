@@ -153,8 +153,9 @@ class Optimizer:
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
-            # torch computes this factor on the device in the type of the gradients; here the host
-            # computes it in the same type, without waiting
+            # torch's own function computes the clipping factor on the device, in the type of the
+            # gradients; here the host computes the factor in the same type, without waiting for the
+            # device
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
             if factor != 1.0 and self._host is None:

@@ -71,7 +71,7 @@ class Framing:
         """Return the form of the arrays that hold the sequences: length, padding id and token
         types."""
         last_type = 0 if self.model.token_types == 1 else 1
-        # pad with the model's end-of-document id, which may differ from the tokenizer's
+        # pad with the model's end-of-document id, which may differ from the tokenizer's id
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 

@@ -36,8 +36,8 @@ Arrays = Mapping[str, np.ndarray]
 
 class Scorer(ABC):
     """A kind of stored outputs. It defines the windows for which a model computes the outputs, and
-    the arrays of each window. A window is a training sample of `length` tokens. If `documents` is
-    True, no token attends to another document.
+    the arrays that are stored for each window. A window is a training sample of `length` tokens. If
+    `documents` is True, no token attends to another document.
     """
 
     kind: ScoreKind
@@ -83,7 +83,7 @@ class Scorer(ABC):
         """
 
     def more(self) -> dict[str, Any]:
-        """Return further entries of the summary."""
+        """Return further entries for the summary that is stored with the arrays."""
         return {}
 
 

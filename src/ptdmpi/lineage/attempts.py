@@ -25,7 +25,8 @@ class PastAttempt:
     """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
     killed, its end is unknown and `last` is None. `config` is the complete configuration, and
     `changed` lists its differences from the configuration of the previous attempt. `trained_on` is
-    a `TrainedOn` object as JSON, so readers of the history need neither the shards nor h5py."""
+    the result of `TrainedOn.as_json`: plain JSON, so that a program can read the history without
+    importing the modules for data."""
 
     number: int
     began: str

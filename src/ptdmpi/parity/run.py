@@ -29,8 +29,8 @@ MEAN_DOCUMENT = 6  # Mean number of tokens in a document, in models with documen
 # stream, and faults would not be visible.
 INIT_STD = 0.1
 # If a gradient consists only of rounding errors, Adam divides these errors by their own size plus
-# epsilon. With an epsilon of 1e-8 such a step can be as large as the full learning rate, and chance
-# would decide whether parameters stay within their tolerance.
+# epsilon. With an epsilon of 1e-8 the step of a parameter could then be as large as the full
+# learning rate, and chance would decide whether parameters stay within their tolerance.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
 

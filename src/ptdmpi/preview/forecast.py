@@ -37,8 +37,8 @@ from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_b
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of
 
-# The sections and keys that do not change the time of a step, and, for sections with only a few
-# keys that change it, these keys. `timed` returns all other keys.
+# Three tables for `timed`, which returns the keys that change the time of a step. They list
+# sections without such keys, keys to leave out, and, for sections with few such keys, all of them.
 UNTIMED_SECTIONS = ("checkpoint", "log")
 UNTIMED_KEYS = {
     "adapt": {"base"},

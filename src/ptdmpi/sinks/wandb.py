@@ -49,7 +49,7 @@ class WeightsAndBiases:
         """Pass one record to wandb, with the step of the record."""
         # The record of an asynchronous save is written after the records of later steps, but has
         # the number of the step that was saved. wandb refuses a step that is smaller than the last
-        # one.
+        # step that it has received.
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 

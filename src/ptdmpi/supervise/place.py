@@ -246,7 +246,7 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        # since Slurm 22.05, srun does not inherit this value from sbatch
+        # since Slurm 22.05, srun does not inherit the option --cpus-per-task from sbatch
         options.append(f"--cpus-per-task={cores}")
     share = math.ceil(ranks / max(1, len(names)))
     return LaunchPlace(

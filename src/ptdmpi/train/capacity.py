@@ -195,8 +195,8 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
-    # This call creates this rank's context on the GPU. After all ranks have done so,
-    # `rank_memory_bytes` takes the memory of all contexts into account.
+    # The following call creates this rank's context on the GPU. After all ranks have created their
+    # contexts, `rank_memory_bytes` takes the memory of all contexts into account.
     _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
     return world.control.allgather(mine).count(mine)
@@ -273,7 +273,7 @@ def forget_peak() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    # some Linux kernels do not allow this; the recorded peak then stays unchanged
+    # some Linux kernels do not allow a reset of the peak; the recorded peak then stays unchanged
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
 

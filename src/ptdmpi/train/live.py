@@ -20,7 +20,8 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# maximum number of elements in one message, because MPI counts bytes in 32-bit integers
+# maximum number of elements in one message; the number is limited, because MPI counts the bytes of
+# a message in 32-bit integers
 MESSAGE_ELEMENTS = 1 << 26
 
 

@@ -121,8 +121,8 @@ class Survivors:
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # A rank that is done must wait here for all other ranks: if one of them is lost, the rest
-        # may need this rank's state.
+        # A rank that has finished its training must wait here for all other ranks: if one of them
+        # is lost, the remaining ranks may need this rank's state.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:

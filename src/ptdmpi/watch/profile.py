@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity
 from ptdmpi.config import RunConfig
 
 FOLDER = "profile"
-# maximum number of events in a snapshot of a GPU's memory; if there are more, the oldest are
+# maximum number of events in a snapshot of a GPU's memory; if there are more events, the oldest are
 # dropped
 MEMORY_EVENTS = 100_000
 

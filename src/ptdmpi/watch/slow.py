@@ -12,7 +12,8 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-# a rank is slow if its own work takes more than this many times the median of its peers
+# a rank is slow if the time of its own work is more than SLOW_FACTOR times the median time of its
+# peers
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0  # minimum number of seconds between two printed lines about slow ranks
 MOST_PRINTED = 8

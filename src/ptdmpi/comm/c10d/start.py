@@ -31,7 +31,7 @@ class MpiSession:
         self.store = MpiStore(self.world.control)
         device = self.world.device()
         name, _ = preferred(device)
-        if name == "torch":  # this needs torch.distributed, which has not started yet
+        if name == "torch":  # it needs torch.distributed, which has not started
             name = "mpi"
         self.wire = wire_named(name, device)
         self.wire.open(self.world.control)

@@ -170,7 +170,8 @@ class StoredScores:
             checksums = {suffix: entry.get(f"checksum{suffix}") for suffix in kind.types}
             self._checksums.append({name: str(value) for name, value in checksums.items()})
         # A wrong file must stop a run at its start, not when a sample is needed hours later. The
-        # checksums are computed only when an array is used, because that reads the whole array.
+        # checksum of an array is computed only when the array is used, because this computation
+        # reads the whole array.
         for number, suffix in itertools.product(range(len(self._headers)), kind.types):
             self._mapped(number, suffix)
 

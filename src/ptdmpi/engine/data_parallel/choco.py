@@ -65,8 +65,8 @@ class Choco(Decentralized):
             public += own
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
-            # multiply in one kernel and add in another, in ascending order of ranks, as in
-            # `Decentralized`
+            # multiply each difference by its weight in one kernel, and add it in another kernel, in
+            # ascending order of ranks, as in `Decentralized`
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

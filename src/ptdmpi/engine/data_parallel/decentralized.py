@@ -36,9 +36,10 @@ class _Exchange:
         """Wait for the neighbours' values x_j, and replace `own` by the weighted sum sum_j w_ij x_j
         over this rank and its neighbours, added in ascending order of ranks."""
         self.handle.wait()
-        # Multiply in one kernel and add in another. A single kernel may fuse multiplication and
-        # addition for only some elements of a tensor; then the bits of the result would depend on
-        # how the state is cut into tensors. The exchange is complete, so `own` may be changed.
+        # Multiply the tensors by their weights in one kernel, and add the products in another. A
+        # single kernel may fuse multiplication and addition for only some elements of a tensor;
+        # then the bits of the result would depend on how the state is cut into tensors. The
+        # exchange is complete, so `own` may be changed.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms

@@ -47,7 +47,8 @@ class Tally:
         self.whole_bytes[kind] += messages * size
 
     def join(self, other: "Tally") -> None:
-        """Add the counts of `other`. The groups of both tallies have the same number of ranks."""
+        """Add the counts of the tally `other` to this tally. The groups of both tallies must have
+        the same number of ranks."""
         for kind, n in other.messages.items():
             self.messages[kind] += n
             self.whole_bytes[kind] += other.whole_bytes[kind]

@@ -259,7 +259,8 @@ def manifest_text(
 
 
 def exponents_as_json(exponents: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return exponents (`Counters`) as the manifest stores them: a text for each operand."""
+    """Return the exponents of delayed scales (see `Counters`) as the manifest stores them: one text
+    of numbers for each operand."""
     return {name: " ".join(map(str, history)) for name, history in exponents.items()}
 
 

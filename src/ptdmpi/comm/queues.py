@@ -52,7 +52,7 @@ class _Nothing:
     returns."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a context that does nothing, because copies on the host need not wait."""
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
@@ -63,7 +63,7 @@ class _Nothing:
     computed = passed
 
     def locked(self, size: int) -> Tensor:
-        """Return plain host memory."""
+        """Return `size` bytes of plain host memory, because no device copies them."""
         return torch.empty(size, dtype=torch.uint8)
 
     def computing_waits(self) -> None:

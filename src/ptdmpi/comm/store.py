@@ -82,7 +82,7 @@ class MpiStore(Store):
         return self._ask("delete", key)
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys in the store."""
         return self._ask("count")
 
     def set_timeout(self, limit: timedelta) -> None:

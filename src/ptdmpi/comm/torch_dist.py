@@ -262,7 +262,7 @@ class TorchCarrier:
     failure = pending
 
     def abort(self) -> None:
-        """Abort every group."""
+        """Abort all process groups of this carrier."""
         for group in (self.whole, *self.pairs.values()):
             group.abort()
 

@@ -83,7 +83,8 @@ def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
 
 
 def _closed_form(schedule: Schedule, costs: Costs) -> float:
-    """Return the bubble fraction by the closed formula of the schedule."""
+    """Return the bubble fraction that the closed formula of the schedule gives for ops with these
+    costs."""
     return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
 
 

@@ -60,7 +60,7 @@ class AdapterPlace:
 
     @property
     def layer(self) -> int:
-        """Return the number of the layer."""
+        """Return the number of the layer that has the adapter."""
         return int(self.linear.split(".", 2)[1])
 
     @property

@@ -38,7 +38,8 @@ class BlockSums:
         self._filled = 0  # the number of tokens in the block that is not full yet
 
     def add(self, piece: np.ndarray) -> None:
-        """Add the next tokens of the stream, in the shard's type."""
+        """Add the next tokens of the stream to the checksums. The tokens have the shard's data
+        type."""
         start = 0
         while start < piece.size:
             part = piece[start : start + BLOCK_TOKENS - self._filled]

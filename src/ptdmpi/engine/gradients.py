@@ -30,7 +30,7 @@ class GradientStep(Protocol):
     optimizer. All ranks of a group execute the step together."""
 
     def reduce(self) -> None:
-        """Change the gradients in the buffer."""
+        """Do this step: change the gradients in the flat buffer."""
 
 
 class PartialSum:
@@ -282,7 +282,7 @@ def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
 
 
 def _sum_packed(group: Communicator, views: Sequence[Tensor]) -> None:
-    """All-reduce several views over a group in one message."""
+    """All-reduce the tensors `views` over a group in one message, and write the sums to them."""
     if views:
         packed = torch.cat([view.flatten() for view in views])
         group.all_reduce(packed)

@@ -55,7 +55,7 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the parameter in the whole model."""
+        """Return the logical name of the parameter, which is the same on all ranks."""
         return self.own.entry.name
 
 
@@ -92,8 +92,8 @@ class Muon:
         buffer: ParameterBuffer,
         tensor: Communicator,
     ) -> None:
-        """Prepare the exchanges between ranks. `matrices` has the matrices of which this rank has
-        at least a part."""
+        """Prepare the exchanges between ranks. `matrices` has each matrix that is completely or
+        partly on this rank."""
         self.config = config
         self.matrices = matrices
         self.tensor = tensor

@@ -76,7 +76,7 @@ class Choices(Questions):
     wanted: tuple[tuple[Request, ...], ...]
 
     def ask(self, model: "InferenceModel", text: Text, numbers: range) -> list[Any]:
-        """Return the scores of each item's requests."""
+        """Return, for each of the items `numbers`, the scores of its requests."""
         parts = [self.wanted[number] for number in numbers]
         scores = iter(score(model, [request for part in parts for request in part]))
         return [[next(scores) for _ in part] for part in parts]

@@ -118,7 +118,8 @@ class InferenceModel:
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
-            """Compute the output of one stage."""
+            """Return the output of one stage for its input `x`, which is None in the first
+            stage."""
             context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
             return stage.advance(ids, x, context)
 

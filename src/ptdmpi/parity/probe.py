@@ -92,7 +92,8 @@ def run(
 
 
 def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
-    """Return the faults of a case on rank 0 of `axes`, and None on all other ranks."""
+    """Probe a case. Return one text for each fault on rank 0 of `axes`, and None on all other
+    ranks."""
     engine = Engine(configuration(task), axes, task.case.model.vocab_size)
     batch = microbatches(engine.config, task.case, 0, 0)[0]
     lines = faults(engine, batch, TOKENS)

@@ -1,5 +1,4 @@
-"""The first samples of a run as text, decoded with the tokenizer with which the run's shards were
-made."""
+"""The first samples of a run as text, decoded with the tokenizer that made the run's shards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

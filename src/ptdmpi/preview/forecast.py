@@ -282,8 +282,8 @@ def timed(config: Config) -> dict[str, Any]:
 
 
 def _settings_at(path: Path, step: int) -> dict[str, Any] | None:
-    """Return the result of `timed` for the configuration with which the run in the directory `path`
-    trained `step`. Return None if this configuration cannot be read."""
+    """Find the configuration with which the run in the directory `path` trained `step`. Return the
+    result of `timed` for this configuration, or None if it cannot be read."""
     try:
         history = trained.trained_steps(path, [{"step": step}])
         newest = tables_of(read_file(path / "config.toml"))

@@ -189,7 +189,7 @@ def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        """Send and receive."""
+        """Send the tensor, and return the tensor from the previous rank."""
         arriving = comm.irecv(result, previous)
         leaving = comm.isend(tensor, following)
         arriving.wait()

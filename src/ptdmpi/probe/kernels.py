@@ -246,5 +246,5 @@ def elementwise(
 def _there_and_back(
     function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute the forward and the backward pass. Return the gradient with respect to `x`."""
+    """Compute `function(x)` and its backward pass. Return the gradient with respect to `x`."""
     return torch.autograd.grad(function(x), x, gradient)

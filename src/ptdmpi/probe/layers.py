@@ -157,8 +157,8 @@ class Layers:
         """Return the cluster `tree` with fitted values of `keys`: the values that make predicted
         times agree best with the measured times `taken`.
 
-        The compared times are those of forward and backward passes with tensor-parallel size
-        `tensor`.
+        Only the times of forward and backward passes with tensor-parallel size `tensor` are
+        compared.
         """
         cases = [case.scaled(tensor) for case in self.cases]
         models = [

@@ -32,7 +32,7 @@ class Guard:
     """
 
     def __init__(self, leader: int, copies: str) -> None:
-        """Start the guard in its own session."""
+        """Start the guard process in its own session of the operating system."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(leader), copies],
             stdin=subprocess.PIPE,

@@ -94,7 +94,8 @@ class TransportGroup(ProcessGroup):
         return _done(_listed(tensors))
 
     def _reduced(self, tensor: Tensor, op: Any) -> None:
-        """Reduce one tensor in place."""
+        """Replace `tensor` by its reduction over the ranks. `op` is the kind of reduction, such as
+        SUM."""
         kind, factor = _kind(op, self.comm.size)
         with torch.no_grad():
             whole = _contiguous(tensor)
@@ -146,7 +147,7 @@ class TransportGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scattered(self, output: Tensor, given: Tensor, op: Any) -> None:
-        """Reduce `given` and keep this rank's part in `output`."""
+        """Reduce `given` over the ranks, and write this rank's part of the result to `output`."""
         kind, factor = _kind(op, self.comm.size)
         with torch.no_grad():
             flat = given.reshape(self.comm.size, -1).contiguous()
@@ -254,7 +255,7 @@ class TransportGroup(ProcessGroup):
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Send tensor k to rank k, and receive one tensor from each rank."""
+        """Send `inputs[k]` to each rank k, and receive `outputs[k]` from rank k."""
         flat = torch.cat([part.reshape(-1) for part in inputs])
         sent = [part.numel() for part in inputs]
         received = [part.numel() for part in outputs]
@@ -352,7 +353,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def _divide(tensor: Tensor, size: int) -> Tensor:
-    """Divide a sum by the number of ranks, in place."""
+    """Divide the sum `tensor` by `size`, the number of ranks, in place."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.div_(size)
     return tensor.div_(size, rounding_mode="trunc")

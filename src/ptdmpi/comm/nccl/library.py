@@ -149,7 +149,7 @@ class Nccl:
         return NcclConnection(core, core.Communicator.init(size, rank, made, config))
 
     def stream(self) -> DeviceQueue:
-        """Return a new stream with a higher priority than computations."""
+        """Return a new stream whose operations have a higher priority than computations."""
         # Messages take little time, but long computations may wait for them, so messages get
         # priority.
         return torch.cuda.Stream(self.device, priority=-1)
@@ -159,7 +159,7 @@ class Nccl:
         return torch.cuda.current_stream(self.device)
 
     def reaches(self, flat: Tensor) -> bool:
-        """Return True for tensors of a GPU."""
+        """Return True if the tensor is on a GPU."""
         return flat.device.type == "cuda"
 
 
@@ -252,7 +252,8 @@ def installed() -> bool:
 
 
 def description() -> str:
-    """Return a line that describes the NCCL library of this rank."""
+    """Return a line with the version and path of this rank's NCCL library, or with the reason why
+    the library cannot be used."""
     if not installed():
         return "no nccl4py"
     try:

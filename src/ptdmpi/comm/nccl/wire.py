@@ -110,7 +110,7 @@ class Line:
         return self._failed
 
     def check(self, label: str) -> None:
-        """Raise WireError, with `label`, if the connection has failed."""
+        """Raise WireError, with `label` in its message, if the connection has failed."""
         if error := self.failure():
             raise WireError(f"{label}: {error}")
 

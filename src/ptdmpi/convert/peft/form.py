@@ -33,8 +33,8 @@ def is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
 
 
 def hub_name(base: Path) -> str:
-    """Return the name on the Hugging Face hub of the model from which the checkpoint `base` was
-    converted. Return the path itself if the model did not come from the hub."""
+    """Return the name that the model in the checkpoint `base` had on the Hugging Face hub before
+    its conversion. Return the path itself if the model did not come from the hub."""
     for folder in (base, *base.parents[:2]):
         with contextlib.suppress(OSError):
             return (folder / HUB_NAME).read_text(encoding="utf-8", errors="replace").strip()

@@ -46,11 +46,11 @@ class ScoreKind:
     blank: Mapping[str, float]
 
     def path(self, header: ShardHeader, suffix: str) -> Path:
-        """Return the file of an array of one shard."""
+        """Return the path of the file with the array `suffix` of the shard with this header."""
         return header.path.parent / self.folder / f"{header.path.stem}{suffix}.npy"
 
     def summary(self, directory: Path) -> Path:
-        """Return the file of the summary for the dataset in `directory`."""
+        """Return the path of the summary for the dataset in `directory`."""
         return directory / self.folder / f"{self.folder}.json"
 
     def write_summary(self, directory: Path, summary: Mapping[str, Any]) -> None:

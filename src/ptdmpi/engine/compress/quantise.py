@@ -88,11 +88,13 @@ class Qsgd(Quantiser):
         return parts * scales / (1.0 + self.omega(codes.shape[1]))
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the relative variance for blocks of `length` elements."""
+        """Return omega, the bound of the relative variance (see `Compressor`), for blocks of
+        `length` elements."""
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
-        """Return delta, the guaranteed contraction of blocks of `length` elements."""
+        """Return delta, the guaranteed contraction (see `Compressor`), for blocks of `length`
+        elements."""
         omega = self.omega(length)
         if self.unbiased:
             return max(0.0, 1.0 - omega)
@@ -117,7 +119,8 @@ class Sign(Quantiser):
         return torch.where(codes > 0, scales, -scales)
 
     def delta(self, length: int) -> float:
-        """Return delta, the guaranteed contraction of blocks of `length` elements."""
+        """Return delta, the guaranteed contraction (see `Compressor`), for blocks of `length`
+        elements."""
         return 1.0 / length
 
 
@@ -148,6 +151,7 @@ class Rounded(Quantiser):
         return (codes - self.greatest).to(scales.dtype) / self.greatest * scales
 
     def delta(self, length: int) -> float:
-        """Return delta, the guaranteed contraction of blocks of `length` elements."""
+        """Return delta, the guaranteed contraction (see `Compressor`), for blocks of `length`
+        elements."""
         square = 4.0 * self.greatest**2
         return square / (square + length - 1)

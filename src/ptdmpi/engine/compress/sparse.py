@@ -65,7 +65,8 @@ class Sparse(Compressor):
         return above | (level & (level.cumsum(dim=1) <= room))
 
     def delta(self, length: int) -> float:
-        """Return delta, the guaranteed contraction of blocks of `length` elements."""
+        """Return delta, the guaranteed contraction (see `Compressor`), for blocks of `length`
+        elements."""
         return self.ratio
 
 
@@ -149,11 +150,13 @@ class RandomK(Sparse):
         return decoded
 
     def omega(self, length: int) -> float:
-        """Return omega, the bound of the relative variance for blocks of `length` elements."""
+        """Return omega, the bound of the relative variance (see `Compressor`), for blocks of
+        `length` elements."""
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:
-        """Return delta, the guaranteed contraction of blocks of `length` elements."""
+        """Return delta, the guaranteed contraction (see `Compressor`), for blocks of `length`
+        elements."""
         if self.unbiased:
             return max(0.0, 1.0 - self.omega(length))
         return self.ratio

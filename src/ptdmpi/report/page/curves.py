@@ -134,14 +134,14 @@ def _losses(run: RecordedRun) -> Iterator[dict[str, Any]]:
 
 
 def _by_layer(run: RecordedRun, key: str) -> Iterator[dict[str, Any]]:
-    """Yield a series for each layer with experts."""
+    """Yield a series of the values at `key` for each layer with experts."""
     for name, loads in loads_by_layer(run, key).items():
         pairs = [(record["step"], float(load)) for record, load in loads if is_drawable(load)]
         yield _series(name, "line", pairs)
 
 
 def _scores(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Yield a series for each task file."""
+    """Yield a series of the main scores for each task file."""
     files = {file for record in run.tasks for file in record["tasks"]}
     for file in sorted(files):
         asked = [record for record in run.tasks if file in record["tasks"]]

@@ -1,4 +1,5 @@
-"""Every kind of run that `every_kind` kills, made from ptdmpi's tables of legal names.
+"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from ptdmpi's
+tables of legal names.
 
 A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of trained or
 frozen quantized weights, precision, task, preference method or axis. If a name is added to one of
@@ -101,7 +102,7 @@ def every_kind() -> dict[str, Way]:
 
 
 def _most(section: type[Section], key: str) -> int:
-    """Return the greatest value that a configuration key may have."""
+    """Return the greatest legal value of the key `key` in a section of the configuration."""
     limits = [getattr(limit, "le", None) for limit in section.model_fields[key].metadata]
     return next(limit for limit in limits if limit is not None)
 

@@ -188,8 +188,8 @@ def _end(holder: subprocess.Popen[str]) -> None:
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """Create the nodes and connect them. This function runs in the first process of their
-    namespace. Return when standard input ends."""
+    """Create the nodes and connect them. This function runs in the first process of the process
+    namespace that contains the nodes. Return when standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

@@ -249,7 +249,8 @@ def _draw_memory(axes: Any, base: Path) -> None:
 
 
 def main(source: Path, work: Path = smol.WORK) -> None:
-    """Tune the model by both methods, write the results into the page, and draw the picture."""
+    """Tune the model by LoRA and by full tuning, write the results into the page, and draw the
+    picture."""
     base = smol.prepare(source, work)
     first = untuned(base)
     curves = {method: trained(base, method) for method in RATES}

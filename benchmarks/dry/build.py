@@ -123,8 +123,8 @@ def _object(source: Path, options: Iterable[str]) -> Path:
 
 
 def _link(soname: str, objects: Iterable[Path]) -> None:
-    """Link `objects` to the shared library `soname`. The symbols of the library have the version that
-    PyTorch's libraries require."""
+    """Link `objects` to the shared library `soname`. The symbols of the library have the version
+    that PyTorch's libraries require."""
     (name,) = _versions().get(soname, {soname})
     version = LIBRARIES / "version.txt"
     version.write_text(f"{name} {{ global: *; }};\n")

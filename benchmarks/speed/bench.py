@@ -49,7 +49,9 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
 class Contest:
     """All trainers of a row, which run on the same cores and take turns in each round.
 
-    A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and the reason is added to the attribute `out`. If ptdmpi itself fails, the measurement of the row ends. The object
+    A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and the
+    reason is added to the attribute `out`. If ptdmpi itself fails, the measurement of the row ends.
+    The object
     waits for a trainer at most until the time `end_s` (of time.monotonic).
     """
 

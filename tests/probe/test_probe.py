@@ -125,7 +125,7 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     assert settled(lambda way: 0.98 if way != BY_LIBRARY else 1.0) == BY_LIBRARY  # chance
     whole = settled(lambda way: 0.9 if way == attentions["whole"] else 1.0)
     assert whole.attention.whole_from == 130
-    for name in ("products in fpmath mode", "these in fpmath mode"):
+    for name in ("products in fpmath mode", "PyTorch forward, products backward in fpmath mode"):
         way = attentions[name]
         assert settled(lambda way_, way=way: 0.9 if way_ == way else 1.0) == BY_LIBRARY
         narrow = settled(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)

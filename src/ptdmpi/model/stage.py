@@ -254,8 +254,8 @@ class Stage(nn.Module):
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "the forward has stored the loss"
-            # the backward begins with the total loss; its gradient is its factor in the mean over
-            # the global batch
+            # the backward begins with the total loss, whose gradient is the factor of this loss in
+            # the mean over the global batch
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])

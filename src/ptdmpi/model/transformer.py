@@ -286,7 +286,7 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        # the hash of this dropout uses the first layer number after the last layer
+        # the hash of this dropout uses a layer number that no layer has: the number of layers
         self.place = (model.layers, 0)
         self.axis = TensorAxis(axis.comm)  # without sequence parallelism
         self.pooler = None

@@ -58,9 +58,10 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """The least sizes (positions x inputs x outputs) at which oneDNN's fused call is used: for x
-    W^T + b (`output`), and for dy W (`input_gradient`). If a size is infinity, the fused call is
-    never used: PyTorch computes the product and then adds the bias."""
+    """The least sizes (positions x inputs x outputs) at which oneDNN's fused call, one kernel for a
+    matrix product and its bias, is used: for x W^T + b (`output`), and for dy W (`input_gradient`).
+    If a size is infinity, the fused call is never used: PyTorch computes the product and then adds
+    the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf

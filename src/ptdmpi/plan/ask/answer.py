@@ -39,8 +39,8 @@ class Reply:
     """An answer to a question of `ptdmpi ask`.
 
     `short` is the answer in a sentence or two. `rows` is a table; the first row has the headings of
-    the columns. `notes` are the assumptions. `numbers` has the same results for a program. `panels`
-    are the diagrams of the picture, from left to right.
+    the columns. `notes` are the assumptions. `numbers` has the same results as a dict, for
+    programs. `panels` are the diagrams of the picture, from left to right.
     """
 
     short: str

@@ -53,8 +53,8 @@ from ptdmpi.plan.shape.parameters import first_linear
 SQUEEZED = ("double_squeeze", "neolithic")
 # The smallest number of values that are read and written per element. Encoding reads the gradient
 # and the stored error of the error feedback, and writes the new error. Decoding a received code
-# reads and writes the sum. Decentralized steps also read and write copies of the public weights,
-# which are kept from earlier messages.
+# reads and writes the sum. Decentralized steps also read and write the approximate copies of
+# weights that a rank keeps from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
@@ -201,8 +201,8 @@ def _codes_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
 
 
 def _sent_of(kind: str, size: float, n: int) -> float:
-    """Return the bytes that one of `n` ranks sends in a message of `size` bytes of the kind
-    `kind`."""
+    """Return the bytes that one of `n` ranks sends in a message or collective of the kind `kind`
+    with a tensor of `size` bytes."""
     if kind in PASSES:
         return PASSES[kind] * size * (n - 1) / n
     return size

@@ -301,7 +301,7 @@ class Attend(Operator):
 
     def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that Megatron-LM keeps according to Korthikanti et al. 2022 (arXiv
-        2205.05198, section 4.1): with dropout, and with only the softmax fused."""
+        2205.05198, section 4.1). The program applies dropout, and fuses only the softmax."""
         c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
         heads, kv_heads = sizes.local_heads
         scores = sizes.tokens * heads * sizes.model.seq_length
@@ -363,11 +363,11 @@ class Attend(Operator):
         return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. If scores are stored, there are the gradients
-        of the softmax's output before and after dropout, of the softmax's input, and of the values;
-        a CPU also needs a copy of the mask in the type of the gradients. If no scores are stored,
-        there are the gradients of the operands and of the output, and also the output if the
-        kernel's backward reads it."""
+        """Return the working bytes of the backward. If scores are stored, memory holds the
+        gradients of the softmax's output before and after dropout, of the softmax's input, and of
+        the values; a CPU also needs a copy of the mask in the type of the gradients. If no scores
+        are stored, memory holds the gradients of the operands and of the output, and also the
+        output if the kernel's backward reads it."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -460,8 +460,9 @@ def _scores(sizes: Sizes) -> int:
 
 
 def _stores_scores(sizes: Sizes) -> bool:
-    """Return True if PyTorch's attention stores scores, because no kernel of a device fuses
-    attention in float64. Capped scores are computed in blocks in every type."""
+    """Return True if PyTorch's attention stores scores. It does so on a device in float64, because
+    no kernel of a device fuses attention in float64. Capped scores are not stored: they are
+    computed in blocks in every type."""
     wide = sizes.compute_bytes > FLOAT32.bytes and not sizes.model.attention_softcap
     return wide and sizes.fused_attention and not sizes.on_host
 

@@ -15,8 +15,8 @@ NORM_ROWS = 16
 NORM_PROGRAMS = 256  # Largest number of such partial sums.
 QUERY_BLOCK = 128  # Number of queries in a block. The scores of a block are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
-# On a CPU, the backward pass computes the gradients of this number of queries at once if every one
-# of these queries sees all keys of the block.
+# On a CPU, the backward pass computes the gradients of up to this number of queries at once, for
+# keys that all of these queries see.
 EARLIER_BLOCK = 512
 
 

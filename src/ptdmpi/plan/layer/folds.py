@@ -160,8 +160,8 @@ class LayerBytes:
 
     `kept` is the bytes that stay in memory from the forward to the backward. `works` is the most
     bytes that the backward needs in addition to the bytes that this layer and earlier layers keep.
-    `input_works` is the same as `works` for I (gradient of the input) in a split backward, during
-    which the operands of later operators are also in memory.
+    `input_works` is the corresponding number for I (gradient of the input) in a split backward: the
+    operands of later operators are then also in memory.
     """
 
     kept: int

@@ -57,8 +57,8 @@ def read_edges(path: str, size: int, names: str) -> Topology:
 
 
 def ranks_of(path: str, names: str) -> int:
-    """Return the number of ranks in the graph of a file, which is the greatest rank in the file
-    plus 1.
+    """Return the number of ranks of the graph whose edges are in the file `path`: the greatest rank
+    in the file plus 1.
 
     Raises InputError if the file cannot be read. `names` has the legal names of topologies for the
     error message.

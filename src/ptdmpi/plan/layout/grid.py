@@ -107,8 +107,8 @@ class Grid:
     """A process grid: the names and sizes of its axes. From one rank to the next, the coordinate on
     the first axis changes fastest.
 
-    `Grid({"tensor_slice": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the axis
-    "tensor_slice". Raises InputError unless each size is at least 1.
+    For example, in `Grid({"tensor_slice": 2, "replicate": 3})`, ranks 0 and 1 are neighbours on the
+    axis "tensor_slice". Raises InputError unless each size is at least 1.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -282,8 +282,8 @@ def training_grid(
     whole_experts: bool = False,
     **sizes: int,
 ) -> Grid:
-    """Return a grid with all axes of `AXES`, in their order. `sizes` has sizes of axes by name;
-    other axes have size 1.
+    """Return a grid with all axes of `AXES`, in their order. `sizes` has the sizes of further axes
+    by name; axes without a given size have size 1.
 
     The ranks with the same layers are divided into groups of `expert` neighbours, and the ranks of
     such a group have different experts. A group takes ranks along the context axis first, and along

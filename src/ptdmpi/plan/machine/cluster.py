@@ -181,9 +181,9 @@ class Efficiency(FrozenTable):
 
     `gemm_fraction` is the fraction of the peak that the inner loop of a matrix product reaches.
     `attention_fraction` is the rate of the matrix products inside FlashAttention, as a fraction of
-    the rate of other matrix products. `memory_fraction` and `link_fraction` are the reached
-    fractions of the rates of memory and of a link. `link_step_s` is the time of one step of a ring.
-    `collective_s` is the time to start a collective.
+    the rate of other matrix products. `memory_fraction` and `link_fraction` are the fractions of
+    the memory's rate and of a link's rate that software reaches. `link_step_s` is the time of one
+    step of a ring. `collective_s` is the time to start a collective.
     """
 
     gemm_fraction: PositiveNumber

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: the order of ops on each pipeline rank, and the ranks of the stages.
+"""Pipeline schedules as data: the order of ops on each pipeline rank, and the rank of each stage.
 
 A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive
 times, idle slots and messages from the orders. A generator yields the order of one rank. The table

@@ -4,7 +4,7 @@ times when a rank would otherwise be idle.
 A rank may delay its weight gradients, because no other rank waits for them (Qi et al. 2023, arXiv
 2401.10241; Qi et al. 2024, arXiv 2405.15362). The op I is the part of a backward that computes the
 gradient of the stage's input. The op W is the part that computes the gradients of the stage's
-weights. The properties of the schedules that the docstrings of this module state are from these
+weights. The docstrings of this module state properties of the schedules, which are from these
 papers. Unlike in the papers, the end of the step is synchronous in this trainer: the gradients of
 all ranks are summed before any rank updates its weights.
 """

@@ -69,8 +69,9 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the values of `scatter_gather` and `dp_overlap` of all layouts that `groups`
-        yields. (The function `variants` later also tries the other value of `scatter_gather`.)"""
+        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of the function
+        `groups` have. (The function `variants` later also tries the other value of
+        `scatter_gather`.)"""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 

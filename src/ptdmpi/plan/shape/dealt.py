@@ -54,8 +54,8 @@ def slices(own: range, unit: range, shards: int) -> list[Slice]:
 
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
-    """Yield, for each matrix, the shard rank that owns it. `matrices` has the slices of each
-    matrix, and the cost of orthogonalizing its update.
+    """Yield, for each matrix, the rank of the shard group that owns the matrix. `matrices` has the
+    slices of each matrix, and the cost of orthogonalizing its update.
 
     The owner is the rank with the least work so far among the ranks that have a slice of the
     matrix. If several ranks have equally little work, the owner is the rank with the largest slice.

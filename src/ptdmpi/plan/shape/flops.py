@@ -45,10 +45,10 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
     The result is 2 V h, with vocabulary size V and hidden size h. For a masked language model, the
-    FLOPs of BERT's transform are added, and the sum is multiplied by the default fraction of
-    positions that the head predicts. A head that computes scores for a complete sequence processes
-    only one position of each sequence, so its FLOPs are divided by the sequence length. BERT's
-    classifier for the order of two segments is not counted.
+    FLOPs of the linear layer that BERT has before its output head are added, and the sum is
+    multiplied by the default fraction of positions that the head predicts. A head that computes
+    scores for a complete sequence processes only one position of each sequence, so its FLOPs are
+    divided by the sequence length. BERT's classifier for the order of two segments is not counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)

@@ -14,8 +14,8 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # largest number of ranks that are all drawn
-SOME_DRAWN = 5
+MOST_DRAWN = 8  # if there are at most this many ranks, all ranks are drawn
+SOME_DRAWN = 5  # number of evenly spaced ranks that are drawn if there are more ranks
 COLUMNS = 400  # approximate number of points in a drawn curve
 
 
@@ -45,8 +45,8 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """Yield the bytes of memory that a rank uses during and after each of its ops, which are those
-    of `spans`, in addition to the bytes that are in use during the whole step."""
+    """Yield, for each of a rank's ops in `spans`, the bytes of memory that the rank uses during and
+    after the op. Bytes that are in use during the whole step are not included."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
     return held(

@@ -28,7 +28,7 @@ class Bench:
     """The stopwatch of one rank. Every rank gets the same measured times.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
-    `clock` returns the seconds by which a rank's own work is timed. If a rank has a single thread
+    `clock` is the clock, in seconds, that times a rank's own work. If a rank has a single thread
     and its own core, `clock` is the CPU time of the thread, which is independent of other programs
     on the machine. `kernels` are the kernels that are measured. `over` computes one result from the
     values of all ranks, by default their median.

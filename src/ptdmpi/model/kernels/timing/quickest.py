@@ -35,8 +35,10 @@ ATTENTION: dict[str, HostAttention] = {
     "products of 256 queries": AttentionByProducts(block=256),
     "products of 512 queries": AttentionByProducts(block=512),
     "products in fpmath mode": AttentionByProducts(fpmath=True),
-    "the library forward, products back": AttentionByProducts(library_forward=True),
-    "these in fpmath mode": AttentionByProducts(library_forward=True, fpmath=True),
+    "PyTorch forward, products backward": AttentionByProducts(library_forward=True),
+    "PyTorch forward, products backward in fpmath mode": AttentionByProducts(
+        library_forward=True, fpmath=True
+    ),
     "blocks": AttentionByLibrary(),
     "whole": AttentionByLibrary(whole_from=0.0),
 }
@@ -132,7 +134,7 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
     at = ", ".join(map(str, sizes.lengths))
     measured = "; ".join(f"{way} {_ms(way_times)}" for way, way_times in times.items())
     entry["measured"] = (
-        f"{sizes.heads} heads of {sizes.head_size}, there and back, ms at {at} positions: "
+        f"{sizes.heads} heads of {sizes.head_size}, forward and backward, ms at {at} positions: "
         f"{measured}"
     )
     return entry
@@ -176,7 +178,7 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
     way = "sigmoid" if _gains(times[:1], times[1:]) else "library"
     bench.note("GELU by", way)
     at = "x".join(map(str, sizes.gelu))
-    words = f"ms there and back at {at}, the library's against by a sigmoid: {_ms(times)}"
+    words = f"forward and backward, ms at {at}, by PyTorch and by a sigmoid: {_ms(times)}"
     return {"way": way, "measured": words}
 
 
@@ -209,7 +211,7 @@ def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, A
         words.append(f"{kind} {' against '.join(map(_ms, times))}")
         bench.note(f"linears, {kind}, by", taken)
     at = ", ".join("x".join(map(str, shape)) for shape in sizes.linears)
-    entry["measured"] = f"ms at {at}, the library's against oneDNN's: {'; '.join(words)}"
+    entry["measured"] = f"ms at {at}, PyTorch against oneDNN: {'; '.join(words)}"
     return entry
 
 

@@ -10,8 +10,8 @@ from ptdmpi.base.launched import launched_rank
 from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
-FIRST_S = 30.0  # seconds until the first line in a log; work that ends earlier prints no line
-SOON_S = 2.0  # seconds until the first line, if a user waits for the work to end
+FIRST_S = 30.0  # seconds until the first line in a log; work that ends earlier prints no line.
+SOON_S = 2.0  # seconds until the first line, if a user waits for the work to end.
 EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 

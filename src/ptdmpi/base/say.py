@@ -11,8 +11,8 @@ import click
 from ptdmpi.base.launched import launched_rank
 from ptdmpi.base.words import printable_line
 
-# keys in the `meta` dictionary of click's context
-QUIET = "ptdmpi.quiet"  # the setting --quiet
+# keys in the `meta` dictionary of click's context.
+QUIET = "ptdmpi.quiet"  # the setting --quiet.
 WARNED = "ptdmpi.warned"  # the set of warnings that the command has printed
 
 

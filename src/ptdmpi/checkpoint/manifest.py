@@ -41,7 +41,7 @@ TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
 # tensors, whose names begin with CODES and SCALES.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
-EXPONENTS = "exponents"  # the manifest's key for the exponents of delayed scales
+EXPONENTS = "exponents"  # the manifest's key for the exponents of delayed scales.
 EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 
 

@@ -115,8 +115,8 @@ class World:
     """All ranks of the job. Ranks are numbered node by node, even if the launcher has started them
     in another order.
 
-    The ranks of a tensor group are therefore on one node if the tensor-parallel size t divides the
-    number of ranks on each node.
+    A tensor group consists of t consecutive ranks, for tensor-parallel size t. If t divides the
+    number of ranks on each node, each tensor group is therefore on one node.
 
     `made` contains every communicator that was split from this world, so that all of them can be
     revoked together. A new communicator is used only after a barrier on the communicator from which

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-LATENT = "latent_attention"  # name of the sublayer of multi-head latent attention
+LATENT = "latent_attention"  # name of the sublayer of multi-head latent attention.
 # Default values that several kinds of model share.
 _DECODER = {
     "attention": "causal",

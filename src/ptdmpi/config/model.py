@@ -44,7 +44,7 @@ SUBLAYERS: Mapping[str, str] = {
 # module. The deepest trained Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555),
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
-MOST_EXPERTS = 10_000  # every expert is a module, too
+MOST_EXPERTS = 10_000  # every expert is a module, too.
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
 # activation functions of gated MLPs: one half of the first linear's output gates the other half
 GATED = ("swiglu", "geglu")

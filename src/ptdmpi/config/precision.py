@@ -22,7 +22,7 @@ PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 # Which numbers share one scale in the precision fp8: the numbers of a block ("block"), or of a
 # whole tensor ("delayed"). With "delayed" the scale is chosen before the step.
 ScalingName = Literal["block", "delayed"]
-Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales
+Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales.
 # The number of neighbouring numbers that share a scale. In a weight, the numbers of a block of
 # 128 rows and 128 columns share a scale; in another operand, 128 numbers of a row share a scale
 # (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).

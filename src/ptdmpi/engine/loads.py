@@ -2,9 +2,9 @@
 the number of tokens of the global batch that it gets. Each expert has a balance number, which
 changes how many tokens it gets (see `Balance`).
 
-Loads are integers, so the loads and the balance numbers are the same in every layout. Loads are
-sent as float64, because every transport can add float64 numbers, and float64 represents integers up
-to 2^53 exactly.
+Loads are integers, whose sum does not depend on the order of the terms, so the loads and the
+balance numbers are the same in every layout. Loads are sent as float64, because every transport can
+add float64 numbers, and float64 represents integers up to 2^53 exactly.
 """
 
 from collections.abc import Mapping

@@ -88,7 +88,8 @@ class Scorer(ABC):
 
 
 class ReferenceScorer(Scorer):
-    """The log-probability of each label in a dataset of pairs of answers."""
+    """The stored outputs of a reference model: the log-probability of each label in a dataset of
+    pairs of answers."""
 
     kind = REFERENCE
     documents = True
@@ -127,8 +128,8 @@ class ReferenceScorer(Scorer):
 
 
 class TeacherScorer(Scorer):
-    """The `top` most probable tokens in place of each label. If `seq_length` or `documents` is
-    None, the value from the teacher's own training is used.
+    """The stored outputs of a teacher: the `top` most probable tokens in place of each label. If
+    `seq_length` or `documents` is None, the value from the teacher's own training is used.
     """
 
     kind = TEACHER

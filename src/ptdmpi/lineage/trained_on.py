@@ -30,7 +30,8 @@ class Samples(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Return a hash of the content. Datasets with different contents have different hashes."""
+        """Return a hash of the dataset's content. Datasets with different contents have different
+        hashes."""
 
     def samples(self, length: int) -> int:
         """Return the number of samples of `length` tokens."""

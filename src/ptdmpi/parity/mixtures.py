@@ -125,7 +125,8 @@ class Chooser:
     def choice(self, layer: int, own: Tensor, *, counts: bool) -> Tensor:
         """Return the experts of the tokens of the layer's next microbatch, [T, k] for T tokens with
         k experts each. The layer itself has chosen the experts `own` [T, k]. Every layer computes
-        the microbatches of a step in their order. If `counts` is False, flips are not counted."""
+        the microbatches of a step in their order. If `counts` is False, choices that differ from
+        the expected choices (flips) are not counted."""
         batch = self._batches[self._done[layer]]
         self._done[layer] += 1
         samples = batch.samples - self._step * GLOBAL_SIZE

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TIMES = (1, 2, 4, 8)  # widths of the models, in multiples of the width of the base
 STEPS = 4
-BATCH = 16  # sequences per step
+BATCH = 16  # sequences per step.
 # Larger values of these three limits would take longer and would not reveal more.
 MOST_LAYERS = 2
 MOST_POSITIONS = 64

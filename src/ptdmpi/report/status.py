@@ -18,7 +18,7 @@ from ptdmpi.config import InputError
 from ptdmpi.report.sound import LineCount, are_scores, is_number
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # the displayed rates are medians over this number of newest steps
+RECENT = 50  # the displayed rates are medians over this number of newest steps.
 # a record with a larger value counts as damaged
 MOST_STEPS = 10**12
 LONGEST_STEP_S = 1e7
@@ -31,7 +31,7 @@ STEP_NUMBERS = (
     "model_tflops_per_rank",
     "peak_memory_bytes",
 )
-REMARKS = 3  # number of newest warnings in the log that are displayed
+REMARKS = 3  # number of newest warnings in the log that are displayed.
 # A run is reported as silent if it has written nothing for SILENT_S seconds, and for SILENT_STEPS
 # times the duration of its longest recent step.
 SILENT_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptdmpi.sinks.contract import Sink
 
-MOST_WAITING = 10_000  # maximum number of records that wait for the server
+MOST_WAITING = 10_000  # maximum number of records that wait for the server.
 CLOSE_S = 10.0  # seconds within which the server must accept the last records of a run
 
 

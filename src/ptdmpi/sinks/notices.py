@@ -19,7 +19,7 @@ from typing import Any
 from ptdmpi.config import InputError, LogConfig, RunConfig
 
 BY_VARIABLE, BY_MAIL = "env:", "mailto:"
-SERVER = "PTDMPI_SMTP"  # environment variable with the address of the mail server
+SERVER = "PTDMPI_SMTP"  # environment variable with the address of the mail server.
 CLOSE_S = 5.0  # seconds that the process waits at its end for the delivery of messages
 
 

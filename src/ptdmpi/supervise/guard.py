@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-POLL_S = 0.05  # pause between two checks whether processes have ended
+POLL_S = 0.05  # pause between two checks whether processes have ended.
 # If the supervisor has ended, the ranks get SAVE_S seconds to complete their step and save. Then
 # the launcher gets END_S seconds to end them. Then the guard kills the remaining processes.
 SAVE_S = 20.0

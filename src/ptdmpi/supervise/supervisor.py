@@ -29,8 +29,8 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import Ended, LauncherStart
 
-CONFIG = "config.toml"  # the file to which the ranks write the complete configuration
-AGAIN_S = 5.0  # a further request to stop has an effect only after this number of seconds
+CONFIG = "config.toml"  # the file to which the ranks write the complete configuration.
+AGAIN_S = 5.0  # a further request to stop has an effect only after this number of seconds.
 # exit code -> name of the event in the last message; every other code is a failure
 EVENTS = {0: "done", STOPPED: "stopped", CORRUPT: "corrupt"}
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

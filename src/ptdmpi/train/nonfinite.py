@@ -210,7 +210,7 @@ class _Watcher(OpHook):
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # number of the last output within the present op
+        self._calls = -1  # number of the last output within the present op.
         # Ids of the weights whose gradients are not finite in the present op.
         self._broken: set[int] = set()
 

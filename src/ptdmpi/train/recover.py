@@ -220,8 +220,8 @@ class Survivors:
         )
 
     def _put_away(self) -> None:
-        """Close the training loop. Keep only the training state, because the next attempt may need
-        it, and the buffers of incomplete messages.
+        """Close the training loop. Keep only the training state, which the next attempt may need,
+        and the buffers of incomplete messages, which MPI may still use.
         """
         loop = self.loop
         self.loop = None

@@ -45,7 +45,7 @@ class Validation:
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
-        self.values: dict[str, Any] = {}  # the values in the record of the newest validation
+        self.values: dict[str, Any] = {}  # the values in the record of the newest validation.
         # True until the loss of a bigram model has been reported, once. If the loss of the trained
         # model is lower, the model has learned more than the frequencies of pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)

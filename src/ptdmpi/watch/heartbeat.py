@@ -51,7 +51,7 @@ PATIENCE = 10
 # Some launchers deliver a signal twice. Only a signal that arrives at least SECOND_SIGNAL_S seconds
 # after the first signal counts as a second request of the user.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # signals to one rank within this number of seconds count as one signal
+DUPLICATE_S = 0.5  # signals to one rank within this number of seconds count as one signal.
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
 # the messages that rank 0 sends to the other ranks

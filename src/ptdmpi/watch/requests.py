@@ -57,8 +57,8 @@ class Save(IntEnum):
     number of all ranks."""
 
     NO = 0
-    DUE = 1  # `save_minutes` have passed; treated like a regular save every `every_steps` steps
-    NOW = 2  # a user has requested a save; if the save fails, the run continues
+    DUE = 1  # `save_minutes` have passed; treated like a regular save every `every_steps` steps.
+    NOW = 2  # a user has requested a save; if the save fails, the run continues.
     LAST = 3  # the run ends after this save; if the save fails, the run fails
 
 

@@ -40,10 +40,10 @@ class Report(NamedTuple):
     step: int
     kind: str  # kind of the present span: "forward", "receive", ...
     op: str
-    peer: int | None  # the pipeline rank whose message this rank waits for
+    peer: int | None  # the pipeline rank whose message this rank waits for.
     axis: str  # name of the group (such as an axis) whose collective the rank is in, or ""
     collective: str
-    age_s: float  # seconds since the rank began the activity (`kind`, `op`)
+    age_s: float  # seconds since the rank began the activity (`kind`, `op`).
     # seconds of the rank's own work in a step, the median over the last steps; 0 if unknown
     compute_s: float = 0.0
     # the signals that the rank has received: (number, age in seconds)

@@ -19,7 +19,7 @@ class Wires:
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # the failure after which the transports were aborted
+        self.failed = ""  # the failure after which the transports were aborted.
         self.deaf = False  # True if the device has failed, so only the host is queried
         self._ended_s = 0.0
 

@@ -282,14 +282,14 @@ class TransportGroup(ProcessGroup):
         return _done([])
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Begin to send a tensor."""
+        """Begin to send the only tensor in `tensors` to rank `peer`."""
         _require_no_tag(tag)
         (tensor,) = tensors
         whole = _contiguous(tensor)
         return _Begun(self.comm.isend(whole, peer), [tensor])
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor."""
+        """Begin to receive the only tensor in `tensors` from rank `peer`."""
         _require_no_tag(tag)
         (tensor,) = tensors
         whole = _contiguous(tensor)

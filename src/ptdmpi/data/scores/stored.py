@@ -198,7 +198,7 @@ class StoredScores:
         header = self._headers[number]
         path = self.kind.path(header, suffix)
         try:
-            with open_file(path, "rb"):  # raises OSError for a pipe
+            with open_file(path, "rb"):  # raises OSError for a pipe.
                 # this function, unlike `np.load`, reads only numpy's own format, never a pickle
                 values: np.ndarray = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:

@@ -54,7 +54,7 @@ class Sparse(Compressor):
         """Return a bool mask [n, length]. In row i, it is True at the `counts[i]` greatest of the
         `scores` [n, length]."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # the most elements a block sends
+        most = min(length, math.floor(self.ratio * length) + 1)  # the most elements a block sends.
         # use only the values that topk returns, not its indices: torch does not specify which of
         # several equal elements topk chooses
         greatest = scores.topk(most, dim=1).values

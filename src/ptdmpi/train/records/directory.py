@@ -17,8 +17,8 @@ from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.notices import Notices
 from ptdmpi.sinks.sinks import Sinks
 
-DONE = "done"  # name of the file that marks a complete run
-FAILED_S = 3.0  # time limit for the delivery of the message that the run has failed
+DONE = "done"  # name of the file that marks a complete run.
+FAILED_S = 3.0  # time limit for the delivery of the message that the run has failed.
 DAMAGED = "metrics.damaged.jsonl"  # copy of the records before damaged lines were removed
 
 

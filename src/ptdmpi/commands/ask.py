@@ -127,7 +127,9 @@ def restarts_command(
 @CLUSTER
 @RANKS
 @BATCH
-@click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that have the full rate among them.")
+@click.option(
+    "--pod", type=Number(1, MOST_RANKS), help="Nodes of a pod, which communicate at full rate."
+)
 @_answered
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
@@ -183,7 +185,7 @@ def partition_command(model: str, cluster: str, tensor: int, micro_size: int) ->
 @MODEL
 @CLUSTER
 @click.option(
-    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; --layout with d gives it too."
+    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; not needed if --layout has d."
 )
 @click.option(
     "--layout", help="A layout such as t=8,p=8,d=4,b=1; default: the fastest without ZeRO."

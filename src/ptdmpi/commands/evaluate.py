@@ -19,19 +19,19 @@ from ptdmpi.terminal.program import Command
     "--stride", type=int, help="Tokens scored per window [default: all; windows do not overlap]."
 )
 @click.option(
-    "--words", type=click.IntRange(1), help="Words of the original text, for word perplexity."
+    "--words", type=click.IntRange(1), help="Number of words in the text; adds perplexity per word."
 )
 @click.option(
     "--tasks", multiple=True, type=PATH, help="File of items with choices, answers or labels."
 )
-@click.option("--shots", type=click.IntRange(0), default=0, help="Examples before an item.")
+@click.option("--shots", type=click.IntRange(0), default=0, help="Solved examples before an item.")
 @click.option("--shots-from", type=PATH, help="Take the examples from this .jsonl.")
 @click.option("--separator", default=" ", help="Text before an answer [default: a space].")
 @click.option(
     "--neutral",
     default="Answer:",
     show_default=True,
-    help="Neutral context, for scores relative to it.",
+    help="Context for comparison: a choice is also scored after this text.",
 )
 @click.option(
     "--samples",

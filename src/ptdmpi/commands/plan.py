@@ -95,7 +95,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", help=f"{legal_clusters()}, or a .toml file.")
 @click.option(
-    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; --layout with d gives it too."
+    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; not needed if --layout has d."
 )
 @click.option(
     "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: the preset's."

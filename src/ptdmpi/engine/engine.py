@@ -283,7 +283,7 @@ class Engine:
         on all ranks."""
         length = self.config.model.seq_length // self.context.size
         if self.context.size > 1 and any(len(batch.inputs) != length for batch in batches):
-            raise ValueError(f"a rank of the context axis computes {length} positions of a sample")
+            raise ValueError(f"inputs must have {length} positions, those of this context rank")
         mine = [sum(kind.count(batch) for batch in batches) for kind in self.losses.values()]
         every = self.axes[LOSSES].all_gather_numbers(mine)
         return {name: sum(each) for name, *each in zip(self.losses, *every, strict=True)}
@@ -313,7 +313,7 @@ class Engine:
         if self.schedule.stages - 1 not in self.stages:
             return
         for microbatch in passes:
-            assert microbatch.total is not None, "the last stage has left it"
+            assert microbatch.total is not None, "the last stage computes the total loss"
             yield microbatch.total
         for name in self._of_output:
             for microbatch in passes:

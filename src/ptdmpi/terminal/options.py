@@ -42,7 +42,7 @@ EMA = click.option("--ema", is_flag=True, help="Use the moving average of the we
 _OF_A_TRAINED_MODEL = (
     click.option("--adapter", type=PATH, help="Run or checkpoint of adapters for RUN."),
     click.option(
-        "--layout", metavar="t=2,p=2", help="Ranks of one model copy [default: the run's]."
+        "--layout", metavar="t=2,p=2", help="Axis sizes of one model copy [default: the run's]."
     ),
     click.option("--precision", type=click.Choice(list(PRECISIONS))),
     EMA,

@@ -256,7 +256,7 @@ class _Watcher(OpHook):
         """Test the loss and the gradients of a backward pass through stage `number`."""
         stage: Stage = self.engine.stages[number]
         if stage.last and not self._has(ValueKind.LOSS):
-            assert microbatch.total is not None, "the last stage has left it"
+            assert microbatch.total is not None, "the last stage computes the total loss"
             if not _finite(microbatch.total):
                 self._add(ValueKind.LOSS, microbatch.number, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):

@@ -396,8 +396,9 @@ def pieces_of(
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
     """Assemble logical (undivided) tensors from the pieces of all ranks. All pieces must belong to
-    one kind of state. Return the tensors by the name of the parameter, and the names of the tensors
-    with copies on several ranks that are not bitwise equal. Tensors and names are sorted by name.
+    one kind of state. Return the tensors by the name of the parameter, and the names of those
+    tensors whose copies on several ranks are not bitwise equal. Tensors and names are sorted by
+    name.
 
     An element that no rank has is set to NaN, so that every comparison with this element fails.
     """

@@ -136,8 +136,8 @@ class SentDispatch:
         return total
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send the values back to the ranks that have the tokens. Return the values [T, k], one for
-        each token of this rank and each of the token's experts."""
+        """Send the values back to the ranks that have the tokens. Return a tensor [T, k] with one
+        value for each token of this rank and each of the token's k experts."""
         result = values.new_empty(self.tokens * self.each, 1)
         result[self.order] = self._back(values)
         return result.view(self.tokens, self.each)

@@ -15,7 +15,8 @@ from ptdmpi.plan.shape.parameters import active_count, parameter_count
 DAY_S = 86400
 MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # FLOPs per token and parameter, without and with recomputation
 RECOMPUTED = "with full recomputation: Narayanan et al. 2021, equation 4"
-# for the best model size (Hoffmann et al. 2022, arXiv 2203.15556, Table 3)
+# number of training tokens per parameter of a model of the best size (Hoffmann et al. 2022, arXiv
+# 2203.15556, Table 3)
 TOKENS_PER_PARAMETER = 20
 CURVE = 60  # Number of points of a drawn curve.
 

@@ -1,10 +1,10 @@
 """The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
 A method that does not sum the complete gradients of all replicas changes the update of the weights,
-so a training may need more steps. The answer gives the time of a step and a break-even number. If
-the method needs this number of additional steps, the training takes as long as with complete
-gradients. If the break-even number is large, the method may save time, but only a training can show
-how many more steps the method really needs.
+so a training may need more steps. The answer gives the time of a step and a break-even percentage.
+If the method needs this many percent more steps, the training takes as long as with complete
+gradients. If the break-even percentage is large, the method may save time, but only a training can
+show how many more steps the method really needs.
 """
 
 from collections.abc import Iterator

@@ -398,8 +398,8 @@ class Multiply(Operator):
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that are needed to add a gradient to its sum. The result is the maximum
-        over the gradients of the weight and of the adapters."""
+        """Return the bytes that are needed to add a gradient to the sum of gradients. The result is
+        the maximum over the gradients of the weight and of the adapters."""
         if self.scaling != "none":
             shape, rows = self.linear.local(sizes.layout.tensor), sizes.rows(self.rows)
             result = low_bit.scaled_adding_bytes(sizes, shape, rows, keeps_codes=self.keeps_codes)

@@ -42,7 +42,7 @@ class RunMethod:
     measures the consensus distance in some steps, it also does so in its last step. The norm of
     each rank's own gradient is computed every `noise_every` steps, or never if `noise_every` is 0.
     `copies` is the number of files that a node keeps in its memory for each of its ranks; each file
-    is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`, with which
+    is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`; if it is True,
     gradients are summed along a tree over the microbatches.
     """
 

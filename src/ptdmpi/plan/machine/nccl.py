@@ -29,7 +29,7 @@ class Protocol:
     link_steps: float  # Time of a step over a link, as a multiple of the time in a ring with LL128.
     hop_s: float  # Time of a step over the network.
     share: float  # Fraction of the rate that the protocol reaches.
-    lone_share: float  # The fraction in a group with only one rank per node.
+    lone_share: float  # The same fraction in a group with only one rank per node.
     most: float = math.inf  # Upper limit of the rate, in bytes per second.
 
 

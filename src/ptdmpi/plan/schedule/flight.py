@@ -174,8 +174,8 @@ def _walked(order: RankOrder) -> Flight:
 
 
 def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
-    """Yield the moments that no other moment dominates. A moment dominates another moment if at
-    least as many microbatches are in every store at this moment.
+    """Yield the moments that no other moment dominates. One moment dominates another if every store
+    has at least as many microbatches at the first moment as at the second.
 
     A moment with working memory is compared only with moments that have the same working memory. A
     moment without working memory is compared with all moments.

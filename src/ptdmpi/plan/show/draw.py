@@ -25,7 +25,8 @@ _SHADES = 4  # Number of shades of each colour; chunks of a rank differ in shade
 _DARK_SHADES = 2  # Letters are white on this many of the darkest shades, black on the others.
 # Colours of letters: (number of the colour in a terminal, name in a picture).
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")
-# Style of a number in a bar: under True if it is written horizontally, under False if vertically.
+# Style of a number in a bar. The key is True if the number is written horizontally, and False if it
+# is written vertically.
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},

@@ -207,8 +207,8 @@ def _together(ranks: Team, action: Callable[[], Result]) -> Result:
 def make_shards(
     open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Team
 ) -> dict[str, int | float]:
-    """Make token shards from a corpus. Return the final table: sums over all documents, seconds,
-    and tokens_per_s.
+    """Make token shards from the corpus that `open_corpus` returns. Return the final table: sums
+    over all documents, seconds, and tokens_per_s.
 
     All ranks must call this function. Raise InputError for bad options or input, for an output
     directory with other contents, and for a full disk. After such an error, neither incomplete

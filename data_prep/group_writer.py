@@ -101,7 +101,8 @@ class GroupWriter:
         """Finish the open shards, then write the progress. If the process is killed between these
         two steps, the same shards are written again after a restart.
 
-        The next shards begin with token `token` of task `task`.
+        The next shards begin with token `token` of task `task`. If `complete` is True, the group
+        has no further shards.
         """
         tokens = [0, 0]
         for side, writer in enumerate(self._writers):

@@ -121,7 +121,8 @@ class MegatronIndex:
             self.tokens = mapped.view(np.ndarray)
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        """Return one of the arrays in the index file, mapped into memory."""
+        """Return one of the arrays in the index file, mapped into memory: `count` numbers of the
+        type `dtype`, which begin at byte `offset`."""
         # map the index as bytes, because its arrays are not aligned to their element size
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)
@@ -227,7 +228,7 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
     """Return a bool for each shard, which is True if its first document continues the last document
-    of the previous shard."""
+    of the previous shard. `eod_id` is the id of the end-of-document token."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 

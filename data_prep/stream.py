@@ -113,9 +113,9 @@ class StreamedTexts:
     def _texts(
         self, rows: Any, where: str, advance: Callable[[int], object]
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield a pair (number of the row, text in UTF-8) for each row. If a text contains a lone
-        surrogate, its bytes are not valid UTF-8; the option --errors decides what happens to such
-        bytes."""
+        """Yield a pair (number of the row, text in UTF-8) for each of the `rows`. If a text
+        contains a lone surrogate, its bytes are not valid UTF-8; the option --errors decides what
+        happens to such bytes. `where` names the rows in error messages."""
         numbered = enumerate(rows)
         while True:
             try:

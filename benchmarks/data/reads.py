@@ -58,8 +58,8 @@ def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
 
 
 def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a function that reads the next `samples` samples, step by step, and returns
-    samples/s."""
+    """Return a function that reads the next `samples` samples of `batches`, step by step
+    (`global_size` samples in a step), and returns samples/s."""
     places = iter(range(10**9))
 
     def side() -> float:
@@ -76,8 +76,8 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
 
 
 def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a function that reads `samples` samples through the prefetching thread, and returns
-    samples/s."""
+    """Return a function that reads the next `samples` samples of `batches` through the prefetching
+    thread, `global_size` samples in a step, and returns samples/s."""
 
     def side() -> float:
         steps = samples // global_size
@@ -108,8 +108,9 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
 
 
 def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
-    """Return a function that reads the samples `picks` as slices of memory-mapped files, each from
-    a random dataset, and returns samples/s."""
+    """Return a function that reads the samples with the numbers `picks` as slices of memory-mapped
+    files, each from one of the `datasets` that the generator `chance` chooses, and returns
+    samples/s."""
     headers = [dataset.headers[0] for dataset in datasets]
     maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
     shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])
@@ -126,8 +127,8 @@ def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.G
 
 
 def timed_reads(dataset: Dataset, picks: np.ndarray, group: int) -> Side:
-    """Return a function that reads the samples `picks`, `group` samples per call, and returns
-    samples/s."""
+    """Return a function that reads the samples with the numbers `picks` from `dataset`, `group`
+    samples per call, and returns samples/s."""
 
     def side() -> float:
         groups = [picks[n : n + group] for n in range(0, len(picks), group)]

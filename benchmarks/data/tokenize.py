@@ -183,7 +183,8 @@ class Tool:
 
 
 def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
-    """Return the tools that are available, by their names in the table."""
+    """Return the tools that are available on this machine (with the packages in `peers`), by their
+    names in the table."""
     here = sys.executable
     there = str(peers.python)
     model = folder / "hf-tokenizer"  # a folder in the format of transformers
@@ -236,9 +237,10 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
 
 
 def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | None]:
-    """Return the seconds that a tool took and the number of tokens that it wrote. The number is
-    None if the tool has no output files with 2 bytes per token. Raises RuntimeError with the tool's
-    last line if the tool fails."""
+    """Run a tool on a corpus with `cores` cores. Return the seconds that the tool took and the
+    number of tokens that it wrote into the folder `out`. The number is None if the tool has no
+    output files with 2 bytes per token. Raises RuntimeError with the tool's last line if the tool
+    fails."""
     shutil.rmtree(out, ignore_errors=True)
     environ = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
     environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
@@ -315,8 +317,10 @@ def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] 
 
 
 def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
-    """Print a table. A ratio compares two rates of the same round. A dash means that
-    `rates_between` returned no rate."""
+    """Print a table of the tools: tokens per second, the ratio to the first tool in the same round,
+    and the seconds of a complete command. `seconds` and `tokens` are for several corpora, shortest
+    first; `what` names the cores in the title. A dash means that `rates_between` returned no
+    rate."""
     rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")

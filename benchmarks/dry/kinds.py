@@ -83,7 +83,8 @@ def alone(changes: Mapping[str, Any]) -> Numbers:
 def of_two(changes: Mapping[str, Any]) -> Numbers:
     """Run a step of one kind of training on two ranks, and return its counts (launches, bytes,
     memory, ...) as a row of the table. The model is the small model of the tests, because messages
-    between ranks are really sent, which takes time."""
+    between ranks are really sent, which takes time. `changes` are the keys of the configuration in
+    which this kind differs from the default model."""
     counts = of_step(small(changes, 2), VOCAB_SIZE)
     return {"launches": round(counts.launches), "syncs": round(counts.syncs)}
 

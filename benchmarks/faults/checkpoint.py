@@ -124,7 +124,8 @@ class Rank:
         return time.perf_counter() - begin
 
     def load_cold(self, side: str, number: int) -> float:
-        """Return the seconds of a load from files that are not in the page cache."""
+        """Return the seconds of a load by the method `side`, in round `number`, from files that are
+        not in the page cache."""
         self.forget()
         return self.clock(partial(self.load, side, number))
 

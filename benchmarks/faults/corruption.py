@@ -62,7 +62,8 @@ def main() -> None:
     verifying_s: list[float] = []
 
     def timed(every: int) -> float:
-        """Return the seconds of a step, measured between two barriers of all ranks."""
+        """Return the seconds of one training step with `run.verify_every` = `every` (0: without
+        verification), measured between two barriers of all ranks."""
         engine.verification.every = every
         comm.Barrier()
         begin = time.perf_counter()

@@ -191,8 +191,8 @@ def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> Killed
 
 
 def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
-    """Return the kind with the fewest deaths so far. If several kinds have equally few deaths,
-    return the kind with the fewest runs."""
+    """Return the kind among `names` with the fewest deaths in `runs`. If several kinds have equally
+    few deaths, return the kind with the fewest runs."""
 
     def tried(name: str) -> tuple[int, int]:
         mine = [run for run in runs if run.kind == name]

@@ -121,7 +121,8 @@ def prepare_all(folder: Path) -> None:
 
 
 def require_bases(folder: Path, way: Way) -> None:
-    """Make the frozen base of a run with adapters, unless it exists or the run has no adapters."""
+    """Make the frozen base model of the runs of the kind `way`, unless the base exists or these
+    runs train no adapters."""
     names = [words[1] for words in map(_pair, way.settings) if words[0] == "adapt.base"]
     for name in names:
         require_base(folder)

@@ -37,7 +37,9 @@ def _countdown(count: int) -> Callable[[], bool]:
 
 
 def prepare(place: str, count: int, rank: int) -> None:
-    """Replace the function at `place` by a function that may kill this process."""
+    """Replace the function that reaches the point `place` of a save by a function that kills this
+    process when it is called for the `count`-th time. At the place `write`, which all ranks reach,
+    only the process of rank `rank` is killed."""
     from ptdmpi.checkpoint import boxes as data
     from ptdmpi.checkpoint import directory as files
     from ptdmpi.checkpoint import save

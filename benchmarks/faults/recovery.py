@@ -179,8 +179,8 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
-    """Wait until the log has `losses` lines about lost ranks, and then for the first new step.
-    Record the seconds from the death, which was at the time `since`, to this step."""
+    """Wait until the log has `losses` lines about lost ranks, and then for the first new step. Add
+    to `trial` the seconds from the death, which was at the time `since`, to this step."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]

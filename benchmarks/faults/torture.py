@@ -123,8 +123,8 @@ class Torture:
             raise Lost(f"after the run resumed from step {saved} or later: {change}")
 
     def require_refusal(self, training: StartedRun, code: int, words: tuple[str, ...]) -> None:
-        """Raise Lost unless a run has ended with exit code 2 and one line that contains one of
-        `words`."""
+        """Raise Lost unless the run `training` has ended with exit code 2 (`code` is its exit
+        code), and with one line that contains one of `words`."""
         lines = [line for line in training.text().splitlines() if "ptdmpi: error: " in line]
         if code != 2 or len(lines) != 1 or not any(word in lines[0] for word in words):
             raise Lost(f"exit code {code}, no clear refusal: {training.text()[-2000:]}")
@@ -284,8 +284,8 @@ def _fill(run: Path) -> None:
 
 
 def _remount(run: Path, how: str) -> None:
-    """Remount a file system. Try this repeatedly, because a file system cannot become read-only
-    while a file is open for writing."""
+    """Remount the file system of a run with the mount option `how` ("ro" or "rw"). Try this
+    repeatedly, because a file system cannot become read-only while a file is open for writing."""
     end = time.monotonic() + 60.0
     while subprocess.run(
         ("mount", "-o", f"remount,{how}", str(run)), capture_output=True

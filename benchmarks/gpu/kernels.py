@@ -99,7 +99,7 @@ def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)
 
 def rope_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return RoPE of `x` [tokens, batch, heads, head size], computed by its formula in torch's own
-    operations."""
+    operations. `cos` and `sin` are the cosines and sines of the rotation angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -87,7 +87,8 @@ def overlap(
     shape: dict[str, Any] = SHAPE,
     vocab_size: int = VOCAB_SIZE,
 ) -> dict[str, Any]:
-    """Trace two steps, after one warm-up step, of replicas on all ranks of `world`.
+    """Trace two training steps, after one warm-up step, of replicas on all ranks of `world`, which
+    communicate over the transport `wire`.
 
     Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. All
     other ranks return {}.

@@ -74,8 +74,9 @@ def sizes(workload: Workload) -> list[Size]:
 
 
 def ids_of(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
-    """Return the microbatches of a step: random tokens [sequences, tokens] on the device. A step
-    has the same tokens for all microbatch sizes."""
+    """Return the microbatches of a training step: random tokens [sequences, tokens] on the device
+    of the workload, with `micro_size` sequences in each microbatch. A step has the same tokens for
+    all microbatch sizes."""
     generator = torch.Generator().manual_seed(step)
     shape = (workload.sequences, workload.model.seq_length)
     whole = torch.randint(workload.vocab_size, shape, generator=generator).to(workload.device)
@@ -85,7 +86,8 @@ def ids_of(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
 def one_step(
     microbatches: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], update: torch.optim.AdamW
 ) -> Tensor:
-    """Do one training step on microbatches of tokens, and return the mean loss."""
+    """Do one training step on microbatches of tokens, and return the mean loss. `loss_of` computes
+    the loss of one microbatch, and the optimizer `update` changes the weights."""
     parts = []
     for ids in microbatches:
         loss = loss_of(ids) / len(microbatches)
@@ -99,8 +101,9 @@ def one_step(
 def timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the measured rates, memory and first loss for some steps of a model. The first steps,
-    in which the model is compiled, are not timed."""
+    """Train some steps of `model`, and return the measured rates, the peak memory and the loss of
+    the first step. `loss_of` computes the loss of a microbatch of tokens. The first steps, in which
+    the model is compiled, are not timed."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     module = torch.get_device_module(workload.device)
     times = []
@@ -256,8 +259,9 @@ def alone_in_torchtitan(device: torch.device) -> Iterator[None]:
 def torchtitan_way(
     workload: Workload, size: Size, measure: Measure[T] = timed, *, compiled: bool
 ) -> T:
-    """Train torchtitan's LLaMA with one microbatch size, and return the result of `measure`. This
-    function must be called inside the context `alone_in_torchtitan`."""
+    """Train torchtitan's LLaMA with one microbatch size, with compiled blocks if `compiled` is
+    True, and return the result of `measure`. This function must be called inside the context
+    `alone_in_torchtitan`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     device = workload.device

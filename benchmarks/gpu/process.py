@@ -46,8 +46,8 @@ def answer(
 def _wait(
     process: "subprocess.Popen[str]", limit_s: float, look: Callable[[], None]
 ) -> dict[str, str]:
-    """Wait for a program, and kill its session after `limit_s` seconds. Return a description of the
-    failure if the program failed."""
+    """Wait for a program, and kill its session after `limit_s` seconds. While the program runs,
+    call `look` every EVERY_S seconds. Return a description of the failure if the program failed."""
     end_s = time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0.0:
         try:

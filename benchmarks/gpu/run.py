@@ -84,8 +84,8 @@ class Record:
 
 
 def known_parts(results: Path, own: dict[str, Any]) -> dict[str, Part]:
-    """Return the results of the parts that earlier runs measured with the same device, code and
-    libraries."""
+    """Return the results of the parts that earlier runs have stored in the folder `results`. Return
+    no parts if the earlier runs had another identity (device, code and libraries) than `own`."""
     file = results / LATEST
     if not file.is_file():
         return {}

@@ -80,8 +80,8 @@ def fresh(device: torch.device) -> None:
 def first_that_fits(
     device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
 ) -> Numbers | None:
-    """Measure the settings one after the other until one fits into the device's memory, and return
-    its numbers; None if no setting fits."""
+    """Call `measure` with one setting of `ways` after another, until a setting fits into the
+    device's memory, and return the numbers that `measure` returned; None if no setting fits."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):

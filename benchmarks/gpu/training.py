@@ -44,8 +44,9 @@ def configuration(
     compiled: bool = False,
     ranks: int = 1,
 ) -> Config:
-    """Return the configuration for a step of four microbatches on each of `ranks` replicas. `mode`
-    is the mode of recomputation."""
+    """Return the configuration for a step of four microbatches of `micro_size` sequences on each of
+    `ranks` replicas. `mode` is the mode of recomputation. If `compiled` is True, layers are
+    compiled."""
     tree = {
         "run": {"steps": 100, "compile": compiled},
         "model": model,
@@ -169,8 +170,8 @@ def in_turn(
     named: dict[str, str],
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield rounds in which ptdmpi and another trainer alternate, so that a drift in the machine's
-    speed affects both equally.
+    """Yield rounds in which ptdmpi (`ours`) and another trainer (`theirs`) train alternately, so
+    that a drift in the machine's speed affects both equally.
 
     All rounds together are one table row. The row has the key "left" until the last round is done.
     `named` has the names of the two settings. Raises Left if one of the two trainers was not

@@ -31,8 +31,8 @@ def values_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Yield (name, function that checks the operation) for each collective operation on tensors of
-    a device."""
+    """Yield (name, function that checks the operation) for each collective operation of the group
+    `axis`, on tensors of the type `dtype` on a device."""
     n = axis.size
     rank = axis.rank
     every = [values_of(other, ELEMENTS, dtype, device) for other in range(n)]
@@ -77,8 +77,8 @@ def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iter
 
 
 def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device) -> bool:
-    """Send messages of several sizes to the right neighbour in a ring. Return True if the messages
-    of the left neighbour arrive unchanged."""
+    """Send messages of several sizes from each rank of `axis` to its right neighbour in a ring.
+    Return True if the messages of the left neighbour arrive unchanged."""
     if axis.size == 1:
         return True
     right = (axis.rank + 1) % axis.size

@@ -49,7 +49,7 @@ STEPS = 8
 
 
 def config_of(side: str, ranks: int) -> Config:
-    """Return the configuration for a method on `ranks` replicas."""
+    """Return the configuration for the method `side` on `ranks` replicas."""
     return synthetic_config(
         Layout(tensor=1, pipeline=1, data=ranks, micro_size=2),
         MODEL,
@@ -134,8 +134,8 @@ def measured(nodes: int, rounds: int) -> dict[str, Any]:
 
 
 def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
-    """Return a row of the table: the method, the seconds of a step, the speed-up relative to
-    averaging over all replicas, and the bytes that leave a node in a step."""
+    """Return a row of the table for the method `side`: its name, the seconds of a step, the
+    speed-up relative to averaging over all replicas, and the bytes that leave a node in a step."""
     mine = [sides[side] for sides in rounds]
     ratios = [sides["all_reduce"]["step_s"] / sides[side]["step_s"] for sides in rounds]
     sent = statistics.median(turn["sent_bytes"] for turn in mine)

@@ -188,8 +188,9 @@ def _end(holder: subprocess.Popen[str]) -> None:
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """Create the nodes and connect them. This function runs in the first process of the process
-    namespace that contains the nodes. Return when standard input ends."""
+    """Create the nodes `names` and connect them by `link`. Each node writes its process id into a
+    file in the folder `place`. This function runs in the first process of the process namespace
+    that contains the nodes. Return when standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

@@ -120,8 +120,8 @@ def _rate(size: int, seconds: float) -> str:
 
 
 def _range(rows: Sequence[dict[str, Any]], way: str) -> str:
-    """Return a text with the megabytes that cross the link in a step, for the smallest and for the
-    largest batch."""
+    """Return a text with the megabytes that cross the link in a step with the layout `way`, for the
+    smallest and for the largest batch."""
     sent = [row["ways"][way]["sent_bytes"] / 1e6 for row in rows]
     return f"{sent[0]:.1f} to {sent[-1]:.1f}"
 

@@ -231,8 +231,9 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the prediction for the fastest layout among all legal layouts that fit, with every
-    number of virtual stages, every microbatch size and every mode of recomputation."""
+    """Return the prediction for the fastest layout that is legal and fits. The layouts have the
+    sizes in `stated`, and every number of virtual stages, every microbatch size and every mode of
+    recomputation."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1

@@ -50,7 +50,8 @@ class Inputs(NamedTuple):
 def differentiated(
     attend: "Callable[[Tensor, Tensor, Tensor], Tensor]", inputs: Inputs
 ) -> "tuple[Tensor, ...]":
-    """Return the output of attention and the gradients of queries, keys and values."""
+    """Return the output of the attention function `attend`, and the gradients of queries, keys and
+    values."""
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     out = attend(q, k, v)
     out.backward(inputs.dout)

@@ -82,7 +82,8 @@ def _measure(text: str) -> None:
 
 
 def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
-    """Train a case from new initial weights, and return the median step time in seconds."""
+    """Train a case from new initial weights for `turns.steps` steps, and return the median step
+    time in seconds."""
     import time
 
     import torch

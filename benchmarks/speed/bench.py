@@ -35,8 +35,8 @@ LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of ptdmpi and of another trainer agree in every step.
-    Equal losses show that both trainers do the same computation."""
+    """Raise SideFailed unless the losses of ptdmpi (`ours`) and of the trainer `name` (`peer`)
+    agree in every step. Equal losses show that both trainers do the same computation."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
         if not abs(a - b) <= limit * abs(b):  # in this form, the test also rejects NaN
@@ -51,8 +51,7 @@ class Contest:
 
     A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and the
     reason is added to the attribute `out`. If ptdmpi itself fails, the measurement of the row ends.
-    The object
-    waits for a trainer at most until the time `end_s` (of time.monotonic).
+    The object waits for a trainer at most until the time `end_s` (of time.monotonic).
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:

@@ -46,7 +46,7 @@ def leaves(wanted: int) -> None:
 
 def compared(base: Row, other: Row, wanted: int, words: str) -> None:
     """Measure step time and memory of two rows alternately, until `wanted` rounds were undisturbed,
-    and print the ratios of `other` to `base`."""
+    and print the ratios of `other` to `base`. `words` describes the ratio in the printed line."""
     with Side(base, None) as off, Side(other, None) as on:
         for side in (off, on):
             side.train(WARM_STEPS)

@@ -149,7 +149,8 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
-    """Measure causal attention, forward and backward, and return the shortest time in seconds."""
+    """Measure causal attention with the implementation `way`, forward and backward, and return the
+    shortest time in seconds."""
     if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))

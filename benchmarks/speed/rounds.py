@@ -69,8 +69,9 @@ def busy_cpu_s(stat: str | None = None) -> float:
 
 
 def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
-    """Return the number of cores that other processes used during `wall_s` seconds. The number is
-    never negative, although the clock ticks of /proc/stat are coarse."""
+    """Return the number of cores that other processes used during `wall_s` seconds. `busy_s` is the
+    CPU time of all processes in this time, and `own_s` the CPU time of the benchmark's processes.
+    The number is never negative, although the clock ticks of /proc/stat are coarse."""
     return max(0.0, (busy_s - own_s) / wall_s)
 
 
@@ -147,8 +148,9 @@ def summarise(
     *,
     tokens: int,
 ) -> Result:
-    """Return the result of the rounds of a row. `names` are the layout, the precision, the tool,
-    and the variant of the tool. `tokens` is the number of tokens in one step."""
+    """Return the result of a row, computed from its `wanted` least disturbed rounds. `names` are
+    the layout, the precision, the tool, and the variant of the tool. `sample` has the values of the
+    row that do not belong to a single round. `tokens` is the number of tokens in one step."""
     used = counted(rounds, wanted)
     ratios = [r.ratio for r in used]
     rate = statistics.median(r.tokens_per_s for r in used)

@@ -170,9 +170,9 @@ class Side:
             raise SideFailed(self._story(f"is gone ({error})")) from error
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
-        """Wait for the answer of a rank, and return it. Raises SideTooSlow at the time `end_s` (of
-        the clock time.monotonic). Raises SideFailed if any rank has ended, because the awaited rank
-        may wait forever for the ended rank."""
+        """Wait for the answer of the rank with the connection `stream`, and return the answer.
+        Raises SideTooSlow at the time `end_s` (of the clock time.monotonic). Raises SideFailed if
+        any rank has ended, because the awaited rank may wait forever for the ended rank."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:

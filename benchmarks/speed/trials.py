@@ -133,7 +133,8 @@ class Trials:
     def _try(
         self, row: Row, way: Variant, tried: dict[Variant, PeerTrial], tokens_per_s: float
     ) -> None:
-        """Try a variant and add the trial to `tried`, if there is time for it."""
+        """Try the variant `way` and add the trial to `tried`, if there is time for it.
+        `tokens_per_s` is ptdmpi's rate."""
         if time.monotonic() > self.until_s:
             self.untried += 1
             return
@@ -143,8 +144,8 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Try one variant of a tool, and return the trial. The measurement ends early if the tool does
-    not reach `at_least` tokens per second."""
+    """Try the variant `way` of a tool on a row, and return the trial. The measurement ends early if
+    the tool does not reach `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:

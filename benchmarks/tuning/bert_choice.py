@@ -33,7 +33,8 @@ LIMIT_S = 4 * 3600.0
 
 
 def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
-    """Return the configuration of a training run on the files in `folder`."""
+    """Return the configuration of a training run on the files in `folder`, for a model with `depth`
+    layers and the order of norms `order` ("pre" or "post")."""
     return {
         "run": {"dir": str(folder / f"{order}-{depth}"), "steps": STEPS},
         # with norms before attention and MLP, there is no norm after the embedding, as in
@@ -64,8 +65,8 @@ def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
 
 
 def trained(folder: Path, depth: int, order: str) -> dict[str, Any]:
-    """Train a model, unless its run is already complete, and return the results for its row of the
-    table."""
+    """Train the model with `depth` layers and the order of norms `order`, unless its run is already
+    complete, and return the results for its row of the table."""
     import tomlkit
 
     path = folder / f"{order}-{depth}.toml"

@@ -76,9 +76,9 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
 def quantized(
     model: Path, data: Path, form: str, method: str, *, more: Sequence[str]
 ) -> dict[str, Any]:
-    """Quantize a model, unless its report exists already. Return the report of `ptdmpi quantize`,
-    with perplexities in bf16. `more` are the command's options for the calibration samples of
-    GPTQ."""
+    """Quantize a model to the codes and block size `form` by the method `method`, unless its report
+    exists already. Return the report of `ptdmpi quantize`, with perplexities in bf16. `more` are
+    the command's options for the calibration samples of GPTQ."""
     target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
     if not known.is_file():
@@ -119,8 +119,9 @@ def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
     """Yield the rows of a table with two perplexities, in bf16 and in int4. There are rows for
-    three models: the base model, the base model after further training, and the base model after
-    further training with rounded weights."""
+    three models: the model `base`, `base` after further training, and `base` after further training
+    with rounded weights. `trained` is a function that trains `base` further and returns the run
+    directory."""
     models = {
         "none": base,
         "without rounded weights": trained("plain"),

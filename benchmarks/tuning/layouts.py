@@ -96,7 +96,8 @@ def greatest(losses: Sequence[float], plain: Sequence[float]) -> float:
 
 
 def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) -> list[str]:
-    """Return the lines of the results in Markdown: a table, and a paragraph about logits."""
+    """Return the lines of the results in Markdown: a table of the losses `curves` of the layouts
+    `chosen`, and a paragraph about the differences of logits in `peft`."""
     names = [", ".join(map(str, axes)) for axes in chosen]
     rows = []
     for name, losses in zip(names, curves, strict=True):

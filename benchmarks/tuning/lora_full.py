@@ -86,7 +86,8 @@ def validations(records: Sequence[Any]) -> list[tuple[int, float]]:
 
 
 def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
-    """Return the planned memory of one rank in bfloat16, with microbatches of one row."""
+    """Return the planned memory of one rank in bfloat16, for training by `method` with microbatches
+    of one row of `length` tokens."""
     adapt = AdaptConfig(**ADAPT[method])
     model = ModelConfig(**{**smol.sizes(base), "seq_length": length}).adapted(adapt)
     account = MemoryModel(model, model.vocab_size, "bf16")
@@ -94,7 +95,8 @@ def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
 
 
 def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, Any]:
-    """Return the memory of one rank, as `benchmarks.tuning.step` measures it."""
+    """Return the memory of one rank, as `benchmarks.tuning.step` measures it, for training by
+    `method` with microbatches of one row of `length` tokens."""
     words = ["memory", str(base), method, str(length), recompute]
     text = answer(1, ["-m", "benchmarks.tuning.step", *words])
     numbers: dict[str, Any] = json.loads(text[text.index("{") :])

@@ -45,7 +45,8 @@ def text() -> torch.Tensor:
 
 
 def configuration(width: int, rate: float, steps: int, *, mup: bool) -> Config:
-    """Return the configuration of a training of a model with hidden size `width`."""
+    """Return the configuration of a training of a model with hidden size `width` and learning rate
+    `rate`, with muP if `mup` is True."""
     model = {
         "kind": "llama",
         "layers": 2,

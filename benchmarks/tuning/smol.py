@@ -98,8 +98,8 @@ def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]
 
 
 def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) -> list[Any]:
-    """Train in the run directory `folder`, unless the run is already complete, and return the
-    records of metrics.jsonl."""
+    """Train the configuration `tree`, with the options `settings` for `--set`, in the run directory
+    `folder`, unless the run is already complete. Return the records of metrics.jsonl."""
     import tomlkit
 
     folder.parent.mkdir(parents=True, exist_ok=True)

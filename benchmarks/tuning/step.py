@@ -37,7 +37,8 @@ STEPS = 2
 
 
 def configuration(base: Path, method: str, length: int, recompute: str) -> Config:
-    """Return the configuration with one microbatch of one row per step, on one rank."""
+    """Return the configuration for training by `method` on one rank, with one microbatch of one row
+    of `length` tokens per step."""
     model = tomllib.loads((base / "config.toml").read_text())["model"]
     sections: dict[str, Any] = {"run": {"steps": 1_000_000}, "precision": {"compute": "bf16"}}
     if method == "lora":

@@ -106,7 +106,8 @@ def apart(values: Tensor, reference: Tensor) -> float:
 
 
 def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
-    """Train the adapters with `peft`, and return the losses and the differences of logits."""
+    """Train the adapters in `begun` with `peft`, as the run `run` has trained them, and return the
+    losses and the differences of logits (also those of the merged model `merged`)."""
     import peft
 
     from ptdmpi.comm.world import World

@@ -104,8 +104,8 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 def _logits(
     stored: StoredModel, question: Question, dtypes: Iterable[tuple[Counterpart, str]]
 ) -> tuple[Tensor, ...]:
-    """Return the logits of each head of ptdmpi's model for the prompts in `question`. Before that,
-    round each weight to its data type in `dtypes`."""
+    """Round each weight of ptdmpi's model to its data type in `dtypes`. Return the logits of each
+    head of the rounded model for the prompts in `question`."""
     config = stored.config(precision="fp64")
     ids = question.ids
     # shorten the sequence length, so that the table of rotary angles is only as long as the prompts

@@ -68,8 +68,8 @@ class Decoder:
 
 
 def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
-    """Return the section [model] for a config.json. Raise InputError for values that ptdmpi does
-    not support."""
+    """Return the section [model] of the model that a config.json describes. Raise InputError for
+    values that ptdmpi does not support."""
     config = ConfigJson({**decoder.defaults, **config.values}, config.name)
     hidden = config.need("hidden_size")
     heads = config.need("num_attention_heads")

@@ -73,8 +73,9 @@ def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, 
     Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,
     arXiv 2302.13971, section 3, following Gao et al. 2021); the log-likelihood per token; and the
     difference between the log-likelihoods after the item's context and after the neutral context
-    (LLaMA uses this difference for OpenBookQA and BoolQ, following Brown et al. 2020). If a measure
-    is greatest for several choices, the first of them counts as the model's choice.
+    (LLaMA uses this difference for OpenBookQA and BoolQ, following Brown et al. 2020). If several
+    choices have the greatest value of a measure, the first of these choices counts as the model's
+    choice.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

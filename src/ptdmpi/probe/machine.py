@@ -36,7 +36,7 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-# placeholder for rates of data sheets, which a measured cluster does not need
+# a rate that limits nothing, in place of the data-sheet rates that a measured cluster does not need
 UNLIMITED = 1e15
 
 

@@ -99,7 +99,7 @@ class Attempt:
         self.directory: RunDirectory | None = None
         self.choice: Choice | None = None
         # `steps_done` of the engine is None until the state is completely loaded. If a rank is lost
-        # before that, no survivor may continue from the incomplete state.
+        # during the loading, no survivor may continue from the incomplete state.
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:

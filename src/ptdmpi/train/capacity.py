@@ -264,10 +264,10 @@ def process_bytes() -> tuple[int, int]:
 
 
 def forget_peak() -> None:
-    """Reset this process's peak of resident memory to its present value.
+    """Return unused memory from glibc to the operating system, and then reset this process's peak
+    of resident memory to the present value.
 
-    Before that, return unused memory from glibc to the operating system. Other C libraries have no
-    function for this.
+    Other C libraries than glibc have no function that returns unused memory.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

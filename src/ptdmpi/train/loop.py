@@ -153,7 +153,7 @@ class Loop:
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
         """Write the record of a step. Then validate and save a checkpoint if this is due or
-        requested. Return the requests (to stop or save) that the ranks have received by then.
+        requested. Return the requests (to stop or save) that the ranks have received so far.
         """
         step = done.step
         # vote before the record is written: the vote computes the greatest peak memory of all
@@ -216,7 +216,7 @@ class Loop:
 
     def _save(self, step: int, asked: Asked) -> Asked:
         """Save a checkpoint if a save is due or requested. Return the requests (to stop or save)
-        that the ranks have received by then.
+        that the ranks have received so far.
         """
         if self._goes_on(step):
             self.stopping.before_save(asked, step)

@@ -46,8 +46,8 @@ class Run:
     ...) and its duration in seconds. A step is yielded after its record is written, and after the
     validation and the save that the configuration asks for. A program may leave the loop early, but
     all ranks must leave it after the same step. The progress since the last checkpoint is then
-    lost. The run directory has the same contents as with `ptdmpi train`, so each of the two can
-    continue a run of the other.
+    lost. The run directory has the same contents as with `ptdmpi train`, so `ptdmpi train` and this
+    class can continue each other's runs.
     """
 
     def __init__(

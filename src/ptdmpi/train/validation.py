@@ -92,7 +92,7 @@ class Validation:
 
     def after_step(self, step: int) -> Asked:
         """Do the validation and the evaluation of tasks if they are due, and record and log the
-        results. Return the requests (to stop or save) that the ranks have received by then.
+        results. Return the requests (to stop or save) that the ranks have received so far.
 
         If replicas differ, the model with the mean of their weights is validated.
         """

@@ -205,8 +205,8 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job from rank 1, because rank 0 is silent. Before that, give all other ranks time
-        to write their stacks."""
+        """On rank 1, give all other ranks time to write their stacks, and then end the job, because
+        rank 0 is silent."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)

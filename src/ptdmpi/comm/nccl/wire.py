@@ -179,7 +179,8 @@ class NcclCarrier:
 
     def _way(self, pair: Pair, peer: int) -> tuple[Line, int]:
         """Return (connection, rank of `peer` in this connection) for messages of a directed pair.
-        The pair's own connection is used if there is one, otherwise the group's.
+        The pair's own connection is used if the pair has one; otherwise the group's connection is
+        used.
         """
         line = self.pairs.get(pair)
         return (self.whole, peer) if line is None else (line, pair.index(peer))

@@ -53,10 +53,11 @@ class _Exchange:
 
 class Decentralized(DataParallel):
     """Decentralized SGD in the form "adapt, then combine" (diffusion): x_i <- sum_j w_ij (x_j -
-    rate * update_j). The weights w_ij come from a `topology` over the replicas, which may change
-    from step to step (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56; Chen and
-    Sayed 2012, 60). Each replica keeps its own moments. If `average_moments` is True, the moments
-    are averaged in the same way as the weights. After a skipped step nothing is averaged.
+    rate * update_j). Here x_i are the model weights of replica i, and rate is the learning rate.
+    The averaging weights w_ij come from a `topology` over the replicas, which may change from step
+    to step (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012, 60). Each
+    replica keeps its own moments. If `average_moments` is True, the moments are averaged in the
+    same way as the weights. After a skipped step nothing is averaged.
 
     If `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA (Chen
     et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run, even

@@ -99,7 +99,7 @@ def script_of(job: TrainingJob, file: Path) -> str:
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "CORES_PER_RANK": str(cores)}
     if site.scheduler == "flux":
         variables |= {"RANKS_PER_NODE": str(job.ranks_per_node), "NODES": str(job.nodes)}
-    # Slurm needs no path, because it requeues its own copy of the script
+    # Slurm needs no path of the script, because Slurm requeues its own copy of the script
     if site.scheduler != "slurm":
         variables["SCRIPT"] = str(file)
     variables["PTDMPI_HOME"] = str(folder.parent)

@@ -68,7 +68,7 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or a style, in the form of a content security policy."""
+    """Return the hash of a script or a style, in the form that a content security policy uses."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

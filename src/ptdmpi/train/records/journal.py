@@ -95,7 +95,7 @@ class Journal:
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
-        """Close the sinks: the other tools that receive the records."""
+        """Close the sinks, which pass the records to other tools."""
         if self.directory is not None:
             self.directory.close()
 

@@ -86,7 +86,7 @@ def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 
 # the report shows the rows in the order of these keys
 RECORD_KEYS: Mapping[str, RecordKey] = {
-    # keys in the records of steps: progress
+    # keys in the records of steps about the progress of the run
     "layout": _newest("layout", "text"),
     "rank_count": _newest("ranks"),
     "step": RecordKey(within="steps"),
@@ -105,7 +105,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
     "loss_scale": RecordKey(hidden="a part of fp16 training; skipped steps are shown instead"),
-    # keys in the records of steps: communication-efficient methods, and experts
+    # keys in the records of steps about communication-efficient methods and experts
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
@@ -124,7 +124,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "gradient_noise": RecordKey(within="gradient_noise"),
     "tasks": RecordKey(within="tasks"),
     "tasks_time_s": _median("median_tasks_time_s", "seconds", "median tasks"),
-    # keys in the records of steps: speed, memory, messages
+    # keys in the records of steps about speed, memory and messages
     "step_time_s": _median("median_step_time_s", "seconds", "median step"),
     "tokens_per_s": _median("median_tokens_per_s"),
     "model_tflops_per_rank": _median("median_model_tflops_per_rank"),

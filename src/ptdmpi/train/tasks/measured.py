@@ -83,7 +83,7 @@ class Tasks:
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
         """Evaluate the task files, and record and log the scores. Return the requests (to stop or
-        to save) that the ranks have received by then.
+        to save) that the ranks have received so far.
 
         `vote` is called repeatedly during the evaluation; if a stop is requested, the evaluation is
         interrupted.

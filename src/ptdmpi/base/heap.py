@@ -2,11 +2,11 @@
 step frees and requests large tensors of the same sizes.
 
 By default glibc returns a freed block of memory to the kernel if the block is larger than a limit.
-glibc adapts this limit between 128 KiB and 32 MiB. The next training step requests blocks of the
-same size again. Every page of the new block then causes a page fault, and the kernel fills the page
-with zeros. If glibc keeps freed memory in the process, the page faults happen only once, in the
-first step. The process then always occupies as much memory as at its peak, but every training step
-reaches this peak anyway.
+While the program runs, glibc adapts this limit, between 128 KiB and 32 MiB. The next training step
+requests blocks of the same size again. Every page of the new block then causes a page fault, and
+the kernel fills the page with zeros. If glibc keeps freed memory in the process, the page faults
+happen only once, in the first step. The process then always occupies as much memory as at its peak,
+but every training step reaches this peak anyway.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    # a model cannot have more layers than tensors; report such a typo before so many layers are
+    # a number of layers above the number of tensors is a typo; report it before so many layers are
     # declared
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")

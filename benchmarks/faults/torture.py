@@ -58,7 +58,8 @@ class Torture:
     choices."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
-        """Prepare trials with those layouts that belong to at least one of `kinds`."""
+        """Prepare trials with those layouts that belong to at least one of the kinds of layouts
+        `kinds`. `seed` determines all random choices."""
         self.folder = folder
         self.random = random.Random(seed)
         self.decks = {

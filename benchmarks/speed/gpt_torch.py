@@ -53,9 +53,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for the input `x`; both are [batch, tokens, hidden]."""
-        # The tensor qkv has the shape [batch, tokens, heads, 3, head size]. The heads are before
-        # the 3, so that DTensor's contiguous shards of the rows of the weight consist of complete
-        # heads.
+        # The tensor qkv has the shape [batch, tokens, heads, 3, head size]. The dimension of
+        # the heads comes before the dimension of size 3 (queries, keys and values), so that
+        # DTensor's contiguous shards of the rows of the weight consist of complete heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))

@@ -4,8 +4,11 @@ parallelism."""
 import pytest
 import torch
 
+from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.config import Layout
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.plan.layout.grid import EXPERT_AXES
 from tests._configs import Changes, layout
 from tests._engines import assert_same_bits, build, from_root, train, whole_weights
@@ -149,6 +152,37 @@ def test_one_microbatch_a_rank_has_the_bits_of_data_parallelism(comm, precision)
     assert_same_bits(
         train(comm, shape | dealt(3, d=3), steps=3), train(comm, shape | layout(d=3), steps=3)
     )
+
+
+@parallel(ranks=[2])
+def test_an_expert_computes_the_tokens_of_all_ranks_in_their_order(comm):
+    """Rank 0 sends tokens to expert 2 first, rank 1 to both of the other rank's or own experts."""
+    chosen = torch.tensor([[[2, 0], [2, 3], [3, 0]], [[3, 1], [0, 2], [2, 3]]][comm.rank])
+    together = ExpertAxis(MpiCommunicator(comm)).dispatch(chosen, 4)
+    held = [(expert, rows.tolist()) for expert, rows, _ in together.held]
+    # rows arrive by source rank, then by expert, then by token: two ranks' rows of two experts
+    assert held == [[(0, [0, 1, 2]), (1, [3])], [(0, [0, 1, 4, 5]), (1, [2, 3, 6, 7])]][comm.rank]
+    apart = ExpertAxis(MpiCommunicator(comm), by_source=True).dispatch(chosen, 4)
+    held = [(expert, rows.tolist()) for expert, rows, _ in apart.held]
+    of_second = [(0, [0, 1]), (1, [2, 3]), (0, [4, 5]), (1, [6, 7])]
+    assert held == [[(0, [0, 1]), (0, [2]), (1, [3])], of_second][comm.rank]
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "by_source"),
+    [
+        (Layout(1, 1, 4, expert=4), 1, True),
+        (Layout(2, 1, 2, context=2, expert=4), 1, True),
+        (Layout(1, 1, 4, expert=4), 2, False),
+        (Layout(1, 1, 4, expert=2), 1, False),
+        (Layout(2, 1, 2, expert=4, expert_tensor=1), 1, False),
+        (Layout(1, 1, 1), 1, False),
+    ],
+)
+def test_ranks_are_computed_separately_only_where_bits_are_promised(
+    layout, microbatches, by_source
+):
+    assert layout.computes_by_source(microbatches) is by_source
 
 
 @parallel(ranks=[2])

@@ -185,6 +185,18 @@ class Layout:
         """Return the number of data ranks over which experts are distributed."""
         return self.expert_tokens // self.expert_context
 
+    def computes_by_source(self, microbatches: int) -> bool:
+        """Return True if an expert computes the tokens of each source rank separately, so that the
+        results have the bits of data parallelism without distributed experts. `microbatches` is the
+        number of microbatches of a data rank in a step.
+
+        These bits are possible only if experts are distributed over all context and data ranks, and
+        each data rank has one microbatch: all gradients of an expert are then sums over source
+        ranks only. In all other layouts an expert computes the tokens of all source ranks together.
+        """
+        every = 1 < self.expert == self.token_ranks
+        return every and not self.dealing.whole and microbatches == 1
+
     @property
     def sharing(self) -> Sharing:
         """Return the stage of ZeRO and the number of ranks in a shard group."""

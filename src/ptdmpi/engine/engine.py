@@ -356,7 +356,9 @@ def _stages(
     """Return the pipeline stages that the schedule assigns to this rank: number of the stage ->
     stage."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
-    experts = ExpertAxis(axes[EXPERTS], config.layout.dealing.whole)
+    layout = config.layout
+    by_source = layout.computes_by_source(layout.microbatches(config.batch.global_size))
+    experts = ExpertAxis(axes[EXPERTS], layout.dealing.whole, by_source)
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
     )

@@ -166,10 +166,11 @@ class ComparedLayout(Layout):
         first. Experts are distributed over equally many ranks in both layouts, unless the results
         also have these bits with all experts on one rank.
         """
+        microbatches = self.microbatches(GLOBAL_SIZE)
         plain = ComparedLayout(
             tensor=self.tensor,
             data=self.data,
-            expert=1 if self.sums_by_source else self.expert,
+            expert=1 if self.computes_by_source(microbatches) else self.expert,
             sequence_parallel=self.sequence_parallel,
             micro_size=self.micro_size,
             reproducible=self.reproducible,
@@ -187,17 +188,6 @@ class ComparedLayout(Layout):
         """Return True if groups of ranks shard the optimizer's state, and several groups have
         copies of the same state."""
         return 1 < self.shards < self.copies
-
-    @property
-    def sums_by_source(self) -> bool:
-        """Return True if the gradients of experts are summed in the same order as in data
-        parallelism with all experts on each rank. This is the case if experts are distributed over
-        all data ranks, each data rank has one microbatch, and nothing is sharded."""
-        return (
-            self.expert == self.data
-            and self.microbatches(GLOBAL_SIZE) == 1
-            and not self.shards_state
-        )
 
     @property
     def sums_by_microbatch(self) -> bool:

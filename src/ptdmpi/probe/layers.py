@@ -179,9 +179,8 @@ class Layers:
             both = []
             for case, model, measured in zip(cases, models, taken, strict=True):
                 pricer = Pricer.of(cluster, model, case.micro_size, self.precision)
-                times = pricer.times.stage_times(
-                    Layout(tensor=tensor, pipeline=1, data=1, virtual=1, micro_size=case.micro_size)
-                )
+                layout = Layout(tensor=tensor, pipeline=1, data=1, micro_size=case.micro_size)
+                times = pricer.times.stage_times(layout, 1)
                 both.append((times.forward_s[0], measured.forward_s))
                 both.append((times.backward_s[0], measured.backward_s))
             return both

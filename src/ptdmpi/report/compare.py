@@ -78,14 +78,14 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
     price = pricer.price(layout)
-    times = pricer.times.stage_times(layout)
     microbatches = layout.microbatches(checked.batch.global_size)
+    times = pricer.times.stage_times(layout, microbatches)
     title = f"predicted on {pricer.cluster.name}"
     timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     spans = list(timeline.spans)
     end_s = timeline.makespan_s
     inside_s = {}
-    seconds = pricer.times.stage_seconds(layout)
+    seconds = pricer.times.stage_seconds(layout, microbatches)
     for rank in range(layout.pipeline):
         own = [seconds[stage] for stage in times.placed.stages_of(rank)]
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)

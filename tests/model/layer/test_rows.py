@@ -72,23 +72,30 @@ def layer_of(
     widens: bool = False,
     context: ContextAxis | None = None,
     whole: bool = False,
+    dealt: ExpertAxis | None = None,
 ):
     """A layer with known weights, its rows' sizes, and the context of its forward; `widens`: its
     products of half types are in float32, on request. `context`: an axis that cuts its sequence,
-    whose messages are counted instead of the tensor axis'. `whole`: no expert is divided."""
+    whose messages are counted instead of the tensor axis'. `whole`: no expert is divided. `dealt`:
+    the ranks over which experts are dealt, whose messages are counted."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
     precision, _, fp8 = precision.partition(" ")
     scaling = scaling_of(precision, fp8 or "block")
     model = model.adapted(model.adapt, model.quantize, scaling)
-    experts = ExpertAxis(whole=whole)
+    experts = dealt or ExpertAxis(whole=whole)
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
     for part in (name for name, part in layer(model, model.kind_of(0)).items() if not part.trains):
         for weight in block.get_submodule(part).parameters(recurse=False):
             weight.declaration = replace(weight.declaration, trains=False)
+    if dealt is not None:  # this rank's experts are in one buffer with its other weights
+        for weight in block.parameters():
+            weight.declaration = replace(weight.declaration, apart=())
     placed = Placed(block, axis, precision)
     here = ALL if context is None else context.positions
     placed.counted = axis.comm if context is None else context.comm
+    if dealt is not None:
+        placed.counted = dealt.comm
     kernels = chosen_kernels(precision, widens)
     compute_by(placed.layer, kernels)
     for linear in placed.layer.modules():
@@ -106,8 +113,11 @@ def layer_of(
         layout = replace(layout, expert_tensor=1)
     if context is not None:
         layout = replace(layout, context_method=context.method)
+    if dealt is not None:
+        layout = replace(layout, data=dealt.size, expert=dealt.size)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
-    sizes_here = Sizes(model, layout, precision, program(kernels, precision))
+    software = program(kernels, precision)
+    sizes_here = Sizes(model, layout, precision, software, by_source=experts.by_source)
     return placed, sizes_here, Context(stream, positions=here)
 
 
@@ -172,16 +182,18 @@ def wrong(
     widens: bool = False,
     context: ContextAxis | None = None,
     whole: bool = False,
+    dealt: ExpertAxis | None = None,
 ) -> list[str]:
     """Return the rows whose account is not what was measured, and in which respect."""
     placed, sizes, given = layer_of(
-        name, axis, precision, widens=widens, context=context, whole=whole
+        name, axis, precision, widens=widens, context=context, whole=whole, dealt=dealt
     )
     rows = measured(placed, given)
     mistakes = []
     described = operators(describe.layer(sizes.model, 0))
     for row in described:
-        mistakes += wrong_parts(row, placed.layer, sizes.layout)
+        if dealt is None or dealt.comm.rank == 0:  # the parts have the first rank's names
+            mistakes += wrong_parts(row, placed.layer, sizes.layout)
         found = rows[row.name]
         kept = total_bytes(row.kept(sizes, "none")) + shared_bytes(row, sizes)
         if saved_by(rows, row) != kept:
@@ -213,7 +225,7 @@ def launched(row, products: tuple[int, int], sizes: Sizes) -> bool:
     """Return True if a row launches as many products as foreseen. Experts without tokens launch
     none."""
     foreseen = foreseen_products(row, sizes)
-    if isinstance(row, MixExperts):
+    if isinstance(row, MixExperts) and row.chosen < row.count:
         return all(1 < found <= most for found, most in zip(products, foreseen, strict=True))
     return products == foreseen
 
@@ -265,6 +277,19 @@ def test_experts_that_are_not_divided_do_what_they_say(comm, sequence_parallel):
             for recompute in ("none", "full"):
                 real, said = kept_by_layer(name, axis, precision, recompute, whole=True)
                 assert real == said, (name, precision, recompute)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("by_source", [False, True])
+def test_experts_of_several_ranks_do_what_they_say(comm, by_source):
+    """Each token has all experts, so every expert has as many rows as any other. An expert of four
+    has one product for all ranks' rows, or one for each rank's."""
+    dealt = ExpertAxis(MpiCommunicator(comm), by_source=by_source)
+    every = SHAPES["experts"] | {"model.experts_per_token": 4}
+    with mock.patch.dict(SHAPES, {"all experts": every}):
+        for precision in ("fp64", "bf16"):
+            axis = TensorAxis(OneRank())
+            assert wrong("all experts", axis, precision, dealt=dealt) == [], precision
 
 
 @pytest.mark.cases(10)

@@ -139,6 +139,25 @@ def test_lists_of_parts_cost_by_their_number():
     assert sum(newer.times.data.in_ops(layouts[1], stage)[:2]) < many / 8
 
 
+def test_experts_of_several_ranks_are_priced_as_they_are_computed():
+    """Eight ranks have two of 16 experts each: an expert has one product for the tokens of all
+    ranks, or, at one microbatch a rank, one for each rank's, whose gradients are added apart."""
+    model = load_model(
+        "l=2,h=4096,a=32,kind=llama,experts=16,experts_per_token=8,expert_hidden=2048"
+    )
+    pricer = Pricer.of(load_cluster("h100"), model, 8, "bf16")
+    layout, kind = Layout(1, 1, 8, expert=8), model.config.kind_of(1)
+    apart, together = (pricer.times.layer(layout, kind, many) for many in (1, 2))
+    alone = pricer.times.layer(Layout(1, 1, 8), kind, 1)
+    # up, down, their gradients and those of their weights, in 16 segments or in two
+    gained = [mine - theirs for mine, theirs in zip(apart.launches, together.launches, strict=True)]
+    assert gained[0] >= 14 * 5 and gained[1] >= 14 * 10
+    assert apart.backward.compute > 1.5 * together.backward.compute
+    assert alone.backward.compute > together.backward.compute
+    backwards = [pricer.times.stage_seconds(layout, many)[0][1].compute for many in (1, 2)]
+    assert backwards[0] > 1.5 * backwards[1]
+
+
 def test_no_layer_is_faster_than_its_host(machine):
     """17 kernels and messages forwards at t = 8, 35 backwards; what takes longer is as before."""
     small, layout = load_model("l=4,h=1024,a=16"), Layout(8, 1, 1)
@@ -148,7 +167,7 @@ def test_no_layer_is_faster_than_its_host(machine):
     assert layer.forward.total == pytest.approx(17 * launch_s)
     assert layer.backward.launched.compute == pytest.approx(35 * launch_s - layer.backward.messages)
     pricer = Pricer.of(SELENE, small, 8, "fp16")
-    forward, backward = pricer.times.stage_seconds(layout)[0]
+    forward, backward = pricer.times.stage_seconds(layout, 8)[0]
     assert forward.total > 4 * 17 * launch_s and backward.total > 4 * 35 * launch_s
     large = LayerTimes(machine, load_model("l=4,h=12288,a=96"), layout)
     assert large.forward.total == large.forward.compute + large.forward.messages

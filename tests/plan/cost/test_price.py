@@ -61,10 +61,12 @@ def test_a_split_backward_takes_its_two_parts(gpt3, sequence_parallel):
     """I and W together are the backward, and what each hides for the other no more."""
     plain = Layout(8, 12, 1, schedule="1f1b", recompute="full")
     plain = replace(plain, sequence_parallel=sequence_parallel)
-    whole = gpt3.times.stage_times(plain)
+    many = plain.microbatches(gpt3.batch)
+    whole = gpt3.times.stage_times(plain, many)
     assert whole.weight_s == ()
     for split in (replace(plain, schedule="zb-h1"), replace(plain, schedule="zb-v", virtual=2)):
-        times, layer = gpt3.times.stage_times(split), gpt3.times.layer(split, LayerKind())
+        times = gpt3.times.stage_times(split, many)
+        layer = gpt3.times.layer(split, LayerKind(), many)
         for parts in zip(times.input_s, times.weight_s, times.backward_s, strict=True):
             assert 0 < parts[1] < parts[0] and parts[0] + parts[1] == pytest.approx(parts[2])
         assert sum(times.backward_s) >= sum(whole.backward_s) * (1 - 1e-12)
@@ -151,9 +153,11 @@ def test_what_helps_helps(gpt3):
 def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(gpt3):
     """Rajbhandari et al. 2020, section 6.1: "one extra all-gather" for each transformer block."""
     partitioned = replace(GPT3, partition_activations=True)
-    layer = gpt3.times.layer(GPT3, LayerKind())
+    many = GPT3.microbatches(gpt3.batch)
+    layer = gpt3.times.layer(GPT3, LayerKind(), many)
     gather_s = layer.machine.all_gather_s(2048 * GPT3.micro_size * 12288 * 2, layer.group)
-    pairs = zip(gpt3.times.stage_seconds(partitioned), gpt3.times.stage_seconds(GPT3), strict=True)
+    both = (gpt3.times.stage_seconds(layout, many) for layout in (partitioned, GPT3))
+    pairs = zip(*both, strict=True)
     for (forward, backward), (whole_forward, whole_backward) in pairs:
         layers = 96 // GPT3.stages
         assert forward == whole_forward and backward.compute == whole_backward.compute

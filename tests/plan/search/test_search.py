@@ -424,9 +424,9 @@ def test_the_papers_rules():
     fewer = replace(fewer, data=2 * price.layout.data)
     assert pricer.footprint(fewer).total > pricer.capacity_bytes
     times = microbatch_model(pricer, price.layout)
-    stages = pricer.times.stage_seconds(replace(price.layout, micro_size=1))
-    slowest = max(forward.total + backward.total for forward, backward in stages)
     per_replica = 1536 // price.layout.data
+    stages = pricer.times.stage_seconds(replace(price.layout, micro_size=1), per_replica)
+    slowest = max(forward.total + backward.total for forward, backward in stages)
     assert times[1] == pytest.approx((per_replica + price.layout.pipeline - 1) * slowest)
 
 

@@ -6,9 +6,13 @@ experts, in the order of their numbers. All ranks of the group compute the same 
 microbatch number at the same time, each rank for its own tokens. The activation of a token is
 called a row, and is sent to each expert of the token.
 
-An expert computes the rows of each source rank separately, one source rank after the other. Rows
-from the same rank keep their order. Each matrix product therefore has the same operands as it has
-without expert parallelism, and the results are bitwise equal.
+An expert computes the rows of all source ranks together, ordered by source rank; rows from the same
+rank keep their order. So the order of the rows does not depend on the time at which they arrive.
+
+If the results may have the same bits as without expert parallelism
+(`Layout.computes_by_source`), an expert instead computes the rows of each source rank separately,
+one source rank after the other. Each matrix product then has the same operands as without expert
+parallelism.
 """
 
 from collections.abc import Sequence
@@ -97,10 +101,13 @@ class SentDispatch:
     messages with a different number of rows for each rank. A row is sent once for each expert of
     its token, so it has one weight: j = 1 in the notation of `Dispatch`."""
 
-    def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
+    def __init__(
+        self, group: Communicator, chosen: Tensor, counts: RowCounts, by_source: bool
+    ) -> None:
         """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
         experts of each of this rank's T tokens. `counts` has the numbers of rows that this rank
-        sends and receives."""
+        sends and receives. If `by_source` is True, `held` has a segment for each source rank and
+        expert, and otherwise a segment for each expert."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]
@@ -111,7 +118,8 @@ class SentDispatch:
         own = len(self.leaving) // group.size
         self.sent = [sum(self.leaving[at : at + own]) for at in range(0, len(self.leaving), own)]
         self.received = [sum(of_rank) for of_rank in counts.arriving]
-        self.held: Sequence[Segment] = _in_turn(counts.arriving, chosen.device)
+        divided = _in_turn if by_source else _together
+        self.held: Sequence[Segment] = divided(counts.arriving, chosen.device)
 
     def rows(self, rows: Tensor) -> Tensor:
         """Send the row (the activation) of each token to each of its experts. Return the rows that
@@ -164,14 +172,30 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
     return held
 
 
+def _together(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Segment]:
+    """Return the received rows as one segment for each expert that has rows, ordered by expert. The
+    rows of a segment are ordered by source rank. Rank r has sent `arriving[r][n]` rows for expert n
+    of this rank."""
+    counts = torch.tensor(arriving)  # [source ranks, experts of this rank]
+    # rows arrive ordered by source rank and then by expert
+    experts = torch.arange(counts.shape[1]).repeat(len(counts)).repeat_interleave(counts.flatten())
+    # the order is computed on the host, so that a device receives it in one copy
+    order = experts.argsort(stable=True).to(device)
+    split = order.split(counts.sum(0).tolist())
+    return [Segment(expert, rows, rows) for expert, rows in enumerate(split) if len(rows)]
+
+
 @dataclass(frozen=True)
 class ExpertAxis:
     """The group of ranks, `comm`, among which the experts of each layer are divided. These ranks
     also have different tokens. If `whole` is True, the tensor axis does not divide the width of an
-    expert, and each tensor rank has different tokens (`tokens.py`)."""
+    expert, and each tensor rank has different tokens (`tokens.py`). If `by_source` is True, an
+    expert computes the tokens of each of these ranks separately
+    (`Layout.computes_by_source`)."""
 
     comm: Communicator = field(default_factory=OneRank)
     whole: bool = False
+    by_source: bool = False
 
     @property
     def size(self) -> int:
@@ -190,7 +214,8 @@ class ExpertAxis:
         must call this method, and the host waits for the exchange."""
         if self.size == 1:
             return LocalDispatch(segments(chosen, experts))
-        return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
+        counts = counts or self._exchanged(chosen, experts)
+        return SentDispatch(self.comm, chosen, counts, self.by_source)
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
         """Exchange the numbers of rows with all ranks of the group. Return the numbers of rows that

@@ -11,9 +11,10 @@ the input's gradient is summed over the tensor ranks together with the contribut
 The gradient of its weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
-rows (activations of one token each) that all ranks send to this expert. This rank computes the
-gradient of a weight separately for each source rank, and adds these gradients in ascending order of
-ranks, so that the result is bitwise equal to data parallelism without divided experts.
+rows (activations of one token each) that all ranks send to this expert. If the results can be
+bitwise equal to data parallelism without divided experts (`Layout.computes_by_source`), this rank
+computes the gradient of a weight separately for each source rank, and adds these gradients in
+ascending order of ranks.
 """
 
 import itertools
@@ -207,7 +208,7 @@ class MixturePass:
         total = torch.zeros_like(dy)
         flat = weights.flatten().unsqueeze(-1)
         by_weight = torch.zeros_like(flat)
-        alone = self.dealt.size > 1
+        alone = self.dealt.by_source
         for (expert, at, pairs), (y, of_up, of_down) in zip(held, kept, strict=True):
             up, down = map(self.linear, self.experts[expert])
             dy_rows = dy[at]

@@ -78,8 +78,9 @@ class Seconds:
         return replace(self, compute=self.compute + waits_s, host=0.0)
 
 
-def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
-    """Return the sizes of the tensors of a microbatch on a rank of `layout`."""
+def sizes_on(machine: Machine, model: Model, layout: Layout, *, by_source: bool = False) -> Sizes:
+    """Return the sizes of the tensors of a microbatch on a rank of `layout`. If `by_source` is
+    True, experts compute the tokens of each source rank separately."""
     cluster = machine.cluster
     return Sizes(
         model=model.config,
@@ -87,6 +88,7 @@ def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
         precision=machine.dtype,
         software=cluster.software,
         on_host=cluster.on_host,
+        by_source=by_source,
     )
 
 
@@ -94,9 +96,10 @@ class TensorRank:
     """The times of kernels and messages on one tensor-parallel rank of `layout`, for one
     microbatch."""
 
-    def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
+    def __init__(self, machine: Machine, sizes: Sizes) -> None:
         self.machine = machine
-        self.sizes = sizes_on(machine, model, layout)
+        self.sizes = sizes
+        layout = sizes.layout
         tensor = layout.tensor
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
@@ -180,12 +183,19 @@ class TensorRank:
 
 class LayerTimes(TensorRank):
     """The times of one layer of a model on a tensor-parallel rank. The layer has the kind `kind`,
-    or, if `kind` is None, the kind of the last layer."""
+    or, if `kind` is None, the kind of the last layer. If `by_source` is True, its experts compute
+    the tokens of each source rank separately."""
 
     def __init__(
-        self, machine: Machine, model: Model, layout: Layout, kind: LayerKind | None = None
+        self,
+        machine: Machine,
+        model: Model,
+        layout: Layout,
+        kind: LayerKind | None = None,
+        *,
+        by_source: bool = False,
     ) -> None:
-        super().__init__(machine, model, layout)
+        super().__init__(machine, sizes_on(machine, model, layout, by_source=by_source))
         if kind is None:
             kind = model.config.kind_of(model.config.layers - 1)
         self.rows = operators(describe.layer_of(model.config, kind))
@@ -289,7 +299,7 @@ class EndTimes(TensorRank):
     """
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
-        super().__init__(machine, model, layout)
+        super().__init__(machine, sizes_on(machine, model, layout))
         config = model.config
         self.embedding = describe.embedding(config, model.vocab_size)
         self.head = describe.head(config, model.vocab_size)

@@ -130,8 +130,8 @@ class Pricer:
         """Return a lower bound of the step time, in seconds. The bound holds for every order of
         ops. The search uses it to exclude layouts."""
         microbatches = layout.microbatches(self.batch)
-        bound = self.times.stage_times(layout).lower_bound_s(microbatches)
-        return bound + sum(self.times.after_s(layout))
+        bound = self.times.stage_times(layout, microbatches).lower_bound_s(microbatches)
+        return bound + sum(self.times.after_s(layout, microbatches))
 
     def rough_bound_s(self, layout: Layout) -> float:
         """Return a lower bound of `bound_s` that is cheaper to compute, because it does not assign
@@ -173,9 +173,10 @@ class Pricer:
             splits(layout),
         )
         if key not in self._roughly:
+            microbatches = layout.microbatches(self.batch)
             layers_s, passed = self.times.ends(layout).total_s, math.inf
             for kind, count in self.model.config.runs():
-                layer = self.times.layer(layout, kind)
+                layer = self.times.layer(layout, kind, microbatches)
                 back = Seconds() if kind.idle else backward_of(layer, layout)
                 # if only some layers are recomputed, the bound ignores recomputation
                 if layout.recompute_layers is None and not kind.idle:
@@ -185,7 +186,7 @@ class Pricer:
                 # `StageTimes.lower_bound_s`)
                 waited = layer.forward.total + back.total * (not splits(layout))
                 passed = min(passed, waited)
-            work = layout.microbatches(self.batch) * layers_s
+            work = microbatches * layers_s
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 
@@ -244,10 +245,10 @@ class Pricer:
         """Return the start and the end of each op in a step, for a picture. The messages of the
         data axis come after the pipeline, and the optimizer comes after these messages."""
         microbatches = layout.microbatches(self.batch)
-        times = self.times.stage_times(layout)
+        times = self.times.stage_times(layout, microbatches)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)
         end_s = drawn.start_s + drawn.makespan_s
-        moments = itertools.accumulate(self.times.after_s(layout), initial=end_s)
+        moments = itertools.accumulate(self.times.after_s(layout, microbatches), initial=end_s)
         lasts = zip(("reduce", "optimizer"), itertools.pairwise(moments), strict=True)
         spans = [
             Span(rank=rank, kind=kind, op="", start_s=start_s, end_s=end_s)
@@ -261,14 +262,14 @@ class Pricer:
         """Simulate a step of the layout, and return the layout's price. Raises InputError for a
         layout that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
-        times = self.times.stage_times(layout)
+        times = self.times.stage_times(layout, microbatches)
         makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)
-        data_s, optimizer_s = self.times.after_s(layout)
+        data_s, optimizer_s = self.times.after_s(layout, microbatches)
         busiest = max(range(p), key=lambda rank: times.busy_s(rank, microbatches))
         busy_s = times.busy_s(busiest, microbatches)
         mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
         own = times.placed.stages_of(busiest)
-        seconds = self.times.stage_seconds(layout)
+        seconds = self.times.stage_seconds(layout, microbatches)
         messages_s = (sum(part.messages for part in seconds[stage]) for stage in own)
         tensor_s = microbatches * sum(messages_s)
         keys_s = (sum(part.context for part in seconds[stage]) for stage in own)

@@ -24,7 +24,8 @@ from ptdmpi.plan.shape.parameters import ModelPart
 
 class StepTimes:
     """The times, in seconds, of the parts of a step, for one model on one cluster. The time of
-    kernels with the same shape is computed only once for all layouts."""
+    kernels with the same shape is computed only once for all layouts. The argument `microbatches`
+    of a method is the number of microbatches of a data rank in a step."""
 
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
@@ -50,11 +51,14 @@ class StepTimes:
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
         self._ends: dict[tuple[object, ...], EndTimes] = {}
 
-    def layer(self, layout: Layout, kind: LayerKind) -> LayerTimes:
+    def layer(self, layout: Layout, kind: LayerKind, microbatches: int) -> LayerTimes:
         """Return the times of a layer of kind `kind` on one tensor-parallel rank."""
-        key = (kind, *_layer_key(layout))
+        by_source = layout.computes_by_source(microbatches)
+        key = (kind, by_source, *_layer_key(layout))
         if key not in self._layers:
-            self._layers[key] = LayerTimes(self.machine, self.model, layout, kind)
+            self._layers[key] = LayerTimes(
+                self.machine, self.model, layout, kind, by_source=by_source
+            )
         return self._layers[key]
 
     def ends(self, layout: Layout) -> EndTimes:
@@ -64,7 +68,7 @@ class StepTimes:
             self._ends[key] = EndTimes(self.machine, self.model, layout)
         return self._ends[key]
 
-    def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
+    def stage_seconds(self, layout: Layout, microbatches: int) -> list[tuple[Seconds, Seconds]]:
         """Return, for each stage, the times of its forward and of its backward for one
         microbatch."""
         ends, most = self.ends(layout), layout.recompute_layers
@@ -81,7 +85,7 @@ class StepTimes:
                 start += count
             key = tuple(counts)
             if key not in alike:
-                alike[key] = self._summed_seconds(layout, key)
+                alike[key] = self._summed_seconds(layout, key, microbatches)
             stages.append(alike[key])
         forward, back = stages[0]
         stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
@@ -90,14 +94,14 @@ class StepTimes:
         return stages
 
     def _summed_seconds(
-        self, layout: Layout, counts: Sequence[tuple[LayerKind, int, int]]
+        self, layout: Layout, counts: Sequence[tuple[LayerKind, int, int]], microbatches: int
     ) -> tuple[Seconds, Seconds]:
         """Return the times of (forward, backward) of some layers for one microbatch. `counts` has,
         for each run of equal layers, their kind, their number, and the number of these layers that
         may be recomputed."""
         forward = backward = Seconds()
         for kind, count, recomputed in counts:
-            layer = self.layer(layout, kind)
+            layer = self.layer(layout, kind, microbatches)
             forward = forward + layer.forward.launched * count
             if kind.idle:
                 continue
@@ -107,7 +111,7 @@ class StepTimes:
             backward = backward + again * recomputed + own.launched * (count - recomputed)
         return forward, backward
 
-    def weight_seconds(self, layout: Layout) -> list[Seconds]:
+    def weight_seconds(self, layout: Layout, microbatches: int) -> list[Seconds]:
         """Return the seconds that each stage's backward spends on W, the gradients of weights; []
         if no backward is split."""
         if not splits(layout):
@@ -116,15 +120,18 @@ class StepTimes:
         stages = []
         for part in self.memory.stages.stage_parts(layout):
             runs = trained_runs(part.runs)
-            works = (self.layer(layout, kind).weights.launched * count for kind, count in runs)
+            works = (
+                self.layer(layout, kind, microbatches).weights.launched * count
+                for kind, count in runs
+            )
             stages.append(sum(works, Seconds()))
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
         return stages
 
-    def stage_times(self, layout: Layout) -> StageTimes:
+    def stage_times(self, layout: Layout, microbatches: int) -> StageTimes:
         """Return the seconds of each stage's ops and of the messages between stages."""
-        seconds, p = self.stage_seconds(layout), layout.pipeline
+        seconds, p = self.stage_seconds(layout, microbatches), layout.pipeline
         count = len(seconds)
         # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. It is
         # 0 before the first stage and after the last stage.
@@ -150,7 +157,7 @@ class StepTimes:
             backward_in_s=tuple(ways[1:]),
             overlap=self.cluster.software.overlap_pipeline,
             placed=placement_of(layout),
-            weight_s=tuple(part.total for part in self.weight_seconds(layout)),
+            weight_s=tuple(part.total for part in self.weight_seconds(layout, microbatches)),
         )
 
     def in_ops_s(
@@ -195,7 +202,7 @@ class StepTimes:
         part_s = self.machine.send_s(size / layout.tensor, crosses_nodes=crosses)
         return part_s + self.machine.all_gather_s(size, ends.group)
 
-    def after_s(self, layout: Layout) -> tuple[float, float]:
+    def after_s(self, layout: Layout, microbatches: int) -> tuple[float, float]:
         """Return two times, in seconds, of the work after the pipeline's last backward: the time
         for which messages over the data axis do not overlap with computation, and the time of the
         optimizer.
@@ -208,7 +215,7 @@ class StepTimes:
         behind = self.data.behind(layout, elements)
         data_s = sum(behind)
         if layout.dp_overlap:
-            forward, backward = self.stage_seconds(layout)[0]
+            forward, backward = self.stage_seconds(layout, microbatches)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
             # gradients are sent during the last microbatch's backward, except those of the layer
             # that is computed last; weights are sent during the next step's forward, except those

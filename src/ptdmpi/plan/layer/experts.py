@@ -46,7 +46,8 @@ class MixExperts(Operator):
     If experts are distributed over several ranks, the predicted time assumes that all experts have
     equally many tokens, so that a rank computes as many rows as without expert parallelism. The
     predicted memory is enough for `FULLEST` times this number of rows, or for the largest possible
-    number of rows if that is smaller.
+    number of rows if that is smaller. An expert computes the rows of all source ranks together, or,
+    if `Sizes.by_source` is True, the rows of each source rank separately.
 
     `up` and `down` are the two linear layers of each of `count` experts, with the activation
     `function` between them. `chosen` is the number of experts that are chosen for a token. If there
@@ -161,11 +162,19 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of experts that have tokens, number of rows of each of them), under the
-        assumption that these experts have equally many tokens."""
+        """Return (number of segments that a rank computes one after the other, number of rows of
+        each of them), under the assumption that all segments have equally many rows. A segment has
+        the rows of one of the rank's experts, or, if `sizes.by_source` is True, its rows from one
+        source rank."""
         pairs = self._pairs(sizes)
-        used = min(self.count, pairs)
+        each = 1 if sizes.by_source else sizes.layout.expert
+        used = min(self.count // each, pairs)
         return used, -(-pairs // used)
+
+    def _largest_group(self, sizes: Sizes) -> int:
+        """Return the number of rows for which the prediction reserves the working memory of one
+        segment. In the worst case, all tokens of all source ranks choose the same expert."""
+        return min(sizes.layout.expert * self._tokens(sizes), self._most_rows(sizes))
 
     def _adapting(self, sizes: Sizes, linear: str, *, back: bool = False) -> Iterator[Kernel]:
         """Yield the matrix products of the adapters of an expert's linear layer in the forward, or,
@@ -260,8 +269,9 @@ class MixExperts(Operator):
         used, rows = self._groups(sizes)
         for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            # each gradient is set to zero before it is computed, and added to the sum afterwards
-            if sizes.layout.expert > 1:
+            # the gradient of each source rank is set to zero before it is computed, and added to
+            # the sum afterwards
+            if sizes.by_source:
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
@@ -379,7 +389,7 @@ class MixExperts(Operator):
         tensors, and of the tensors of one expert, which in the worst case has all tokens of the
         microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
-        tokens = self._tokens(sizes)
+        tokens, most = self._tokens(sizes), self._largest_group(sizes)
         whole = tokens * h * (2 * c + (wide if wide > c else 0))
         if sizes.divides_sequence and not sizes.layout.dealing.whole:
             whole += 2 * tokens * h * c
@@ -389,13 +399,13 @@ class MixExperts(Operator):
         width = (2 + self.keeps_rows) * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)
         if self.adapters:  # the gradient of a linear layer's input, and what adapters add to it
             width += max(h, self._width(sizes)) + self._ranks("up") + self._ranks("down")
-        expert = tokens * width * c
+        expert = most * width * c
         if wide > c:
-            expert += tokens * self._width(sizes) * 2 * wide
+            expert += most * self._width(sizes) * 2 * wide
         if sizes.layout.expert > 1:  # the gradients of rows that are sent and received
             moved = self._most_rows(sizes) + self._pairs(sizes)
             whole += moved * (2 * h * c + INDEX_BYTES)
-        copies = 0 if self.up.trains else copied_bytes(sizes, self._up_shape(sizes), tokens)
+        copies = 0 if self.up.trains else copied_bytes(sizes, self._up_shape(sizes), most)
         return whole + scores + expert + max(copies, self.adding_bytes(sizes))
 
     def _up_shape(self, sizes: Sizes) -> tuple[int, int]:
@@ -405,8 +415,10 @@ class MixExperts(Operator):
         """Return the number of bytes that the largest weight gradient of one expert needs until it
         is added to the sum of gradients. In the worst case, the expert has all tokens of the
         microbatch. If the gradient has the type of the sum, it needs no bytes, unless experts are
-        distributed over ranks: in this case each gradient is stored completely before it is
-        added."""
+        distributed over ranks: if an expert computes the tokens of each source rank separately,
+        each gradient is stored completely before it is added. The memory of a layout is predicted
+        for any number of microbatches, so these bytes count in all layouts with distributed
+        experts."""
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:
@@ -418,5 +430,5 @@ class MixExperts(Operator):
         if wide == c:
             return alone
         return alone + max(
-            copied_bytes(sizes, shape, self._tokens(sizes)), inputs * outputs * (c + wide)
+            copied_bytes(sizes, shape, self._largest_group(sizes)), inputs * outputs * (c + wide)
         )

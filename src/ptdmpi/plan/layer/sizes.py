@@ -25,7 +25,8 @@ class Sizes:
     `precision` is the compute type, for example "bf16" or "fp32". `software` is the program that
     runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is the
     number of positions of a sample that the head predicts; if it is None, the number follows from
-    the default fraction.
+    the default fraction. If `by_source` is True, experts compute the tokens of each source rank
+    separately (`Layout.computes_by_source`).
     """
 
     model: ModelConfig
@@ -34,6 +35,7 @@ class Sizes:
     software: Software = TRAINER
     on_host: bool = True
     predictions: int | None = None
+    by_source: bool = False
 
     @property
     def tokens(self) -> int:

@@ -158,7 +158,8 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
     per_replica = pricer.batch // layout.data
     times = {}
     for micro_size in divisors(per_replica):
-        stages = pricer.times.stage_seconds(replace(layout, micro_size=micro_size))
+        sized = replace(layout, micro_size=micro_size)
+        stages = pricer.times.stage_seconds(sized, sized.microbatches(pricer.batch))
         slowest = max(forward.total + backward.total for forward, backward in stages)
         times[micro_size] = (per_replica / micro_size + layout.pipeline - 1) * slowest
     return times

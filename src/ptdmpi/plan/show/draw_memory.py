@@ -28,7 +28,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     that earlier ops kept.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
-    times = pricer.times.stage_times(layout)
+    times = pricer.times.stage_times(layout, microbatches)
     timeline = pipeline.timeline(layout.schedule, microbatches, times, str(layout))
     curves = []
     for rank in range(layout.pipeline):

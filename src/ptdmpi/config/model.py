@@ -279,10 +279,15 @@ class ModelConfig(Section):
         return self.rope_head_size or self.head_size
 
     @property
+    def value_size(self) -> int:
+        """Return the number of elements of a head's values at one position."""
+        return self.value_head_size or self.head_size
+
+    @property
     def values_width(self) -> int:
         """Return the number of heads times the size of a head's values: the number of inputs of the
         linear after attention."""
-        return self.heads * (self.value_head_size or self.head_size)
+        return self.heads * self.value_size
 
     @property
     def gates(self) -> int:

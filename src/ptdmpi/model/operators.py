@@ -27,7 +27,7 @@ from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.latent.heads import FilledValues, LatentHeads, Latents
+from ptdmpi.model.latent.heads import LatentHeads, Latents
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
@@ -39,7 +39,7 @@ from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
-from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents, TakeValues
+from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
@@ -160,7 +160,8 @@ class EarlyKeys(Heads):
 
 class SelfAttention(Computing):
     """Attention softmax(q k^T) v, causal or bidirectional. The inputs are [b, heads, s, head size],
-    and the result is [s, b, heads * head size], for this tensor rank's heads."""
+    and the result is [s, b, heads * head size], for this tensor rank's heads. Values and the result
+    may have a smaller head size than queries and keys."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -191,7 +192,8 @@ class SelfAttention(Computing):
         self.attend = AttentionCore(self.scores, kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Return the concatenated results of this rank's heads, [s, b, heads * head size]."""
+        """Return the concatenated results of this rank's heads, [s, b, heads * head size of the
+        values]."""
         if context.cache is not None:
             core = context.cache.attend(q, k, v, layer=self.layer, core=self.attend)
         elif self.selective:
@@ -426,7 +428,6 @@ MAKERS: Mapping[type[Operator], Maker] = {
     JoinHeads: _joined,
     SplitLatents: _latents,
     JoinLatents: lambda owner, row, build: LatentHeads(build.model, build.axis),
-    TakeValues: lambda owner, row, build: FilledValues(build.model),
     Activate: _activation,
     MixExperts: _experts,
     AddResidual: _residual,

@@ -250,7 +250,7 @@ def shared_bytes(row, sizes: Sizes) -> int:
     if isinstance(row, Attend) and sizes.operand_bytes != sizes.compute_bytes:
         return -row_output(row, sizes)  # widened ones keep it as it was before it was rounded
     if isinstance(row, Attend) and sizes.layout.exchange == "ulysses":
-        return sizes.tokens * sizes.model.attention_width * sizes.compute_bytes  # `JoinHeads` frees
+        return sizes.tokens * sizes.model.values_width * sizes.compute_bytes  # `JoinHeads` frees
     return 0
 
 

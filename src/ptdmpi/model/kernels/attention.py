@@ -31,12 +31,14 @@ from ptdmpi.model.kernels.blocks import BlockedAttention, BlockedWork, Scores, S
 from ptdmpi.model.kernels.by_products import ProductAttention, ProductWork, by_key_head
 from ptdmpi.model.kernels.choice import QUERY_BLOCK, AttentionByLibrary, AttentionByProducts
 from ptdmpi.model.kernels.norm import soft_cap
+from ptdmpi.model.latent.filled import FilledAttention, FilledWork, cut, filled, flash_takes
 from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
     """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
-    number of heads, or a number that divides it (grouped queries). `documents` is None if each
+    number of heads, or a number that divides it (grouped queries). Values may have a smaller head
+    size than keys. `documents` is None if each
     sequence is one document. `positions` are the positions of the queries; keys and values may have
     more positions."""
 
@@ -53,8 +55,8 @@ class Input(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """The result of attention, `out` [b, heads, s, head size], and the log-sum-exp of each query's
-    scores, `logsumexp` [b, heads, s].
+    """The result of attention, `out` [b, heads, s, head size of the values], and the log-sum-exp of
+    each query's scores, `logsumexp` [b, heads, s].
 
     `logsumexp` is in float32 or wider and has no gradient. It is None if it was not requested, or
     if the implementation cannot return it.
@@ -127,22 +129,23 @@ class AttentionCore:
         keys]) is True. This method is used for generation with a cache."""
         kernels = self.kernels
         scores = self.scores
+        shape = (*q.shape[:3], v.shape[3])
         if not scores.softcap:
             # put the queries of a group into one head, because with a mask, fused GPU kernels need
             # as many key heads as query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
-                kernels.widened(v),
+                _as_kernels_need(q, kernels.widened(v)),
                 attn_mask=seen.repeat(1, 1, q.shape[1] // k.shape[1], 1),
                 scale=scores.scale,
             )
-            return out.reshape(q.shape).to(q.dtype)
+            return out[..., : v.shape[3]].reshape(shape).to(q.dtype)
         products = kernels.wide_product(by_key_head(q, k), k.transpose(-1, -2))
         capped = soft_cap(products * scores.scale, scores.softcap)
         capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
         weights = capped.softmax(-1).flatten(2, 3).to(q.dtype)
-        return kernels.product(weights, v).view(q.shape)
+        return kernels.product(weights, v).view(shape)
 
 
 class ProductKernel:
@@ -190,9 +193,7 @@ class PackedKernel:
         # consecutive positions would need a copy of the keys.
         if not given.positions.are_all:
             return False
-        # a direct call of the kernel does not pad heads (flash_api.cpp), so the kernel must support
-        # the head size itself
-        fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+        fits = _has_flash(q) and flash_takes(q.shape[3])
         return fits and _packed_attention() is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -200,14 +201,15 @@ class PackedKernel:
         q, k, v, documents, _ = given
         packed_attention = _packed_attention()
         assert packed_attention is not None, "`takes` has checked this"
-        b, _, s, _ = q.shape
+        b, _, s, size = q.shape
         if documents is None:
             offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
             longest = s
         else:
             offsets = documents.offsets
             longest = documents.longest
-        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
+        each = q, k, filled(v, size)
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in each)  # [b s, heads, head size]
         window = (-1, -1)  # how many keys a query sees (before its own key, after it); -1 means all
         if self.scores.causal:
             window = (self.scores.window - 1, 0)
@@ -221,7 +223,7 @@ class PackedKernel:
             window_size=window,
             enable_gqa=_is_grouped(given),
         )
-        return AttentionResult(out.unflatten(0, (b, s)).transpose(1, 2), None)
+        return AttentionResult(cut(out.unflatten(0, (b, s)).transpose(1, 2), v.shape[3]), None)
 
 
 class MaskedKernel:
@@ -240,13 +242,15 @@ class MaskedKernel:
         """Compute attention; see `Implementation.forward`."""
         q, scale = given.q, self.scores.scale
         hidden = hidden_keys(given.k, given.sight(self.scores))
-        keys, values = _for_each_head(q, given.k, given.v)
+        keys, values = _for_each_head(q, given.k, _as_kernels_need(q, given.v))
+        size = given.v.shape[3]
         if with_logsumexp and q.device.type == "cpu":
             mask = None if hidden is None else _added(hidden, q)
-            return _fused_on_cpu(q, keys, values, scale, mask=mask)
+            out, sums = _fused_on_cpu(q, keys, values, scale, mask=mask)
+            return AttentionResult(cut(out, size), sums)
         seen = None if hidden is None else ~hidden
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale)
-        return AttentionResult(out, None)
+        return AttentionResult(cut(out, size), None)
 
 
 class BlockedKernel:
@@ -294,11 +298,15 @@ class WholeKernel:
         """Compute attention; see `Implementation.forward`."""
         q, k, v = (self.kernels.widened(part) for part in given[:3])
         grouped = _is_grouped(given)
-        if grouped and not _shares_keys(given.q):
+        fills = v.shape[3] < q.shape[3] and _needs_filled_values(given.q)
+        if grouped and (fills or not _shares_keys(given.q)):
             k, v = _for_each_head(given.q, k, v)
             grouped = False
         causal = self.scores.causal
         scale = self.scores.scale
+        if fills:
+            out, sums = self._filled(q, k, v)
+            return AttentionResult(out.to(given.q.dtype), sums if with_logsumexp else None)
         if with_logsumexp and q.device.type == "cpu":
             out, sums = _fused_on_cpu(q, k, v, scale, causal=causal)
             return AttentionResult(out.to(given.q.dtype), sums)
@@ -306,6 +314,29 @@ class WholeKernel:
             q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
         )
         return AttentionResult(out.to(given.q.dtype), None)
+
+    def _filled(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionResult:
+        """Compute attention for values that the kernel needs filled up."""
+        causal, scale = self.scores.causal, self.scores.scale
+        if torch.compiler.is_compiling():  # the compiler decides what it saves for the backward
+            values = filled(v, q.shape[3])
+            out = F.scaled_dot_product_attention(q, k, values, is_causal=causal, scale=scale)
+            return AttentionResult(cut(out, v.shape[3]), None)
+        out, sums = FilledAttention.apply(q, k, v, FilledWork(causal, scale))
+        return AttentionResult(out, sums if q.device.type == "cpu" else None)
+
+
+def _needs_filled_values(q: Tensor) -> bool:
+    """Return True if the kernel of attention for the queries q [b, heads, s, head size], without a
+    mask, needs values of their head size: PyTorch's CPU kernel, or FlashAttention. The GPU kernel
+    for wider types takes smaller values."""
+    return q.device.type == "cpu" or (_has_flash(q) and flash_takes(q.shape[3]))
+
+
+def _as_kernels_need(q: Tensor, v: Tensor) -> Tensor:
+    """Return the values as PyTorch's kernel of attention with a mask needs them: on a CPU, filled
+    up with zeros to the head size of the queries q. GPU kernels with a mask take smaller values."""
+    return filled(v, q.shape[3]) if q.device.type == "cpu" else v
 
 
 def _is_grouped(given: Input) -> bool:

@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.choice import QUERY_BLOCK
+from ptdmpi.model.latent.filled import empty_outputs, filled
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.plan.layer.chunks import EARLIER_BLOCK
 
@@ -162,15 +163,16 @@ def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, T
 
 def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
     """Compute attention by PyTorch's CPU kernel, one block of queries after the other. Return
-    softmax(scores) v [b, heads, s, head size], and one tensor for each block with the log-sum-exp
-    of its queries' scores, [sequences, heads, queries of the block]."""
-    out, sums = torch.empty_like(q), []
+    softmax(scores) v [b, heads, s, head size of the values], and one tensor for each block with the
+    log-sum-exp of its queries' scores, [sequences, heads, queries of the block]. If values are
+    smaller than keys, the kernel gets values that are filled up with zeros."""
+    out, sums = empty_outputs(q, v), []
+    values = filled(v, q.shape[3])
     for queries, keys, mask in blocks(q, seen):
-        out[queries], sum_of_exponentials = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[queries], k[keys], v[keys], attn_mask=mask, scale=seen.scores.scale
-            )
+        here, sum_of_exponentials = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[queries], k[keys], values[keys], attn_mask=mask, scale=seen.scores.scale
         )
+        out[queries] = here[..., : v.shape[3]]
         sums.append(sum_of_exponentials)
     return out, sums
 
@@ -203,6 +205,8 @@ class BlockedWork(NamedTuple):
 class BlockedAttention(Function):
     """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
     the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same tensors.
+    If values are smaller than keys, the kernel gets values, outputs and gradients that are filled
+    up with zeros (`latent.filled`), which are not saved.
     The second result is the log-sum-exp if it is requested; otherwise it is None."""
 
     @staticmethod
@@ -223,13 +227,14 @@ class BlockedAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        values, size = filled(v, q.shape[3]), v.shape[3]
         for queries, keys, mask in _gradient_blocks(q, ctx.seen):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout[queries],
+                filled(dout[queries], q.shape[3]),
                 q[queries],
                 k[keys],
-                v[keys],
-                out[queries],
+                values[keys],
+                filled(out[queries], q.shape[3]),
                 sums[queries].contiguous(),
                 0.0,
                 False,
@@ -238,7 +243,7 @@ class BlockedAttention(Function):
             )
             dq[queries] += parts[0]
             dk[keys] += parts[1]
-            dv[keys] += parts[2]
+            dv[keys] += parts[2][..., :size]
             # free these gradients now, because the next block needs as much memory for its own
             # gradients
             del parts

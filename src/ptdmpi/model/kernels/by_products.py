@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.blocks import Region, Sight, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
+from ptdmpi.model.latent.filled import empty_outputs
 
 # The number of scores that are computed at once. In float32 they take 4 MiB, which fit into the
 # caches of the processor.
@@ -80,7 +81,7 @@ class ProductAttention(Function):
                 logsumexp = joined(sums, q, work.seen)
                 ctx.mark_non_differentiable(logsumexp)
             return out.to(q.dtype), logsumexp
-        out = torch.empty_like(q)
+        out = empty_outputs(q, v)
         values = v.contiguous()
         kept: list[Tensor] = []
         if work.with_logsumexp:
@@ -107,7 +108,7 @@ class ProductAttention(Function):
         dq = torch.empty_like(q)
         # every block of queries adds to these gradients, and a 16-bit type would round each sum, so
         # use a wide type
-        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         each: Iterator[WeightedTile] = _weighted(q, k, work)
         if kept:
             tiles = _tiles(q, k, work)

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1). The
-functions of this module come before and after the core of attention: they make queries, keys and
-values by head, and remove padding from the outputs of the heads.
+functions of this module come before the core of attention: they make queries, keys and values by
+head.
 
 In the shapes below, t is the number of tensor ranks, and a is the number of heads. For each head
 and position, a query or a key has d = n + r elements: first n elements that are not rotated, then r
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -49,9 +48,9 @@ class Latents:
 
 
 class LatentHeads:
-    """The function that makes queries, keys and values [b, a / t, s, d] from the expanded queries
-    [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)] and the rotary key [s,
-    b, r]. Values are padded with zeros from v to d elements.
+    """The function that makes queries and keys [b, a / t, s, d] and values [b, a / t, s, v] from
+    the expanded queries [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)] and
+    the rotary key [s, b, r].
 
     Under sequence parallelism, the rotary key has only this rank's positions. Each rotated pair
     consists of the neighbouring elements 2 i and 2 i + 1, as in the published weights. After the
@@ -63,13 +62,13 @@ class LatentHeads:
         self.axis = axis
         self.head_size = model.head_size
         self.plain = model.head_size - model.rope_head_size
-        self.values = model.values_width // model.heads
+        self.values = model.value_size
         self.rotary: Rotary | None = None
 
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, each [b, a / t, s, d] for this rank's a / t heads of d
-        elements. `q` are the expanded queries, `kv` the expanded keys and values, and `key` the
-        rotary key."""
+        """Return queries and keys, each [b, a / t, s, d] for this rank's a / t heads of d elements,
+        and values, [b, a / t, s, v]. `q` are the expanded queries, `kv` the expanded keys and
+        values, and `key` the rotary key."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)
@@ -86,9 +85,9 @@ class _Pass(NamedTuple):
 
 
 class _Join(Function):
-    """The autograd Function of `LatentHeads`. Its results have the shape [s, b, a / t, d];
-    `LatentHeads` permutes their dims. It saves no activations. In the backward, the gradient of the
-    rotary key is summed over the heads of all tensor ranks."""
+    """The autograd Function of `LatentHeads`. Its results have the shapes [s, b, a / t, d] and [s,
+    b, a / t, v]; `LatentHeads` permutes their dims. It saves no activations. In the backward, the
+    gradient of the rotary key is summed over the heads of all tensor ranks."""
 
     @staticmethod
     def forward(
@@ -104,8 +103,6 @@ class _Join(Function):
         whole = layer.axis.gather(key)[:, :, None]
         halves = (half.expand(-1, -1, plain.shape[2], -1) for half in _rotated(whole, cos, sin))
         keys = torch.cat((plain, *halves), -1)
-        if layer.values < layer.head_size:
-            return queries, keys, F.pad(values, (0, layer.head_size - layer.values))
         # copy the values, because a view would keep the whole output of the linear layer in memory
         return queries, keys, values.clone()
 
@@ -115,7 +112,7 @@ class _Join(Function):
         plain = layer.plain
         dkey = _turned_back(dk[..., plain:].sum(2), *(x[:, :, 0] for x in angles))
         dkey, summed = layer.axis.reduce_begin(dkey)
-        dkv = torch.cat((dk[..., :plain], dv[..., : layer.values]), -1).flatten(2)
+        dkv = torch.cat((dk[..., :plain], dv), -1).flatten(2)
         turned = _turned_back(dq[..., plain:], *angles)
         dq = torch.cat((dq[..., :plain], turned), -1).flatten(2)
         summed.wait()
@@ -139,35 +136,3 @@ def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = (first * cos).addcmul_(second, sin)
     other = (second * cos).addcmul_(first, sin, value=-1.0)
     return torch.cat((turned[..., None], other[..., None]), -1).flatten(-2)
-
-
-class FilledValues:
-    """The function that removes zeros from the outputs of the heads: [s, b, a / t * d] -> [s, b, a
-    / t * v]. The last d - v elements of each head are zeros, because `LatentHeads` has padded the
-    values."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.head_size = model.head_size
-        self.values = model.values_width // model.heads
-
-    def __call__(self, y: Tensor, context: object) -> Tensor:
-        """Return the outputs of this rank's a / t heads, [s, b, a / t * v], without the padding: v
-        elements of each head."""
-        taken: Tensor = _Take.apply(y, self.head_size, self.values)
-        return taken
-
-
-class _Take(Function):
-    """The autograd Function of `FilledValues`, which removes the padding in the forward and adds it
-    to the gradient in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, head_size: int, values: int) -> Tensor:
-        ctx.sizes = head_size, values
-        return y.unflatten(-1, (-1, head_size))[..., :values].clone().flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        head_size, values = ctx.sizes
-        dy = dy.unflatten(-1, (-1, values))
-        return F.pad(dy, (0, head_size - values)).flatten(-2), None, None

@@ -50,15 +50,15 @@ class ContextAxis:
 
     def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values, [b, heads, s / c, head size] on each of the c ranks, to keys and
-        values at all positions, [b, heads, s, head size]. In the backward, the gradients are summed
-        over the c ranks."""
+        values at all positions, [b, heads, s, head size]. Values may have another head size than
+        keys. In the backward, the gradients are summed over the c ranks."""
         keys, values = _WholeKeys.apply(k, v, self)
         return keys, values
 
     def whole_keys_begin(self, k: Tensor, v: Tensor) -> "ArrivingKeys":
         """Begin to gather keys and values, as `whole_keys` does. The method `wait` of the returned
         object returns the keys and values at all positions."""
-        under_way = _UnderWay(self)
+        under_way = _UnderWay(self, (k.shape, v.shape))
         return ArrivingKeys(_BeginKeys.apply(k, v, under_way), under_way)
 
     def in_order(self, dealt: Tensor) -> Tensor:
@@ -83,34 +83,44 @@ class _WholeKeys(Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, axis: ContextAxis) -> tuple[Tensor, Tensor]:
-        ctx.axis = axis
-        keys, values = _apart(axis.in_order(axis.comm.all_gather(_together(k, v))))
+        ctx.axis, ctx.shapes = axis, (k.shape, v.shape)
+        whole = axis.in_order(axis.comm.all_gather(_together(k, v)))
+        keys, values = _apart(whole, *ctx.shapes)
         return keys, values
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
-        both = axis.dealt(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4))
-        dk, dv = _apart(axis.comm.reduce_scatter(both.contiguous()))
+        both = axis.dealt(_together(dk, dv))
+        dk, dv = _apart(axis.comm.reduce_scatter(both.contiguous()), *ctx.shapes)
         return dk, dv, None
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values, [b, heads, n, d] each, as one tensor [n, 2, b, heads, d]."""
-    return torch.stack((k, v)).permute(3, 0, 1, 2, 4).contiguous()
+    """Return keys [b, heads, n, d] and values [b, heads, n, v] as one tensor [n, b heads (d + v)],
+    in which the keys of all heads come before the values."""
+    return torch.cat([x.permute(2, 0, 1, 3).flatten(1) for x in (k, v)], 1)
 
 
-def _apart(both: Tensor) -> Tensor:
-    """Return keys and values, [2, b, heads, n, d], from one tensor [n, 2, b, heads, d]."""
-    return both.permute(1, 2, 3, 0, 4)
+def _apart(both: Tensor, keys: torch.Size, values: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return keys and values, views of the tensor `both` of `_together`. They have the shapes
+    `keys` and `values`, except for the number of positions."""
+    first = keys[0] * keys[1] * keys[3]
+    parts = zip((both[:, :first], both[:, first:]), (keys, values), strict=True)
+    k, v = (
+        part.unflatten(1, (b, heads, d)).permute(1, 2, 0, 3) for part, (b, heads, _, d) in parts
+    )
+    return k, v
 
 
 class _UnderWay:
     """A message that has begun and is not complete, and the tensor that receives its result. The
-    message has keys and values (forward) or their gradients (backward)."""
+    message has keys and values (forward) or their gradients (backward). `shapes` are the shapes of
+    this rank's keys and values."""
 
-    def __init__(self, axis: ContextAxis) -> None:
+    def __init__(self, axis: ContextAxis, shapes: tuple[torch.Size, torch.Size]) -> None:
         self.axis = axis
+        self.shapes = shapes
         self._result: Tensor | None = None
         self._message: Handle = DONE
 
@@ -162,7 +172,7 @@ class _BeginKeys(Function):
 
     @staticmethod
     def backward(ctx: Any, summed: Tensor) -> tuple[Tensor, Tensor, None]:
-        dk, dv = _apart(ctx.under_way.end())
+        dk, dv = _apart(ctx.under_way.end(), *ctx.under_way.shapes)
         return dk, dv, None
 
 
@@ -172,11 +182,11 @@ class _EndKeys(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, under_way: _UnderWay) -> tuple[Tensor, Tensor]:
         ctx.under_way = under_way
-        keys, values = _apart(under_way.axis.in_order(under_way.end()))
+        keys, values = _apart(under_way.axis.in_order(under_way.end()), *under_way.shapes)
         return keys, values
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, None]:
         under_way: _UnderWay = ctx.under_way
-        both = under_way.axis.dealt(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4))
+        both = under_way.axis.dealt(_together(dk, dv))
         return under_way.begin(*under_way.axis.comm.reduce_scatter_begin(both.contiguous())), None

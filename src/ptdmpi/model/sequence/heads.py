@@ -6,6 +6,7 @@ Each head is computed completely on one rank, so the result is bitwise equal to 
 context parallelism.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def part_of_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange queries, keys and values between the c ranks of the context axis. The inputs have
     all heads at this rank's positions, [b, heads, s / c, head size]; the results have this rank's
-    part of the heads at all positions, [b, heads / c, s, head size].
+    part of the heads at all positions, [b, heads / c, s, head size]. Values may have another head
+    size than queries and keys.
 
     If c does not divide the number of key heads, each key head is repeated (`key_copies`). The
     gradients of the copies are summed in float32 or wider.
@@ -57,8 +59,12 @@ class _PartOfHeads(Function):
         keys, values = (x.repeat_interleave(ctx.copies, 1) for x in (k, v))
         # the first dim is the rank: [c, s / c, b, heads / c, d]
         each = [x.unflatten(1, (axis.size, -1)).permute(1, 3, 0, 2, 4) for x in (q, keys, values)]
-        arrived = axis.comm.all_to_all(torch.cat(each, 3).contiguous().flatten(0, 1))
-        parts = arrived.split([x.shape[3] for x in each], dim=2)
+        ctx.heads, sizes = zip(*(x.shape[3:] for x in each), strict=True)
+        width = sum(x.shape[3] * x.shape[4] for x in each)
+        sent = q.new_empty(*each[0].shape[:3], width)
+        for part, x in zip(_parts(sent, ctx.heads, sizes), each, strict=True):
+            part.copy_(x)
+        parts = _parts(axis.comm.all_to_all(sent.flatten(0, 1)), ctx.heads, sizes)
         q, k, v = (axis.in_order(part).permute(1, 2, 0, 3) for part in parts)
         return q, k, v
 
@@ -68,13 +74,22 @@ class _PartOfHeads(Function):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         axis: ContextAxis = ctx.axis
         # do not assign the separate tensors to names, so that they are freed before the message
-        dealt = torch.cat([axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)], 2)
+        dealt = torch.cat([axis.dealt(x.permute(2, 0, 1, 3)).flatten(2) for x in (dq, dk, dv)], 2)
         arrived = axis.comm.all_to_all(dealt).unflatten(0, (axis.size, -1))
         del dealt
-        parts = arrived.split([x.shape[1] for x in (dq, dk, dv)], dim=3)
+        parts = _parts(arrived, ctx.heads, [x.shape[3] for x in (dq, dk, dv)])
         # [c, s / c, b, heads / c, d] -> [b, heads, s / c, d]
         dq, dk, dv = (part.permute(2, 0, 3, 1, 4).flatten(1, 2) for part in parts)
         return dq, _summed(dk, ctx.copies), _summed(dv, ctx.copies), None
+
+
+def _parts(joined: Tensor, heads: Sequence[int], sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Divide the last dim of a tensor into queries, keys and values (or their gradients), and yield
+    each of them as [..., heads, size]. `heads` and `sizes` have the numbers of heads and the head
+    sizes of the three."""
+    widths = [count * size for count, size in zip(heads, sizes, strict=True)]
+    for part, count in zip(joined.split(widths, dim=-1), heads, strict=True):
+        yield part.unflatten(-1, (count, -1))
 
 
 def _summed(gradient: Tensor, copies: int) -> Tensor:

@@ -59,12 +59,12 @@ class RingWork:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
-    """Return softmax(q k^T) v for this rank's queries, [b, heads, s / c, head size], over the keys
-    and values of all c ranks.
+    """Return softmax(q k^T) v for this rank's queries, [b, heads, s / c, head size of the values],
+    over the keys and values of all c ranks.
 
     Queries, keys and values are at this rank's positions, [b, heads, s / c, head size]; keys and
-    values may have fewer heads. The gradients of keys and values are summed over the ranks, in
-    float32 or wider.
+    values may have fewer heads, and values another head size. The gradients of keys and values are
+    summed over the ranks, in float32 or wider.
     """
     out: Tensor = _RingAttention.apply(q, k, v, work)
     return out
@@ -93,8 +93,8 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
         queries = _Queries(q, work)
-        merged = _Merged(q, queries.wide)
-        for visit in _visits(work.axis, torch.stack((k, v))):
+        merged = _Merged(q, v.shape[3], queries.wide)
+        for visit in _visits(work.axis, k, v):
             for tile in queries.tiles(visit):
                 weights = queries.dropped(tile)(merged.weights(tile)).to(q.dtype)
                 here = merged.out[tile.queries]
@@ -111,41 +111,64 @@ class _RingAttention(Function):
         queries = _Queries(q, work)
         gradients = _Gradients(queries, dout, out, logsumexp)
         journey = _Journey(work.axis)
-        for visit in _visits(work.axis, torch.stack((k, v))):
-            added = torch.zeros_like(visit.block, dtype=queries.wide)
+        for visit in _visits(work.axis, k, v):
+            added = visit.zeros(queries.wide)
             for tile in queries.tiles(visit):
                 gradients.add(tile, visit, added)
-            journey.pass_on(added)
+            journey.pass_on(added.block)
         scale = work.seen.scores.scale
-        dk, dv = journey.end()
+        dk, dv = _Pair(journey.end(), k.shape, v.shape)
         return (gradients.dq * scale).to(q.dtype), (dk * scale).to(k.dtype), dv.to(v.dtype), None
 
 
+class _Pair:
+    """Keys and values, or their gradients, in one tensor [elements], `block`, which is sent as a
+    whole. `keys` [b, key heads, s / c, head size] and `values`, which may have another head size,
+    are views of it."""
+
+    def __init__(self, block: Tensor, keys: torch.Size, values: torch.Size) -> None:
+        self.block = block
+        first = keys.numel()
+        self.keys, self.values = block[:first].view(keys), block[first:].view(values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.keys, self.values))
+
+
 class _Visit(NamedTuple):
-    """The keys and values of rank `source`, [2, b, key heads, s / c, head size], while they are on
-    this rank."""
+    """The keys and values of rank `source`, while they are on this rank."""
 
     source: int
-    block: Tensor
+    pair: _Pair
 
     @property
     def keys(self) -> Tensor:
-        return self.block[0]
+        return self.pair.keys
 
     @property
     def values(self) -> Tensor:
-        return self.block[1]
+        return self.pair.values
+
+    def zeros(self, dtype: torch.dtype) -> _Pair:
+        """Return zeros in the shapes of the keys and values."""
+        block = torch.zeros_like(self.pair.block, dtype=dtype)
+        return _Pair(block, self.keys.shape, self.values.shape)
 
 
-def _visits(axis: ContextAxis, here: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, beginning with this rank's own (`here`). If the
+def _visits(axis: ContextAxis, k: Tensor, v: Tensor) -> Iterator[_Visit]:
+    """Yield the keys and values of every rank, beginning with this rank's own, k and v. If the
     transport makes progress during computation, the next keys and values arrive while the caller
     computes."""
+    own = _Pair(k.new_empty(k.numel() + v.numel()), k.shape, v.shape)
+    own.keys.copy_(k)
+    own.values.copy_(v)
+    here = own.block
+    del own
     for step in range(axis.size):
         following = None
         if step < axis.size - 1:
             following = _pass_on(axis, here)
-        yield _Visit((axis.comm.rank - step) % axis.size, here)
+        yield _Visit((axis.comm.rank - step) % axis.size, _Pair(here, k.shape, v.shape))
         if following is not None:
             here = following.wait()
 
@@ -290,14 +313,14 @@ def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tens
 
 class _Merged:
     """The running result of softmax(scores) v, merged from partial results for blocks of keys.
-    `out` [b, heads, queries, head size] is the sum of exp(score - maximum) v over the keys so far;
-    it is not yet divided by the sum of the exponentials."""
+    `out` [b, heads, queries, size of a head's values] is the sum of exp(score - maximum) v over the
+    keys so far; it is not yet divided by the sum of the exponentials."""
 
-    def __init__(self, q: Tensor, wide: torch.dtype) -> None:
-        b, heads, s, d = q.shape
-        # the order in memory is [queries, b, heads, head size], because the next operator reads the
+    def __init__(self, q: Tensor, size: int, wide: torch.dtype) -> None:
+        b, heads, s, _ = q.shape
+        # the order in memory is [queries, b, heads, size], because the next operator reads the
         # result in this order
-        self.out = q.new_zeros((s, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
+        self.out = q.new_zeros((s, b, heads, size), dtype=wide).permute(1, 2, 0, 3)
         self._maxima = q.new_full((b, heads, s), -torch.inf, dtype=wide)
         self._sums = torch.zeros_like(self._maxima)
 
@@ -328,7 +351,7 @@ class _Gradients:
     this rank's contributions to the gradients of received keys and values."""
 
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:
-        self.dq = torch.zeros_like(dout, dtype=queries.wide)
+        self.dq = torch.zeros_like(queries.narrow, dtype=queries.wide)
         self._queries = queries
         self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
@@ -336,7 +359,7 @@ class _Gradients:
         # query's output (Dao et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
-    def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
+    def add(self, tile: _RingTile, visit: _Visit, gradients: _Pair) -> None:
         """Compute the gradients of the queries, keys and values of a tile (some queries and some
         keys). Add the gradients of queries to `dq`, and those of the received keys and values to
         `gradients`."""

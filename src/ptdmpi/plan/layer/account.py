@@ -78,13 +78,14 @@ class FusedAttention:
     """Attention whose scores stay on chip, for `rows` queries with `columns` keys each.
 
     `products` is the number of matrix products: 2 in a forward and 5 in a backward (Dao et al.
-    2022, arXiv 2205.14135, algorithm 4). `seen` is the fraction of the causal scores that lie in
-    the sliding window.
+    2022, arXiv 2205.14135, algorithm 4). If values have another head size than keys, `head_size` is
+    the mean over the products. `seen` is the fraction of the causal scores that lie in the sliding
+    window.
     """
 
     rows: int
     columns: int
-    head_size: int
+    head_size: float
     products: int
     seen: float = 1.0
     launches = 1

@@ -17,16 +17,19 @@ from ptdmpi.plan.layer.account import (
     Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK
+from ptdmpi.plan.layer.chunks import QUERY_BLOCK
 from ptdmpi.plan.layer.context import (
     CoreShape,
     RingCore,
     capped_block_bytes,
     core_shape,
+    in_blocks,
     keeps_outputs,
     kept_probabilities,
+    queries_at_once,
 )
 from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
+from ptdmpi.plan.layer.latent.values import filled_bytes, filling, fills_values, kept_filled
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Sizes
@@ -183,8 +186,8 @@ class Attend(Operator):
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per position in Q K^T and P V, where P is the
         softmax of the scores. All positions of the sequence count as keys of a query, or, with a
-        window, only those in the window. The result is the mean over layers. In latent attention,
-        values are filled up with zeros to the size of a head; these zeros are not counted."""
+        window, only those in the window. The result is the mean over layers. Zeros that fill up
+        the values of latent attention (`latent.values`) are not counted."""
         return (model.attention_width + model.values_width) * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
@@ -196,24 +199,28 @@ class Attend(Operator):
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return
-        s, d = sizes.model.seq_length, sizes.model.head_size
+        s, d, v = sizes.model.seq_length, sizes.model.head_size, sizes.model.value_size
         heads, _, queries = CoreShape.of(sizes, sizes.priced_heads)
         batch = sizes.layout.micro_size * heads
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            rows = batch * queries
+            # two products of a forward or of a backward read or write values
+            products, of_values = (5, 2) if backward else (2, 1)
+            taken = d if fills_values(sizes) else v
             yield FusedAttention(
-                rows=rows,
+                rows=batch * queries,
                 columns=s,
-                head_size=d,
-                products=5 if backward else 2,
+                head_size=d - of_values * (d - taken) / products,
+                products=products,
                 seen=seen_share(sizes),
             )
+            yield from filling(sizes, backward=backward)
             return
         # the products are Q K^T and P V in a forward, and dO V^T, P^T dO, dS K and dS^T Q in a
         # backward
-        yield MatrixProduct(queries, s, d, batch)
-        for _ in range(3 if backward else 1):
+        yield MatrixProduct(queries, s, v if backward else d, batch)
+        yield MatrixProduct(queries, v, s, batch)
+        for _ in range(2 * backward):
             yield MatrixProduct(queries, d, s, batch)
         scores = batch * queries * s
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
@@ -237,7 +244,7 @@ class Attend(Operator):
         """Return the kernel that joins the outputs of the heads, or, in the backward, splits their
         gradients by head."""
         heads, _ = sizes.priced_heads
-        width = heads * sizes.model.head_size
+        width = heads * sizes.model.value_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -260,7 +267,7 @@ class Attend(Operator):
         if sizes.layout.exchange != "ulysses" and (
             self.feeds_kept or self._keeps_own_output(sizes, mode)
         ):
-            width = sizes.share(model.attention_width)
+            width = sizes.share(model.values_width)
             yield Item(f"{self.name}.output", sizes.tokens * width, c)
         if _in_ring(sizes):
             yield from RingCore(sizes).kept()
@@ -277,7 +284,7 @@ class Attend(Operator):
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * _rows(sizes) * model.head_size
-        keys = 2 * sizes.keys * model.head_size
+        keys = sizes.keys * sizes.key_value_size
         # if the matrix products use a copy, the original tensors are needed only to recompute the
         # core
         if mode == "selective" or not copied:
@@ -289,6 +296,7 @@ class Attend(Operator):
             yield from self._kept_scores(sizes)
         else:
             yield from self._kept_by_kernels(sizes)
+        yield from kept_filled(sizes)
 
     def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
         """Return True if the backward of the attention kernel reads the same output tensor as the
@@ -336,31 +344,32 @@ class Attend(Operator):
             yield Item("attention.logsumexp", rows * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
-            size = 2 * heads * sizes.keys * model.head_size
+            size = heads * sizes.keys * sizes.key_value_size
             yield Item("attention.key_value.copy", size, c, "none")
         if sizes.software.kept_block:
             yield Item("attention.probabilities", heads * kept_probabilities(sizes), c, "none")
         if sizes.operand_bytes != c and not model.attention_softcap:
-            size = heads * rows * model.head_size
+            size = heads * rows * model.value_size
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of queries, keys, values and the output, of their float32 copies if
-        matrix products need them, and of the scores that are in memory at once."""
+        matrix products need them, of filled values and outputs, and of the scores that are in
+        memory at once."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
-        width = core_shape(sizes).heads * sizes.model.head_size
-        scores = capped_block_bytes(sizes)
+        width = core_shape(sizes).heads * sizes.key_value_size
+        scores = capped_block_bytes(sizes) + filled_bytes(sizes, backward=False)
         if sizes.model.attention_dropout > 0.0:
             # while the mask is drawn, the softmax of the scores is in float32 or float64
             scores = self.drawing_bytes(sizes)
             scores += _scores(sizes) * (sizes.wide_bytes - sizes.compute_bytes)
         elif _stores_scores(sizes):
             scores = 2 * _scores(sizes) * sizes.wide_bytes  # scores and probabilities
-        return 2 * (_rows(sizes) + sizes.keys) * width * each + scores
+        return (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward. If scores are stored, memory holds the
@@ -378,20 +387,20 @@ class Attend(Operator):
             # the published lists of tensors do not include the gradient of the values
             if not sizes.fused_attention:
                 return scores
-            return scores + heads * sizes.keys * model.head_size * sizes.operand_bytes
+            return scores + heads * sizes.keys * model.value_size * sizes.operand_bytes
         keys = heads * sizes.keys
-        operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
+        operands = (rows + keys) * sizes.key_value_size * sizes.operand_bytes
         if _stores_scores(sizes):
             # three tensors of the softmax's backward, and the gradient of the values
-            stored = 3 * _scores(sizes) + keys * model.head_size
+            stored = 3 * _scores(sizes) + keys * model.value_size
             operands = max(operands, stored * sizes.wide_bytes)
-        if _in_blocks(sizes):
+        if in_blocks(sizes):
             operands = max(operands, self._blocked_bytes(sizes))
         if self._has_output_again(sizes):
-            operands += rows * model.head_size * sizes.compute_bytes
+            operands += rows * model.value_size * sizes.compute_bytes
         if model.attention_softcap:
             operands = max(operands, self._capped_bytes(sizes))
-        return operands + capped_block_bytes(sizes)
+        return operands + capped_block_bytes(sizes) + filled_bytes(sizes, backward=True)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
         """Return True if the kernel's backward reads the output of attention, and the bytes of this
@@ -409,23 +418,22 @@ class Attend(Operator):
         """Return the working bytes of the backward if a host computes attention in blocks of
         queries: the gradients of the operands, of the output and of one block of queries (with up
         to all keys), and a copy of the output's gradient."""
-        shape, d = core_shape(sizes), sizes.model.head_size
-        block = min(QUERY_BLOCK, shape.queries)
-        if shape.queries < sizes.model.seq_length and not sizes.model.sliding_window:
-            block = min(EARLIER_BLOCK, shape.queries // 2)  # this rank has two runs of queries
-        rows = shape.heads * (2 * _rows(sizes) + 3 * block * sizes.layout.micro_size)
-        return (rows + 4 * shape.kv_heads * sizes.keys) * d * sizes.operand_bytes
+        shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size
+        block = queries_at_once(sizes)
+        rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
+        return (rows + 2 * both * shape.kv_heads * sizes.keys) * sizes.operand_bytes
 
     def _capped_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward if scores are capped. They are the bytes of
         three groups of tensors: contiguous copies of the operands and of the output's gradient; the
         gradients of the operands; and the queries and output gradients of one block. The gradients
         of keys and values are in float32 or float64."""
-        shape, d, c = core_shape(sizes), sizes.model.head_size, sizes.compute_bytes
+        shape, both, c = core_shape(sizes), sizes.key_value_size, sizes.compute_bytes
         block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
-        rows = shape.heads * (3 * _rows(sizes) + 2 * block)
-        keys = 2 * shape.kv_heads * sizes.keys
-        return (rows * c + keys * (c + sizes.wide_bytes)) * d
+        queries = _rows(sizes) * sizes.model.head_size
+        rows = shape.heads * (queries + both * (_rows(sizes) + block))
+        keys = shape.kv_heads * sizes.keys * both
+        return rows * c + keys * (c + sizes.wide_bytes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention
@@ -438,15 +446,6 @@ class Attend(Operator):
 
 def _in_ring(sizes: Sizes) -> bool:
     return sizes.layout.exchange == "ring"
-
-
-def _in_blocks(sizes: Sizes) -> bool:
-    """Return True if a host computes attention in blocks of queries, with one kernel for each
-    block."""
-    model = sizes.model
-    is_cut = core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
-    is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
-    return sizes.on_host and sizes.fused_attention and (is_cut or is_long)
 
 
 def _rows(sizes: Sizes) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
-from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
+from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
@@ -76,6 +76,25 @@ def core_shape(sizes: Sizes) -> CoreShape:
     """Return the part of the attention core that a rank computes. If the tensor-parallel size does
     not divide the number of heads, the rank's number of heads is rounded up."""
     return CoreShape.of(sizes, sizes.local_heads)
+
+
+def in_blocks(sizes: Sizes) -> bool:
+    """Return True if a host computes attention in blocks of queries, with one kernel for each
+    block."""
+    model = sizes.model
+    is_cut = core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
+    is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
+    return sizes.on_host and sizes.fused_attention and (is_cut or is_long)
+
+
+def queries_at_once(sizes: Sizes) -> int:
+    """Return the number of queries of a head whose gradients one kernel computes."""
+    queries = core_shape(sizes).queries
+    if not in_blocks(sizes):
+        return queries
+    if queries < sizes.model.seq_length and not sizes.model.sliding_window:
+        return min(EARLIER_BLOCK, queries // 2)  # this rank has two runs of queries
+    return min(QUERY_BLOCK, queries)
 
 
 def kept_probabilities(sizes: Sizes) -> int:
@@ -165,7 +184,7 @@ class GatherKeys(_Exchange):
         """Return the bytes of the keys and values of all positions; 0 if they are not gathered."""
         if sizes.layout.exchange != "all_gather":
             return 0
-        size = 2 * sizes.local_heads[1] * sizes.keys * sizes.model.head_size
+        size = sizes.local_heads[1] * sizes.keys * sizes.key_value_size
         return size * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -237,8 +256,8 @@ class DealHeads(_Dealing):
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
-        keys = 2 * kv_heads * key_copies(kv_heads, sizes.layout.context)
-        return sizes.tokens * (heads + keys) * sizes.model.head_size
+        keys = kv_heads * key_copies(kv_heads, sizes.layout.context)
+        return sizes.tokens * (heads * sizes.model.head_size + keys * sizes.key_value_size)
 
 
 @dataclass(frozen=True)
@@ -254,7 +273,7 @@ class JoinHeads(_Dealing):
     feeds_kept: bool = True
 
     def _elements(self, sizes: Sizes) -> int:
-        return sizes.tokens * sizes.share(sizes.model.attention_width)
+        return sizes.tokens * sizes.share(sizes.model.values_width)
 
     def sends_back(self, sizes: Sizes) -> bool:
         """Return True if the backward sends outputs back to the ranks that have computed them."""
@@ -300,7 +319,8 @@ class RingCore:
         self.chunk = sizes.model.seq_length // (2 * sizes.layout.context)
         heads, kv_heads = sizes.local_heads
         self.query_elements = heads * sizes.tokens * sizes.model.head_size
-        self.key_elements = 2 * kv_heads * sizes.tokens * sizes.model.head_size
+        self.output_elements = heads * sizes.tokens * sizes.model.value_size
+        self.key_elements = kv_heads * sizes.tokens * sizes.key_value_size
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield (number of queries, number of keys) for each pair of chunks whose scores are
@@ -324,7 +344,7 @@ class RingCore:
             passes, blocks = SOFTMAX_PASSES[backward], -(-queries // QUERY_BLOCK)
             moved_bytes = self._batch * queries * keys * passes * sizes.wide_bytes
             yield MemoryPass(moved_bytes, launches=passes * blocks)
-        merged_bytes = MERGE_PASSES * self.query_elements * sizes.wide_bytes
+        merged_bytes = MERGE_PASSES * self.output_elements * sizes.wide_bytes
         yield MemoryPass(merged_bytes * sizes.layout.context)
 
     @property
@@ -334,16 +354,20 @@ class RingCore:
     def _score_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
         """Yield the matrix products whose result has the shape of the scores [queries, keys] of a
         pair of chunks: Q K^T, and in a backward also dO V^T."""
-        yield from [MatrixProduct(queries, keys, self.sizes.model.head_size, self._batch)] * (
-            1 + backward
-        )
+        model = self.sizes.model
+        yield MatrixProduct(queries, keys, model.head_size, self._batch)
+        if backward:
+            yield MatrixProduct(queries, keys, model.value_size, self._batch)
 
     def _value_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
         """Yield the matrix products that read the scores [queries, keys] of a pair of chunks: P V
         in a forward, and P^T dO, dS^T Q and dS K in a backward."""
-        d = self.sizes.model.head_size
-        if backward:
-            yield from [MatrixProduct(keys, d, queries, self._batch)] * 2
+        d, v = self.sizes.model.head_size, self.sizes.model.value_size
+        if not backward:
+            yield MatrixProduct(queries, v, keys, self._batch)
+            return
+        yield MatrixProduct(keys, v, queries, self._batch)
+        yield MatrixProduct(keys, d, queries, self._batch)
         yield MatrixProduct(queries, d, keys, self._batch)
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
@@ -387,9 +411,9 @@ class RingCore:
         """Return the working bytes of the forward: the bytes of the inputs and the output, of
         copies of the queries and the output in float32 or float64, of two blocks of keys and values
         (the present and the next block), and of the scores."""
-        narrow = 2 * self.query_elements + 3 * self.key_elements
-        wide = 2 * self.query_elements * self.sizes.wide_bytes
-        return narrow * self.sizes.compute_bytes + wide + self._tile_bytes(backward=False)
+        rows = self.query_elements + self.output_elements
+        narrow = (rows + 3 * self.key_elements) * self.sizes.compute_bytes
+        return narrow + rows * self.sizes.wide_bytes + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
         """Return the working bytes of the backward. They are the bytes of the gradient of the
@@ -397,7 +421,7 @@ class RingCore:
         values; of three blocks of their gradients (this rank's contribution, the sum that arrives,
         and the new sum); and of the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
-        narrow = self.query_elements + 2 * self.key_elements
+        narrow = self.output_elements + 2 * self.key_elements
         taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes
         return taken + self._tile_bytes(backward=True)
 
@@ -424,4 +448,5 @@ class RingCore:
             taken = max(4 * each, drawing) + scores + HASH_BYTES * rows
         if model.attention_softcap:
             taken += each
-        return taken + 2 * scores // self.chunk * model.head_size * sizes.compute_bytes
+        each = model.head_size + model.value_size
+        return taken + scores // self.chunk * each * sizes.compute_bytes

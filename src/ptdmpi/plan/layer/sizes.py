@@ -79,6 +79,11 @@ class Sizes:
         return self.local_heads[0] * self.model.head_size
 
     @property
+    def key_value_size(self) -> int:
+        """Return the number of elements of a key and its value in one head."""
+        return self.model.head_size + self.model.value_size
+
+    @property
     def gathers_early(self) -> bool:
         """Return True if keys and values are gathered over the context axis while the queries are
         computed."""

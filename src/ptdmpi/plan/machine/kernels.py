@@ -180,7 +180,7 @@ class Machine:
         """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
-    def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
+    def flash_s(self, rows: int, columns: int, head_size: float, products: int) -> float:
         """Return the seconds of FlashAttention, whose scores stay on chip, for `rows` queries with
         `columns` keys each.
 

@@ -101,7 +101,7 @@ class MeasuredMachine(Machine):
         work_s = batch * 2 * m * n * k / math.exp(log_rate) / self.cluster.efficiency.gemm_fraction
         return self._kernel_s(work_s)
 
-    def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
+    def flash_s(self, rows: int, columns: int, head_size: float, products: int) -> float:
         table = self.measured.attention
         backward = products > 2
         times = table.backward_s_per_score if backward else table.forward_s_per_score

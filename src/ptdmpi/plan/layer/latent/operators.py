@@ -10,7 +10,6 @@ values.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.account import Elementwise, Item, Kernel, MemoryPass, Message, Phase
 from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator
@@ -83,8 +82,7 @@ class JoinLatents(Operator):
     key [rows, rotated elements] -> queries, keys and values by head.
 
     The rotated elements are the last ones of each query and of each key. All heads have the same
-    rotary key, so each tensor rank computes a summand of its gradient. The values are filled up
-    with zeros to the size of a head, because the kernels of attention need equal sizes.
+    rotary key, so each tensor rank computes a summand of its gradient.
     """
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -95,10 +93,7 @@ class JoinLatents(Operator):
         yield from shape.rotations(e, turns_back=False)
         yield MemoryPass(2 * shape.queries * e)
         yield MemoryPass((shape.plain + shape.key + shape.queries) * e)
-        if shape.values < shape.queries:
-            yield MemoryPass((shape.values + shape.queries) * e)
-        else:
-            yield MemoryPass(2 * shape.values * e)
+        yield MemoryPass(2 * shape.values * e)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels that rotate the gradients back, sum the gradient of the rotary key over
@@ -125,7 +120,7 @@ class JoinLatents(Operator):
         """Return the bytes of the inputs, of the outputs, and of the rotated elements of the
         queries."""
         shape = _Shape.of(sizes)
-        elements = shape.inputs + shape.rotated + 3 * shape.queries
+        elements = shape.inputs + shape.rotated + 2 * shape.queries + shape.values
         return elements * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
@@ -173,31 +168,3 @@ class _Shape:
             yield MemoryPass(ROTATED_MOVES * elements * element_bytes, launches=4)
             if turns_back:
                 yield MemoryPass(2 * elements * element_bytes)
-
-
-@dataclass(frozen=True)
-class TakeValues(Operator):
-    """The outputs of the heads, filled up with zeros to the size of a head -> the values alone:
-    [positions, sequences, heads of this rank x head size] -> [positions, sequences, heads of this
-    rank x size of a head's values]."""
-
-    def _widths(self, model: ModelConfig, tensor: int) -> tuple[int, int]:
-        return -(-model.attention_width // tensor), -(-model.values_width // tensor)
-
-    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        _, values = self._widths(sizes.model, sizes.layout.tensor)
-        yield MemoryPass(2 * sizes.tokens * values * sizes.compute_bytes)
-
-    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        widths = self._widths(sizes.model, sizes.layout.tensor)
-        yield MemoryPass(sizes.tokens * sum(widths) * sizes.compute_bytes)
-
-    def forward_bytes(self, sizes: Sizes) -> int:
-        widths = self._widths(sizes.model, sizes.layout.tensor)
-        return sizes.tokens * sum(widths) * sizes.compute_bytes
-
-    def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the operator's input, the padded outputs of the
-        heads."""
-        filled, _ = self._widths(sizes.model, sizes.layout.tensor)
-        return sizes.tokens * filled * sizes.compute_bytes

@@ -7,7 +7,7 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.attention import Attend
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.describe import LayerBuild, Sublayer, norm_part
-from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents, TakeValues
+from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear
 
@@ -30,10 +30,7 @@ def latent_attention(build: LayerBuild) -> Sublayer:
         split="rows",
     )
     product = build.product("attention.out", out, "y", "y")
-    fills = model.values_width < model.attention_width
-    # the last linear layer keeps the core's output as its input, unless `TakeValues` comes between
-    keeps = product.keeps_input and not fills
-    taken = (TakeValues("attention.values", values, values),) if fills else ()
+    keeps = product.keeps_input
     return build.sublayer(
         "attention",
         0,
@@ -43,7 +40,6 @@ def latent_attention(build: LayerBuild) -> Sublayer:
         DealHeads("attention.dealt", qkv, qkv),
         Attend("attention.core", qkv, values, feeds_kept=keeps),
         JoinHeads("attention.joined", values, values, feeds_kept=keeps),
-        *taken,
         replace(product, shares_input=keeps),
     )
 

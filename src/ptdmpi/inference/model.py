@@ -31,8 +31,9 @@ from ptdmpi.inference.stored import (
 )
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
-from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.cache import Cache, KeyValueCache
 from ptdmpi.model.flat import Portion
+from ptdmpi.model.latent.cache import LatentCache
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import token_log_probabilities
 from ptdmpi.model.output.distillation import top_log_probabilities
@@ -101,15 +102,19 @@ class InferenceModel:
         last = self.placement.rank_of(self.placement.stages - 1)
         return self.axes["pipeline"].broadcast_object(value, last)
 
-    def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
+    def new_cache(self, rows: int, capacity: int) -> Cache:
         """Return an empty cache for `rows` sequences of up to `capacity` tokens."""
         model = self.config.model
+        layers = (int(number) for stage in self.stages.values() for number in stage.layers)
+        rank = model.kv_lora_rank
+        if model.latent:
+            whole = (rows, capacity, rank + model.rope_head_size)
+            return LatentCache(layers, whole, self.dtype, self.device, values=rank)
         kv_heads = max(1, model.kv_heads // self.axis.size)
         shape = (rows, capacity, kv_heads, model.head_size)
-        layers = (int(number) for stage in self.stages.values() for number in stage.layers)
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
-    def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
+    def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor | None:
         """Return the activations [positions, sequences, hidden size] for the ids [positions,
         sequences], on the last stage; None on other stages.
 
@@ -175,7 +180,7 @@ class InferenceModel:
             handle.wait()
         self._leaving = []
 
-    def next_logits(self, ids: Tensor, cache: KeyValueCache, last: Tensor) -> Tensor | None:
+    def next_logits(self, ids: Tensor, cache: Cache, last: Tensor) -> Tensor | None:
         """Return the logits of the next token, float32 [sequences, vocabulary], on the last stage;
         None on other stages.
 
@@ -232,7 +237,7 @@ class InferenceModel:
             return self._head.heads(x)[0]
 
 
-def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
+def _rotary(stage: Stage, ids: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor] | None:
     """Return (cos, sin) of the rotary angles at the positions of the ids; None if the model has no
     rotary position embedding."""
     if stage.rotary is None:

@@ -25,6 +25,7 @@ from ptdmpi.model.tensor_parallel import (
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
+from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import is_of_expert
 
@@ -38,6 +39,28 @@ def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | 
     if isinstance(part, Linear) and part.split == "rows":
         return row_linear(parts, name, axis)
     return column_linear(parts, name, axis)
+
+
+def added_linear(
+    owner: nn.Module, row: Multiply, axis: TensorAxis
+) -> ColumnParallelLinear | RowParallelLinear:
+    """Make the linear layer of `row` (the description of a linear layer), register it in `owner`
+    under the row's name, and return it."""
+    module = linear(row.parts(), row.name, axis)
+    module.keeps_codes = row.keeps_codes
+    module.scaling = row.scaling
+    add(owner, row.name, module)
+    return module
+
+
+def add(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Register `module` in `owner` under a dotted name, such as "attention.qkv"."""
+    path, _, leaf = name.rpartition(".")
+    for part in filter(None, path.split(".")):
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    owner.add_module(leaf, module)
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:

@@ -1,5 +1,6 @@
-"""A cache of the keys and values of earlier tokens, so that only new positions are computed."""
+"""Caches of the keys and values of earlier tokens, so that only new positions are computed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 from ptdmpi.model.kernels.attention import AttentionCore
 
 
-class KeyValueCache:
-    """The keys and values of b sequences, for each of the `layers`: [b, capacity, kv heads / t,
-    head size], where t is the tensor-parallel size.
+class Cache(ABC):
+    """The base class of caches for b sequences. A cache has a tensor of a certain shape for each of
+    the `layers`.
 
     Sequences may have different lengths, because each token has its own position (see the method
     `at`). If padding was stored at a position, the next real token overwrites it before any query
@@ -20,14 +21,15 @@ class KeyValueCache:
     def __init__(
         self,
         layers: Iterable[int],
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        rows: int,
     ) -> None:
-        self._kept = {
-            layer: torch.zeros((2, *shape), dtype=dtype, device=device) for layer in layers
-        }
-        self._rows = torch.arange(shape[0], device=device)[:, None]
+        """Make an empty cache for `rows` sequences. `shape` is the shape of a layer's tensor."""
+        self._kept = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
+        self._rows = torch.arange(rows, device=device)[:, None]
         self.positions = torch.empty(0)
         self._places = torch.empty(0)
 
@@ -49,10 +51,30 @@ class KeyValueCache:
             seen &= self._places > here - window
         return seen
 
+    @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to the earlier
         tokens of their sequence and to themselves. If the layer has a window, a token attends only
-        to tokens in its window. This method also stores the keys and values of the new tokens."""
+        to tokens in its window. This method also stores what later tokens need of the new tokens.
+        """
+
+
+class KeyValueCache(Cache):
+    """The keys and values of b sequences, for each layer: [b, capacity, kv heads / t, head size],
+    where t is the tensor-parallel size."""
+
+    def __init__(
+        self,
+        layers: Iterable[int],
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make an empty cache. `shape` is the shape of the keys of a layer."""
+        super().__init__(layers, (2, *shape), dtype, device, rows=shape[0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
+        """See `Cache.attend`."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)

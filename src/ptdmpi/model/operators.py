@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
-from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.built import add
+from ptdmpi.model.cache import Cache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture, Router
@@ -27,7 +28,7 @@ from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.latent.heads import LatentHeads, Latents
+from ptdmpi.model.latent import makers as latent
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
@@ -39,7 +40,12 @@ from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
-from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents
+from ptdmpi.plan.layer.latent.operators import (
+    ExpandLatents,
+    ExpandOutputs,
+    JoinLatents,
+    SplitLatents,
+)
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
@@ -59,7 +65,7 @@ class Context:
     stream: RandomStream | None = None
     documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
-    cache: KeyValueCache | None = None
+    cache: Cache | None = None
     positions: Positions = ALL
     chosen: Chosen | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -298,10 +304,7 @@ def _norm(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor
 
 def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Multiply)
-    linear = built.linear(row.parts(), row.name, build.axis)
-    linear.keeps_codes = row.keeps_codes
-    linear.scaling = row.scaling
-    add(owner, row.name, linear)
+    linear = built.added_linear(owner, row, build.axis)
     return lambda x, context: linear(x, context.of_adapters(build.layer))
 
 
@@ -371,14 +374,6 @@ def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tens
     return compute
 
 
-def _latents(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
-    assert isinstance(row, SplitLatents)
-    norms = [Norm(build.model, size=part.size) for _, part in row.norms]
-    for (name, _), norm in zip(row.norms, norms, strict=True):
-        add(owner, name, norm)
-    return Latents(norms)
-
-
 def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Activate)
     function = Activation(row)
@@ -426,8 +421,10 @@ MAKERS: Mapping[type[Operator], Maker] = {
     DealHeads: _dealt,
     Attend: _attention,
     JoinHeads: _joined,
-    SplitLatents: _latents,
-    JoinLatents: lambda owner, row, build: LatentHeads(build.model, build.axis),
+    SplitLatents: latent.latents,
+    ExpandLatents: latent.expanded,
+    JoinLatents: latent.heads,
+    ExpandOutputs: latent.outputs,
     Activate: _activation,
     MixExperts: _experts,
     AddResidual: _residual,
@@ -438,16 +435,6 @@ def maker_of(row: Operator) -> Maker:
     """Return the function that makes and registers the module for `row` (the description of an
     operator). If `row` belongs to the user's own sublayer, a method of `row` makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
-
-
-def add(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` in `owner` under a dotted name, such as "attention.qkv"."""
-    path, _, leaf = name.rpartition(".")
-    for part in filter(None, path.split(".")):
-        if not hasattr(owner, part):
-            owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
-    owner.add_module(leaf, module)
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:

@@ -220,7 +220,8 @@ def outside(bar: Bar, row: Operator, sizes: Sizes, *, real: int, said: int) -> s
 
 def wrong_memory(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
     """Yield the fields of a row's account whose bytes are not those that the row needed."""
-    kind, adapted = type(row), bool(getattr(row, "adapters", ()))
+    kind = Multiply if isinstance(row, Multiply) else type(row)
+    adapted = bool(getattr(row, "adapters", ()))
     checks = [
         ("operands", EXACT, work.operands, total_bytes(row.operands(sizes))),
         ("backward", BACKWARD.get(kind, EXACT), work.backward_bytes, row.backward_bytes(sizes)),

@@ -16,13 +16,15 @@ from torch.autograd import Function
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.latent.absorbed import Absorbed, CachedPass
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 Rotary = tuple[Tensor, Tensor]
 
 
-class Rotating(Protocol):
-    """An object that provides the cosines and sines of rotary angles for a forward pass."""
+class Rotating(CachedPass, Protocol):
+    """An object that provides the cosines and sines of rotary angles for a forward pass, and its
+    cache."""
 
     @property
     def rotary(self) -> Rotary | None:
@@ -56,10 +58,14 @@ class LatentHeads:
     consists of the neighbouring elements 2 i and 2 i + 1, as in the published weights. After the
     rotation, the first elements of all pairs are placed before all second elements. Queries and
     keys have the same order, so their products do not change.
+
+    In generation with a cache, keys and values are not expanded: each latent vector and its rotary
+    key are the key of a single head, and the value is the latent vector (see `absorbed`).
     """
 
-    def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
+    def __init__(self, model: ModelConfig, axis: TensorAxis, absorbed: Absorbed) -> None:
         self.axis = axis
+        self.absorbed = absorbed
         self.head_size = model.head_size
         self.plain = model.head_size - model.rope_head_size
         self.values = model.value_size
@@ -68,11 +74,25 @@ class LatentHeads:
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
         """Return queries and keys, each [b, a / t, s, d] for this rank's a / t heads of d elements,
         and values, [b, a / t, s, v]. `q` are the expanded queries, `kv` the expanded keys and
-        values, and `key` the rotary key."""
+        values, and `key` the rotary key. With a cache, `kv` [s, b, c] has the latent vectors:
+        return queries [b, a / t, s, c + r], and keys [b, 1, s, c + r] twice."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)
+        if context.cache is not None:
+            return self._unexpanded(q, kv, key, (cos, sin))
         return tuple(x.permute(1, 2, 0, 3) for x in _Join.apply(q, kv, key, _Pass(self, cos, sin)))
+
+    def _unexpanded(
+        self, q: Tensor, latent: Tensor, key: Tensor, angles: Rotary
+    ) -> tuple[Tensor, ...]:
+        """Return queries and keys for a pass with a cache."""
+        q = q.unflatten(-1, (-1, self.head_size))
+        plain, rotated = q.split([self.plain, self.head_size - self.plain], dim=-1)
+        queries = torch.cat((self.absorbed.queries(plain), *_rotated(rotated, *angles)), -1)
+        keys = torch.cat((latent[:, :, None], *_rotated(key[:, :, None], *angles)), -1)
+        keys = keys.permute(1, 2, 0, 3)
+        return queries.permute(1, 2, 0, 3), keys, keys
 
 
 class _Pass(NamedTuple):

@@ -14,12 +14,13 @@ from ptdmpi.plan.layer.account import Elementwise, Item, Kernel, MemoryPass, Mes
 from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Norm, Part
-from ptdmpi.plan.layer.products import summed
+from ptdmpi.plan.layer.products import Multiply, summed
 from ptdmpi.plan.layer.sizes import Sizes
 
 # Number of times that the rotation reads or writes each rotated element, in two products and two
 # sums for each half.
 ROTATED_MOVES = 5
+EXPANSION = "attention.kv_up"  # name of the operator that expands keys and values
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class SplitLatents(Operator):
             most = max(most, done + norm_backward(sizes, elements))
             done += elements * sizes.compute_bytes
         return max(most, done + self._elements(sizes) * sizes.compute_bytes)
+
+
+class ExpandLatents(Multiply):
+    """The linear layer that expands the latent vector to the keys and values of this rank's heads.
+    In generation with a cache, the latent vectors are not expanded (V2, section 2.1.2)."""
 
 
 @dataclass(frozen=True)
@@ -168,3 +174,9 @@ class _Shape:
             yield MemoryPass(ROTATED_MOVES * elements * element_bytes, launches=4)
             if turns_back:
                 yield MemoryPass(2 * elements * element_bytes)
+
+
+class ExpandOutputs(Operator):
+    """The outputs of the heads, which in generation with a cache are sums of latent vectors -> the
+    outputs in the size of the values. A training has expanded the values before the core, so this
+    operator returns its input, and has no costs."""

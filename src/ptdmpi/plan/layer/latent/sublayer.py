@@ -1,13 +1,19 @@
 """The sublayer of multi-head latent attention, as operators in order."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.attention import Attend
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.describe import LayerBuild, Sublayer, norm_part
-from ptdmpi.plan.layer.latent.operators import JoinLatents, SplitLatents
+from ptdmpi.plan.layer.latent.operators import (
+    EXPANSION,
+    ExpandLatents,
+    ExpandOutputs,
+    JoinLatents,
+    SplitLatents,
+)
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear
 
@@ -40,6 +46,7 @@ def latent_attention(build: LayerBuild) -> Sublayer:
         DealHeads("attention.dealt", qkv, qkv),
         Attend("attention.core", qkv, values, feeds_kept=keeps),
         JoinHeads("attention.joined", values, values, feeds_kept=keeps),
+        ExpandOutputs("attention.values", values, values),
         replace(product, shares_input=keeps),
     )
 
@@ -79,7 +86,8 @@ def _compressed(build: LayerBuild) -> Iterator[Operator]:
             "attention.q_up", _expanding(model, model.q_lora_rank, queries), "q", "q"
         )
     expanded = queries - model.heads * model.rope_head_size + model.values_width
-    yield build.product("attention.kv_up", _expanding(model, rank, expanded), "kv", "kv")
+    product = build.product(EXPANSION, _expanding(model, rank, expanded), "kv", "kv")
+    yield ExpandLatents(**{field.name: getattr(product, field.name) for field in fields(product)})
 
 
 def _expanding(model: ModelConfig, inputs: int, outputs: int) -> Linear:

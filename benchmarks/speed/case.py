@@ -43,7 +43,7 @@ LAYOUTS = {
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # The layout with a single rank and compiled layers.
-CUT = "c=2"  # The layout with sequences of 4,096 positions, cut in two.
+CUT = "c=2"  # The layout in which two context ranks divide sequences of 4,096 positions.
 # The layouts with experts: a single rank, two data ranks that each have all experts, and two data
 # ranks that divide the experts.
 EXPERTS = ("moe", "moe-d2", "moe-e2")
@@ -159,8 +159,9 @@ class Row:
 
     @property
     def alone(self) -> "Row":
-        """Return the row for one rank alone, with the same sizes. For weak scaling, the size that
-        `WEAK` names is half as large."""
+        """Return the row for one rank alone. It has the sizes of this row, with one exception: for
+        weak scaling over two ranks, the size that `WEAK` names (the global batch or the number of
+        layers) is half as large."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]

@@ -457,8 +457,8 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
     """Return True if one `EarlyKeys` can compute the operators `rows`. There must be a context axis
     whose messages make progress during computation, and the weight must be neither quantized nor
-    rounded before each product. Otherwise each of the two matrix products would dequantize or round
-    the whole weight."""
+    rounded before each product. `EarlyKeys` computes keys and queries by two matrix products, and
+    each of the two would dequantize or round the whole weight."""
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
     return build.context.gathers_early and build.model.divides_products

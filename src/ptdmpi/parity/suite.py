@@ -165,7 +165,8 @@ def run(
     blocks = Blocks(world, wire)
     results: dict[TrainingTask, Training] = {}
     choices: dict[TrainingTask, Choices] = {}
-    # a run that watches the choices of experts of another run comes after that run
+    # Some runs compare the experts that their routers choose with the experts that another run has
+    # chosen. They must come after that other run.
     for watches, ranks in sorted({(t.watches_choices, t.case.layout.ranks) for t in tasks}):
         if watches and not choices:
             made = {task: training.choices for task, training in results.items()}

@@ -156,9 +156,9 @@ def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
 def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
-    """Yield all tiles (some queries and some heads), each with its attention probabilities in the
-    type of q. If `logsumexp` [b, heads, s] is given, write the log-sum-exp of each query's scores
-    into it."""
+    """Yield each tile with its attention probabilities in the type of q. A tile is a part of the
+    scores: those of some queries in some heads. If `logsumexp` [b, heads, s] is given, write the
+    log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     # convert q and k once for all blocks, to a memory layout in which products are fast

@@ -182,8 +182,8 @@ class Pricer:
                 if layout.recompute_layers is None and not kind.idle:
                     back = back + layer.recomputed(layout)
                 layers_s += count * (layer.forward.total + back.total)
-                # if backwards are split, no rank waits for another rank's last backwards (see
-                # `StageTimes.lower_bound_s`)
+                # if backwards are split, the bound contains no wait at the end of the step, because
+                # all ranks can then compute gradients of weights (see `StageTimes.lower_bound_s`)
                 waited = layer.forward.total + back.total * (not splits(layout))
                 passed = min(passed, waited)
             work = microbatches * layers_s

@@ -38,9 +38,10 @@ from ptdmpi.plan.layer.sizes import Sizes
 # FUSED_HEADS divides the number of heads in a microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
-# Bytes that are moved per score of two bytes, in (forward, backward): for the fused kernel, and for
-# separate kernels, which convert to float32, scale, mask, take the softmax, and convert to half
-# precision. In the backward, the separate kernels first copy the masked gradient.
+# Bytes that the softmax moves per score, as (forward, backward), if a score has two bytes. The
+# fused kernel reads only the half of the scores that the causal mask allows, and writes all of
+# them. The separate kernels convert to float32, scale, mask, take the softmax, and convert to half
+# precision; in the backward they first copy the masked gradient.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 

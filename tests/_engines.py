@@ -17,6 +17,7 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.output.losses import ahead_name
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
@@ -71,12 +72,21 @@ def microbatches(
         elif config.model.masked:
             batch = as_masked(batch, config.model)
         batches.append(batch)
-    return batches
+    return [batch.with_ahead(config.model.mtp_modules) for batch in batches]
 
 
 def passes(batches: Iterable[Microbatch], step: int | None = 0) -> list[MicrobatchPass]:
     """The batches as microbatches of a step, of losses that are summed."""
-    return [MicrobatchPass(number, batch, step) for number, batch in enumerate(batches)]
+    return [
+        MicrobatchPass(number, batch, step, weights=_of_modules(batch))
+        for number, batch in enumerate(batches)
+    ]
+
+
+def _of_modules(batch: Microbatch) -> dict[str, float]:
+    """The factors of the losses of modules for multi-token prediction."""
+    counts = () if batch.ahead is None else batch.ahead.counts
+    return {ahead_name(number): 1.0 for number in range(len(counts))}
 
 
 def as_classified(batch: Microbatch, config: Config) -> Microbatch:

@@ -232,6 +232,8 @@ OTHERS = {
     "balance": "none",
     "balance_coefficient": 0.01,
     "z_loss_coefficient": 0.1,
+    "mtp_depth": 1,
+    "mtp_loss_coefficient": 0.1,
     "query_scalar": 2.0,
     "attention_softcap": 50.0,
     "logit_softcap": 30.0,
@@ -272,7 +274,7 @@ def test_adapters_stand_on_no_other_function_of_the_weights(corpora, has_task):
         config = config.model_copy(update={"task": task}).with_head()
     course, base = _course(config, datasets), Base("base", 64 * "0")
     free = {"kind", "vocab_size", "seq_length", "dropout", "attention_dropout", "init_std"}
-    free |= {"balance_coefficient", "z_loss_coefficient"}
+    free |= {"balance_coefficient", "z_loss_coefficient", "mtp_loss_coefficient"}
     assert OTHERS.keys() == ModelConfig.model_fields.keys()
     course.stand_on(base, Path("step-5"), manifest, None)
     for key, value in OTHERS.items():

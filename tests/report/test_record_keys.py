@@ -12,10 +12,18 @@ from click.testing import CliRunner
 import ptdmpi
 from ptdmpi import report
 from ptdmpi.commands.report import command
+from ptdmpi.config.model import MOST_MODULES
 from ptdmpi.engine.loads import ExpertLoads
 from ptdmpi.engine.noise import GradientNoise
 from ptdmpi.engine.result import StepResult
-from ptdmpi.model.output.losses import COUNT, DISTILLATION, LOSS_KINDS, RIGHT, SummedLoss
+from ptdmpi.model.output.losses import (
+    COUNT,
+    DISTILLATION,
+    LOSS_KINDS,
+    RIGHT,
+    SummedLoss,
+    ahead_name,
+)
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.journal import Journal
@@ -55,8 +63,10 @@ def _of_step(folder: Path) -> set[str]:
 
 
 def _of_validations() -> set[str]:
-    """Return the keys of validations of every kind of model. A validation uses no teacher."""
-    judged = {name: loss for name, loss in LOSSES.items() if name != DISTILLATION}
+    """Return the keys of validations of every kind of model. A validation uses neither a teacher
+    nor modules for multi-token prediction."""
+    unused = {DISTILLATION, *map(ahead_name, range(MOST_MODULES))}
+    judged = {name: loss for name, loss in LOSSES.items() if name not in unused}
     tokens = {name: loss for name, loss in judged.items() if name not in (RIGHT, COUNT)}
     kinds = (judged, tokens)
     return {key for losses in kinds for key in validation_record("ab", [losses, losses])[0]}

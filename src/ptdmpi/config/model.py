@@ -45,6 +45,7 @@ SUBLAYERS: Mapping[str, str] = {
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000  # every expert is a module, too.
+MOST_MODULES = 4  # Modules for multi-token prediction; each has a loss of its own.
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
 # activation functions of gated MLPs: one half of the first linear's output gates the other half
 GATED = ("swiglu", "geglu")
@@ -102,6 +103,8 @@ class ModelConfig(Section):
     balance: Bound[Literal["bias", "sequence", "batch", "none"]] = "bias"
     balance_coefficient: Reported[Number] = 0.001
     z_loss_coefficient: Reported[Cap] = 0.0
+    mtp_depth: Bound[Annotated[int, Field(ge=0, le=MOST_MODULES)]] = 0
+    mtp_loss_coefficient: Reported[Cap] = 0.3
     positions: Bound[Literal["learned", "rope"]]
     bias: Bound[bool | Literal["attention", "qkv", "mlp"]]
     tie_embeddings: Bound[bool]
@@ -196,6 +199,27 @@ class ModelConfig(Section):
         if not self.experts:
             return ()
         return mixing_layers(self.layers, self.dense_layers, self.moe_every)
+
+    @property
+    def mtp_modules(self) -> int:
+        """Return the number of modules for multi-token prediction (DeepSeek-AI 2024, V3: arXiv
+        2412.19437, section 2.2). The result is `mtp_depth`, or 0 if only adapters are trained, or
+        if the model has a head for a task: then the modules are not part of the model."""
+        return 0 if self.adapt.adapts or self.classifies else self.mtp_depth
+
+    @property
+    def shares_table(self) -> bool:
+        """Return True if the embedding's table is also used after the last layer: by a tied head,
+        or by modules for multi-token prediction."""
+        return self.tie_embeddings or self.mtp_modules > 0
+
+    @property
+    def routing_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that have experts (`mixing_layers`), and the numbers of
+        the modules for multi-token prediction whose layer has experts. Modules are counted from
+        `layers` on."""
+        modules = range(self.layers, self.layers + self.mtp_modules)
+        return (*self.mixing_layers, *(modules if self.mixes(self.layers - 1) else ()))
 
     @property
     def has_dense_layers(self) -> bool:

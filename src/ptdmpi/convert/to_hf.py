@@ -39,6 +39,7 @@ from ptdmpi.inference.stored import (
 )
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.layer.ahead.modules import MODULES
 
 # Maps the name of a data type in config.json to its name in safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -86,7 +87,7 @@ def to_hf(
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
     """
     stored = open_model(source, kind)
-    needed = declarations(stored.config(), stored.vocab_size)
+    needed, left = _exported(declarations(stored.config(), stored.vocab_size))
     kept = _kept(stored, like)
     contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)
     contents = _with_template(contents, stored)
@@ -121,8 +122,16 @@ def to_hf(
         files=len(contents.headers),
         bytes=size,
         difference=difference,
-        note=_joined(contents.note, lost(stored.task)),
+        note=_joined(contents.note, left, lost(stored.task)),
     )
+
+
+def _exported(needed: Mapping[str, Declaration]) -> tuple[dict[str, Declaration], str]:
+    """Return the parameters that the files of `transformers` get, and a note about the others. The
+    classes of `transformers` have no modules for multi-token prediction."""
+    written = {name: row for name, row in needed.items() if not name.startswith(f"{MODULES}.")}
+    note = "" if len(written) == len(needed) else "without the modules for multi-token prediction"
+    return written, note
 
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:

@@ -251,7 +251,7 @@ class Engine:
         counts = self._counts(batches)
         tokens = counts[TASK] or 1.0
         scale = self.loss_scale.value / tokens
-        by_name = weights(counts)
+        by_name = weights(counts, self.losses)
         passes = [
             MicrobatchPass(number=number, batch=batch, step=step, scale=scale, weights=by_name)
             for number, batch in enumerate(batches)

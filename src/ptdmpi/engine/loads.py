@@ -19,6 +19,7 @@ from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.output.losses import TOTAL, weights
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
+from ptdmpi.plan.layer.ahead.modules import MODULES
 from ptdmpi.plan.layout.grid import LOSSES, TENSOR
 
 
@@ -74,7 +75,7 @@ class Balance:
         self.state = state
         self.mixtures: dict[int, Mixture] = {}
         # number of a layer with experts -> row of this layer in the tensor of the loads
-        self.rows = {layer: row for row, layer in enumerate(self.model.mixing_layers)}
+        self.rows = {layer: row for row, layer in enumerate(self.model.routing_layers)}
         for stage in stages.values():
             self.mixtures |= stage.mixtures
 
@@ -110,6 +111,12 @@ class Balance:
         losses = dict(zip(self.model.router_losses, sums, strict=True))
         return ExpertLoads(host[:, : self.model.experts].long(), losses)
 
+    def _place(self, layer: int) -> str:
+        """Return the beginning of the parameters' names of layer `layer`. Modules for multi-token
+        prediction are counted after the last layer."""
+        module = layer - self.model.layers
+        return f"layers.{layer}" if module < 0 else f"{MODULES}.{module}"
+
     def update(self, loads: ExpertLoads, written: bool) -> None:
         """Update the balance numbers (one bias of the router for each expert) of this rank's
         layers. The balance numbers are part of the master weights. If `written` is True, the
@@ -123,7 +130,7 @@ class Balance:
             moves = above / total
         buffer = self.state.buffer
         for layer in self.mixtures:
-            name = f"layers.{layer}.mlp.router.balance"
+            name = f"{self._place(layer)}.mlp.router.balance"
             held = self.state.kinds[WEIGHTS].held.get(name)
             # either the model has no balance numbers, or this rank's shard does not contain them
             if held is None:

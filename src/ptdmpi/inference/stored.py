@@ -33,6 +33,7 @@ from ptdmpi.model.parameters import Declaration, data_types
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.layer.ahead.modules import MODULES
 
 CONFIG = "config.toml"
 # The folder for config.json, tokenizer and other files that came with a model from Hugging Face.
@@ -292,13 +293,18 @@ def loaded_layer(
 
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     """Raise InputError unless the checkpoint has exactly the weights `needed`, in their declared
-    shapes."""
+    shapes. It may also have modules for multi-token prediction, which adapters and heads for tasks
+    do not use."""
     for name, declaration in needed.items():
         reader.require(key(WEIGHTS, name), declaration.shape)
     known = {key(WEIGHTS, name) for name in needed}
     prefix = key(WEIGHTS, "")
-    there = reader.manifest.names
-    extra = [name for name in there if name.startswith(prefix) and name not in known]
+    unused = key(WEIGHTS, f"{MODULES}.")
+    extra = [
+        name
+        for name in reader.manifest.names
+        if name.startswith(prefix) and not name.startswith(unused) and name not in known
+    ]
     if extra:
         raise InputError(
             f"checkpoint {reader.directory}: {extra[0]} is not a tensor of the model in its "

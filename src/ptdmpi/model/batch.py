@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.model.documents import Documents, Pairs
+from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.positions import Positions
 
 ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Slot`)
@@ -43,7 +44,8 @@ class Microbatch:
     positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
     their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
     of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
-    for the labels, if the run distills one.
+    for the labels, if the run distills one. `ahead` has the tokens of the modules for multi-token
+    prediction, if a training trains such modules.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when the microbatch
@@ -60,6 +62,7 @@ class Microbatch:
     order: Tensor | None = None
     pairs: Pairs | None = None
     teacher: TeacherOutputs | None = None
+    ahead: TokensAhead | None = None
     tokens: float = field(init=False)
     orders: int = field(init=False)
 
@@ -77,6 +80,14 @@ class Microbatch:
         """Return a microbatch of sequences [s + 1, b] of token ids, in which every label has the
         weight 1; `samples` [b] are the global sample numbers."""
         return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
+
+    def with_ahead(self, modules: int) -> "Microbatch":
+        """Return the same microbatch with the tokens for `modules` modules for multi-token
+        prediction. The microbatch has all positions, and its tensors are on the host."""
+        if not modules:
+            return self
+        ahead = TokensAhead.of(self.labels, self.weights, self.documents, modules)
+        return replace(self, ahead=ahead)
 
     def at(self, positions: Positions) -> "Microbatch":
         """Return this microbatch with only the given `positions` of each sequence. The tensors must
@@ -96,8 +107,9 @@ class Microbatch:
         weights = None if self.weights is None else positions.of(self.weights)
         pairs = None if self.pairs is None else self.pairs.at(positions)
         teacher = None if self.teacher is None else self.teacher.each(positions.of)
-        labels = positions.of(self.labels)
-        return replace(here, labels=labels, weights=weights, pairs=pairs, teacher=teacher)
+        ahead = None if self.ahead is None else self.ahead.at(positions)
+        here = replace(here, labels=positions.of(self.labels), weights=weights)
+        return replace(here, pairs=pairs, teacher=teacher, ahead=ahead)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
         """Return a copy of this microbatch with the masked positions and the segment order of
@@ -130,6 +142,8 @@ class Microbatch:
             object.__setattr__(changed, "pairs", self.pairs.each(change))
         if self.teacher is not None:
             object.__setattr__(changed, "teacher", self.teacher.each(change))
+        if self.ahead is not None:
+            object.__setattr__(changed, "ahead", self.ahead.each(change))
         return changed
 
 

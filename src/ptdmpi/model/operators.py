@@ -36,10 +36,12 @@ from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
+from ptdmpi.plan.layer.ahead.operators import Concatenate
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
+from ptdmpi.plan.layer.folds import read_after
 from ptdmpi.plan.layer.latent.operators import (
     ExpandLatents,
     ExpandOutputs,
@@ -427,6 +429,7 @@ MAKERS: Mapping[type[Operator], Maker] = {
     ExpandOutputs: latent.outputs,
     Activate: _activation,
     MixExperts: _experts,
+    Concatenate: lambda owner, row, build: lambda x, y, context: torch.cat((x, y), -1),
     AddResidual: _residual,
 }
 
@@ -449,7 +452,7 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
         else:
             compute = maker_of(row)(owner, row, build)
         rows = rows[count:]
-        last = frozenset(name for name in row.inputs if not _read_after(rows, name))
+        last = frozenset(name for name in row.inputs if not read_after(rows, name))
         steps.append(RowStep(row, compute, last))
     return tuple(steps)
 
@@ -462,16 +465,6 @@ def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
     return build.context.gathers_early and build.model.divides_products
-
-
-def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Return True if an operator of `rows` reads the tensor `name` before it is overwritten."""
-    for row in rows:
-        if name in row.inputs:
-            return True
-        if name in row.outputs:
-            return False
-    return False
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:

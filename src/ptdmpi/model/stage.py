@@ -19,6 +19,7 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.operators import Context
+from ptdmpi.model.output.ahead import AheadOutput, Module
 from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, loss_of, output_of
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
@@ -26,8 +27,10 @@ from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block, Embedding, rotary_table
+from ptdmpi.plan.layer.ahead.modules import TABLE
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
+from ptdmpi.plan.shape import parameters
 
 TIED_NAME = "embedding.word.weight"
 
@@ -65,7 +68,9 @@ class Stage(nn.Module):
         # True if no layer before this stage trains, so that the stage's input needs no gradient
         self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
-        self.tied = model.tie_embeddings
+        self.tied = model.shares_table
+        # name of the parameter after the last layer that is the table of the embedding
+        self.again = "head.weight" if model.tie_embeddings else f"{TABLE}.weight"
         self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0
         self.embedding = Embedding(model, axis, vocab_size) if self.first else None
         self.layers = nn.ModuleDict(
@@ -74,20 +79,21 @@ class Stage(nn.Module):
                 for i in layers
             }
         )
-        # layer number -> mixture of experts
-        self.mixtures = {
-            int(number): module
-            for number, block in self.layers.items()
-            for module in block.modules()
-            if isinstance(module, Mixture)
-        }
         self.rotary: tuple[Tensor, Tensor] | None = None
         self.output: Output | None = None
         if self.last:
-            self.output = output_of(model, vocab_size, axis)
+            experts = experts or ExpertAxis()
+            self.output = _output(model, vocab_size, axis, context=context, experts=experts)
             self.output.loss = loss_of(config, vocab_size, axis, context)
             for name, module in self.output.modules.items():
                 self.add_module(name, module)
+        # number of a layer, or of a module after the last layer -> mixture of experts
+        self.mixtures = {
+            number: module
+            for number, block in self._blocks(model.layers)
+            for module in block.modules()
+            if isinstance(module, Mixture)
+        }
         declare_as_described(self, model, vocab_size, layers)
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
@@ -100,9 +106,9 @@ class Stage(nn.Module):
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return (logical name, parameter) of all parameters. A tied head has the name of the
-        embedding."""
-        renamed = {"head.weight": TIED_NAME} if self.tied else {}
+        """Return (logical name, parameter) of all parameters. The table of the embedding has the
+        same name in the embedding and after the last layer."""
+        renamed = {self.again: TIED_NAME} if self.tied else {}
         return [(renamed.get(name, name), weight) for name, weight in self._weights()]
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
@@ -135,9 +141,17 @@ class Stage(nn.Module):
             cos, sin = cos.to(compute), sin.to(compute)
             self.rotary = (cos, sin)
             here = (self.positions.of(cos), self.positions.of(sin))
-            for block in self.layers.values():
-                assert isinstance(block, Block)
+            for _, block in self._blocks(model.layers):
                 block.place_rotary(here)
+
+    def _blocks(self, count: int) -> Iterator[tuple[int, Block | Module]]:
+        """Yield (number, module) of each layer, and of each module for multi-token prediction. The
+        modules are counted from `count` on, the number of layers of the model."""
+        for number, block in self.layers.items():
+            assert isinstance(block, Block)
+            yield int(number), block
+        if isinstance(self.output, AheadOutput):
+            yield from enumerate(self.output.extra, count)
 
     def begin_step(self) -> None:
         """Discard the incomplete work of an interrupted step. The runner calls this method before
@@ -306,3 +320,18 @@ class Stage(nn.Module):
         for name, weight in self.named_parameters():
             assert isinstance(weight, Parameter), f"{name} is not declared"
             yield name, weight
+
+
+def _output(
+    model: ModelConfig,
+    vocab_size: int,
+    axis: TensorAxis,
+    *,
+    context: ContextAxis,
+    experts: ExpertAxis,
+) -> Output:
+    """Return the output of a model."""
+    if model.mtp_modules:
+        parts = parameters.head(model, vocab_size)
+        return AheadOutput(model, parts, axis, context=context, experts=experts)
+    return output_of(model, vocab_size, axis)

@@ -88,6 +88,13 @@ class _Embed(Function):
         return None, None, None
 
 
+def look_up(ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
+    """Return the rows `ids` [s, b] of a vocabulary's table, [s, b, hidden]; under sequence
+    parallelism, only at this rank's positions. `weight` has this tensor rank's rows of the
+    table."""
+    return _Embed.apply(ids, weight, axis)
+
+
 class VocabularyEmbedding(nn.Module):
     """An embedding of token ids, [s, b] -> [s, b, hidden]. The rows of the embedding's table are
     divided over the tensor axis."""
@@ -102,4 +109,4 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of `ids`; under sequence parallelism, only at this rank's
         positions."""
-        return _Embed.apply(ids, self.weight, self.axis)
+        return look_up(ids, self.weight, self.axis)

@@ -7,7 +7,7 @@ outside attention and MLP have only this rank's positions.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -25,7 +25,15 @@ from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.kernels.fused.steps import with_sums
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.latent.heads import LatentHeads
-from ptdmpi.model.operators import Build, Context, Heads, drop_hidden, install, run
+from ptdmpi.model.operators import (
+    Build,
+    Context,
+    Heads,
+    RowStep,
+    drop_hidden,
+    install,
+    run,
+)
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
@@ -141,11 +149,8 @@ class Block(Computing):
             self.steps = with_sums(self.plain_steps, kernels)
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1,
-        rotated elements] each."""
-        for step in self.steps:
-            if isinstance(step.compute, Heads | LatentHeads):
-                step.compute.rotary = rotary
+        """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""
+        place_rotary(self.steps, rotary)
 
     def compiled_by(self, backend: str) -> None:
         """Compile the layer's training pass to one forward and one backward graph, with the given
@@ -199,6 +204,14 @@ class Block(Computing):
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         return run(self.steps, {"x": x}, context)["x"]
+
+
+def place_rotary(steps: Sequence[RowStep], rotary: tuple[Tensor, Tensor]) -> None:
+    """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1, rotated
+    elements] each, in the steps of a layer."""
+    for step in steps:
+        if isinstance(step.compute, Heads | LatentHeads):
+            step.compute.rotary = rotary
 
 
 class Embedding(nn.Module):

@@ -313,15 +313,17 @@ class Feed:
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
 
-    def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
+    def place(self, microbatches: list[MicrobatchRows], modules: int = 0) -> list[Microbatch]:
         """Return microbatches as tensors of shape [sequence length, microbatch size] on the device.
-        The tensors are valid until the next call of this method.
+        The tensors are valid until the next call of this method. The microbatches have the tokens
+        for `modules` modules for multi-token prediction.
 
         Every rank of the context axis reads complete samples. This method returns only the
         positions that this rank computes.
         """
         here = ContextAxis(self.axes[CONTEXT]).positions
-        return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
+        whole = (as_tensors(rows).with_ahead(modules) for rows in microbatches)
+        return self._placing.place([batch.at(here) for batch in whole])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
         """Yield pairs: the number of a validation dataset, and a list of microbatches that this

@@ -140,7 +140,7 @@ class Loop:
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
         with watch.span("data"):
-            batches = self.feed.place(next(feed))
+            batches = self.feed.place(next(feed), self.config.model.mtp_modules)
         with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed_s = time.perf_counter() - begin

@@ -10,6 +10,7 @@ from functools import partial
 
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.adapt import adapt_rules
+from ptdmpi.config.rules.ahead import ahead_rules
 from ptdmpi.config.rules.context import context_rules
 from ptdmpi.config.rules.distillation import distillation_rules
 from ptdmpi.config.rules.experts import expert_rules
@@ -71,6 +72,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from own_loss_rules(sections)
     yield from context_rules(sections)
     yield from expert_rules(sections)
+    yield from ahead_rules(sections)
     yield from task_rules(sections)
     yield from preference_rules(sections)
     yield from distillation_rules(sections)

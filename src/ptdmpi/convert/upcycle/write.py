@@ -143,6 +143,11 @@ def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
         raise InputError(
             f"{stored.checkpoint} is quantized; legal: the model that it was made from"
         )
+    if model.mtp_modules:
+        raise InputError(
+            f"{stored.checkpoint} has modules for multi-token prediction; legal: a model with "
+            "mtp_depth = 0"
+        )
     if model.classifies:
         raise InputError(f"{stored.checkpoint} has a head for a task; legal: a model of text")
 

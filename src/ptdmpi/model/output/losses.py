@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import Config, ModelConfig
+from ptdmpi.config.model import MOST_MODULES
 from ptdmpi.model.batch import Microbatch
 
 TOTAL = "total"  # the weighted sum of all losses, which is minimized
@@ -48,9 +49,9 @@ class LossKind:
     loss. `count` returns the number of the loss's terms in a microbatch. `key` is the name of the
     mean loss in the records of steps; with the prefix "validation_" it is the name in the records
     of validations. If `key` is "", the loss is not recorded. If `trains` is True, the mean loss is
-    added to the mean of the task's loss, and the gradient is computed from this sum; otherwise the
-    loss is only measured. If `of_routers` is True, the loss is a sum over the routers of all layers
-    (`model/experts/routing.py`); otherwise an output computes it.
+    added to the mean of the task's loss, multiplied by `factor`, and the gradient is computed from
+    this sum; otherwise the loss is only measured. If `of_routers` is True, the loss is a sum over
+    the routers of all layers (`model/experts/routing.py`); otherwise an output computes it.
     """
 
     used_by: Callable[[ModelConfig], bool]
@@ -58,6 +59,21 @@ class LossKind:
     key: str = ""
     trains: bool = True
     of_routers: bool = False
+    factor: float = 1.0
+
+
+def ahead_name(module: int) -> str:
+    """Return the name of the loss of a module for multi-token prediction, counted from 0."""
+    return f"multi_token_{module + 1}"
+
+
+def _ahead(module: int) -> LossKind:
+    """Return the properties of the loss of a module for multi-token prediction."""
+    return LossKind(
+        lambda model: module < model.mtp_modules,
+        lambda batch: 0.0 if batch.ahead is None else batch.ahead.counts[module],
+        f"{ahead_name(module)}_loss",
+    )
 
 
 def _of_routers(name: str, count: Callable[[Microbatch], float], key: str) -> LossKind:
@@ -99,6 +115,7 @@ LOSS_KINDS: Mapping[str, LossKind] = {
     MARGIN: LossKind(lambda model: False, _pairs, "reward_margin", trains=False),
     PREFERRED: LossKind(lambda model: False, _pairs, "reward_accuracy", trains=False),
     DISTILLATION: LossKind(lambda model: False, _taught, "distillation_loss"),
+    **{ahead_name(module): _ahead(module) for module in range(MOST_MODULES)},
     "sequence_balance": _of_routers("sequence_balance", _sequences, "balance_loss"),
     "batch_balance": _of_routers("batch_balance", _positions, "balance_loss"),
     "router_z": _of_routers("router_z", _positions, "router_z_loss"),
@@ -121,21 +138,30 @@ def kinds_of(config: Config) -> dict[str, LossKind]:
     }
     if config.preference.compares:
         kinds[TASK] = replace(kinds[TASK], count=_pairs)
+    modules = config.model.mtp_modules
+    for module in range(modules):
+        # the mean over the modules (DeepSeek-AI 2024, V3: arXiv 2412.19437, equation 25)
+        factor = config.model.mtp_loss_coefficient / modules
+        kinds[ahead_name(module)] = replace(kinds[ahead_name(module)], factor=factor)
     return kinds
 
 
-def weights(counts: Mapping[str, float]) -> dict[str, float]:
+def weights(
+    counts: Mapping[str, float], kinds: Mapping[str, LossKind] | None = None
+) -> dict[str, float]:
     """Return the factor of each loss, except the loss of the task. `counts` has the number of terms
-    of each loss in the global batch. The factors are chosen so that the sum of all mean losses can
-    be computed in this way: multiply each loss by its factor, add the losses, and divide the sum by
-    the number of terms of the task's loss.
+    of each loss in the global batch. `kinds` has the properties of the run's losses; None means
+    those of `LOSS_KINDS`. The factors are chosen so that the sum of all mean losses can be computed
+    in this way: multiply each loss by its factor, add the losses, and divide the sum by the number
+    of terms of the task's loss.
     """
+    kinds = LOSS_KINDS if kinds is None else kinds
     task_count = counts[TASK] or 1.0
     return {
         # for a loss without terms, `math.inf` makes the factor 0
-        name: task_count / (count or math.inf)
+        name: kinds[name].factor * task_count / (count or math.inf)
         for name, count in counts.items()
-        if name != TASK and LOSS_KINDS[name].trains
+        if name != TASK and kinds[name].trains
     }
 
 

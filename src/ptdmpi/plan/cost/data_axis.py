@@ -179,7 +179,7 @@ class DataAxis:
     def _ends_s(self, layout: Layout) -> float:
         """Return the seconds that the first and the last stage need to sum the gradients of a tied
         table. If gradients are sharded, each rank sums only its shard of them."""
-        if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
+        if layout.pipeline == 1 or not self.model.shares_table or self.model.adapt.adapts:
             return 0.0
         shards = layout.sharing.gradient_shards
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards

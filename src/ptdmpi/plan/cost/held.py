@@ -4,6 +4,7 @@ units in which data-parallel ranks send them."""
 from collections.abc import Iterator, Sequence
 
 from ptdmpi.config import Layout
+from ptdmpi.plan.layer.ahead.modules import TABLE
 from ptdmpi.plan.layer.describe import WORD_TABLE
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.parts import ALIGNMENT, Linear, Part, Table, aligned, trained
@@ -30,7 +31,7 @@ class HeldParts:
         self.last = self.placed.stages - 1
         self.ends = {
             EMBEDDING: parameters.embedding(self.model, model.vocab_size),
-            HEAD: parameters.head(self.model, model.vocab_size),
+            HEAD: parameters.head(self.model, model.vocab_size, layout.dealing),
         }
         self.of_kind = {
             run.kind: parameters.layer(self.model, run.kind, layout.dealing)
@@ -104,7 +105,7 @@ class HeldParts:
             for place, name, part in self._of_places(stage, trains):
                 sizes = list(enumerate(part.weights(self.tensor)))
                 for number, size in sizes[self._is_packed(place, part) :]:
-                    tied = self.model.tie_embeddings and number == 0 and self._is_tied(place, name)
+                    tied = number == 0 and self._is_tied(place, name)
                     unit = _unit_name(place, tied=tied and shards > 1, apart=apart)
                     if self.expert > 1 and parameters.is_of_expert(name):
                         unit += OF_EXPERTS
@@ -165,16 +166,19 @@ class HeldParts:
             for neighbour in (stage - 1, stage + 1)
         )
 
-    @staticmethod
-    def _is_tied(place: str, name: str) -> bool:
-        return (place, name) in ((EMBEDDING, WORD_TABLE), (HEAD, "head"))
+    def _is_tied(self, place: str, name: str) -> bool:
+        """Return True if the part `name` of a place is the table that embedding and head share."""
+        if not self.model.shares_table:
+            return False
+        last = "head" if self.model.tie_embeddings else TABLE
+        return (place, name) in ((EMBEDDING, WORD_TABLE), (HEAD, last))
 
     @property
     def tied(self) -> int:
         """Return the number of elements on one tensor-parallel rank of the trained table that
         embedding and head share; 0 if there is no such table."""
         word = self.ends[EMBEDDING][WORD_TABLE]
-        if not self.model.tie_embeddings or not word.trains:
+        if not self.model.shares_table or not word.trains:
             return 0
         return sum(word.weights(self.tensor))
 

@@ -23,6 +23,7 @@ from ptdmpi.plan.layer.account import (
     Message,
     Phase,
 )
+from ptdmpi.plan.layer.ahead import modules
 from ptdmpi.plan.layer.folds import messages, operators, with_inputs
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.sizes import Sizes
@@ -302,7 +303,7 @@ class EndTimes(TensorRank):
         super().__init__(machine, sizes_on(machine, model, layout))
         config = model.config
         self.embedding = describe.embedding(config, model.vocab_size)
-        self.head = describe.head(config, model.vocab_size)
+        self.head = modules.head(config, model.vocab_size)
         self.head_input_trains = config.idle() < config.layers
 
     def _pass(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:

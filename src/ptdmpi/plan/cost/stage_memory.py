@@ -14,6 +14,7 @@ from ptdmpi.config.layout import Dealing
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.layer import describe, folds
+from ptdmpi.plan.layer.ahead import modules
 from ptdmpi.plan.layer.folds import LayerBytes
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.sizes import Sizes
@@ -383,7 +384,7 @@ class StageMemory:
 
     def _head(self) -> tuple[Operator, ...]:
         """Return the operators of the head that have a backward."""
-        rows = describe.head(self.model, self.vocab_size)
+        rows = modules.head(self.model, self.vocab_size)
         if self.model.idle() < self.model.layers:
             return rows
         first = next(i for i, row in enumerate(rows) if row.trains)

@@ -22,6 +22,7 @@ from ptdmpi.plan.cost.methods import code_messages, told_of
 from ptdmpi.plan.cost.tree import nodes_of
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Message, Phase
+from ptdmpi.plan.layer.ahead import modules
 from ptdmpi.plan.layer.folds import messages, operators, recomputed
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import ALIGNMENT, elements
@@ -131,7 +132,7 @@ class StepTraffic:
         """Add to `tallies` the messages with the loads of experts: for each layer, ranks sum the
         number of tokens of each expert, and the router's losses."""
         layout, losses = self.layout, len(self.model.router_losses)
-        size = len(self.model.mixing_layers) * (self.model.experts + losses) * LOAD_BYTES
+        size = len(self.model.routing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
         if layout.dealing.whole:  # tensor-parallel ranks with whole experts route different tokens
@@ -200,7 +201,7 @@ class StepTraffic:
                 yield from messages(recomputed(rows, self.sizes), self.sizes, "forward")
             yield from self._passes(rows, layer > first or not config.adapt.adapts)
         if stage == self.held.last:
-            yield from self._passes(describe.head(config, self.vocab_size), True)
+            yield from self._passes(modules.head(config, self.vocab_size), True)
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
         """Yield the messages of the operators `rows` in their forward and in their backward. If the

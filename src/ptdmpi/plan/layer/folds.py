@@ -37,6 +37,16 @@ def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[s
     return parts
 
 
+def read_after(rows: Rows, name: str) -> bool:
+    """Return True if an operator of `rows` reads the tensor `name` before it is overwritten."""
+    for row in rows:
+        if name in row.inputs:
+            return True
+        if name in row.outputs:
+            return False
+    return False
+
+
 # -- FLOPs ----------------------------------------------------------------------------------------
 
 

@@ -135,12 +135,15 @@ def _cut(
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
-    front = ends = 0
+    front = ends = after = 0
     if not covers_gradients(sharing.zero):
         units = [runs]
+        after = _aligned(_of_head(model, vocab_size, part, experts=True), part.tensor)
         front, ends = _elements_of_ends(model, vocab_size, part)
     for layers, of_experts in itertools.product(units, _groups(part)):
-        place, length = (0, 0) if of_experts else (front, ends)
+        place, length = (front, ends)
+        if of_experts:
+            place, length = 0, after
         matrices: list[Whole] = []
         for kind, count in layers:
             own = [
@@ -164,19 +167,31 @@ def _groups(part: ModelPart) -> tuple[bool | None, ...]:
     return (False, True) if part.dealing.ranks > 1 else (None,)
 
 
+def _of_head(
+    model: ModelConfig, vocab_size: int, part: ModelPart, *, experts: bool
+) -> Iterator[Part]:
+    """Yield the parts after the last layer, if the rank has them: if `experts` is True, the experts
+    that have units of their own, and otherwise all other parts."""
+    parts = parameters.head(model, vocab_size, part.dealing) if part.last else {}
+    for name, row in parts.items():
+        apart = part.dealing.ranks > 1 and parameters.is_of_expert(name)
+        if apart == experts:
+            yield row
+
+
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
     """Return two numbers of elements in the flat order of `part`: the number of elements of the
     embedding's tables, which come before the layers, and the number of elements of all parameters
     of the embedding and the head. Neither number includes a tied table."""
     first = parameters.embedding(model, vocab_size)
-    tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
+    tied = _aligned([first[WORD_TABLE]], part.tensor) * model.shares_table
     front = every = 0
     if part.first:
         tables = (table for table in first.values() if isinstance(table, Table))
         front = _aligned(tables, part.tensor) - tied
         every = _aligned(first.values(), part.tensor) - tied
     if part.last:
-        every += _aligned(parameters.head(model, vocab_size).values(), part.tensor) - tied
+        every += _aligned(_of_head(model, vocab_size, part, experts=False), part.tensor) - tied
     return front, every
 
 

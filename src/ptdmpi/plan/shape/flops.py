@@ -3,6 +3,7 @@
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.kinds import LayerKind, trained_runs
 from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.ahead import modules
 from ptdmpi.plan.layer.ends import Predict
 from ptdmpi.plan.layer.folds import frozen_multiplications, multiplications, operators
 from ptdmpi.plan.layer.operator import Operator
@@ -49,14 +50,19 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     multiplied by the default fraction of positions that the head predicts. A head that computes
     scores for a complete sequence processes only one position of each sequence, so its FLOPs are
     divided by the sequence length. BERT's classifier for the order of two segments is not counted.
+    The modules for multi-token prediction, which come after the last layer, are counted with all
+    their operators.
     """
+    ahead = 0.0
+    for number in range(model.mtp_modules):
+        ahead += 2 * multiplications(modules.module(model, vocab_size, number), model)
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)
     ]
     if model.classifies:
         return 2 * multiplications(products, model) / model.seq_length
     predicted = [row for row in products if isinstance(row, Predict) or row.rows == "predicted"]
-    return 2 * multiplications(predicted, model) * model.predictions() / model.seq_length
+    return ahead + 2 * multiplications(predicted, model) * model.predictions() / model.seq_length
 
 
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:

@@ -10,6 +10,7 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.config.kinds import LayerKind, Runs, count_of, merged, trained_runs
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.ahead.modules import MODULES, TABLE, inner
 from ptdmpi.plan.layer.describe import WORD_TABLE
 from ptdmpi.plan.layer.folds import operators, parts_of
 from ptdmpi.plan.layer.low_bit import LowBit
@@ -86,14 +87,17 @@ def layer(
 
 
 def is_of_expert(name: str) -> bool:
-    """Return True if the parameters with the name `name` in a layer belong to an expert."""
-    return name.startswith("mlp.experts.")
+    """Return True if the parameters with the name `name` in a layer, or after the last layer,
+    belong to an expert."""
+    in_module = name.startswith(f"{MODULES}.") and ".mlp.experts." in name
+    return name.startswith("mlp.experts.") or in_module
 
 
 def is_of_router(name: str) -> bool:
-    """Return True if the parameters with the name `name` in a layer belong to the router of the
-    experts."""
-    return name == "mlp.router"
+    """Return True if the parameters with the name `name` in a layer, or after the last layer,
+    belong to the router of the experts."""
+    in_module = name.startswith(f"{MODULES}.") and name.endswith(".mlp.router")
+    return name == "mlp.router" or in_module
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
@@ -101,10 +105,18 @@ def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     return parts_of(describe.embedding(model, vocab_size))
 
 
-def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return the groups of parameters (parts) after the last layer, by name. The part "head" is
-    included even if its weight is tied to the table of the embedding."""
-    return parts_of(describe.head(model, vocab_size))
+def head(model: ModelConfig, vocab_size: int, dealing: Dealing = ON_ONE_RANK) -> dict[str, Part]:
+    """Return the groups of parameters (parts) after the last layer, by name. The table of the
+    embedding is included if it is used there (`ModelConfig.shares_table`): as the part "head", or,
+    if the head is not tied, as the part `TABLE`. If `dealing` distributes experts over ranks, the
+    result has only the experts of the first rank."""
+    parts = parts_of(describe.head(model, vocab_size))
+    for number in range(model.mtp_modules):
+        own = parts_of(inner(model), dealing)
+        parts |= {f"{MODULES}.{number}.{name}": part for name, part in own.items()}
+    if model.mtp_modules and not model.tie_embeddings:
+        parts[TABLE] = embedding(model, vocab_size)[WORD_TABLE]
+    return parts
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -204,7 +216,7 @@ def places(
     def counted(parts: Iterable[Part]) -> int:
         return elements((part for part in parts if part.trains == trains), stage.tensor)
 
-    table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
+    table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.shares_table
     units: list[list[int]] = []
     for kind, count in stage.runs:
         units += [[counted(layer(model, kind, stage.dealing).values())]] * count
@@ -212,7 +224,7 @@ def places(
         front = counted(embedding(model, vocab_size).values())
         units = [[table, front - table], *units]
     if stage.last:
-        behind = counted(head(model, vocab_size).values())
+        behind = counted(head(model, vocab_size, stage.dealing).values())
         units = [*units, [table, behind - table]]
     return [[unit for unit in place if unit] for place in units]
 
@@ -226,12 +238,13 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
     """
     table = embedding(model, vocab_size)
     held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]
-    held_ends = ((int(held.first), table), (int(held.last), head(model, vocab_size)))
+    ends = head(model, vocab_size, held.dealing)
+    held_ends = ((int(held.first), table), (int(held.last), ends))
     count = train = 0
     for times, parts in (*held_layers, *held_ends):
         count += times * elements(parts.values(), held.tensor)
         train += times * elements(trained(parts.values()), held.tensor)
-    if not (held.first and held.last and model.tie_embeddings):
+    if not (held.first and held.last and model.shares_table):
         return count, train, 0
     shared = elements([table[WORD_TABLE]], held.tensor)
     twice = shared * table[WORD_TABLE].trains
@@ -244,7 +257,7 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     counts = _counts(model.runs())
     count = sum(times * elements(layer(model, kind).values()) for kind, times in counts)
     count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
-    return count - table_elements(model, vocab_size) * model.tie_embeddings
+    return count - table_elements(model, vocab_size) * model.shares_table
 
 
 def trained_count(model: ModelConfig, vocab_size: int) -> int:
@@ -263,7 +276,7 @@ def active_count(model: ModelConfig, vocab_size: int) -> int:
     parts = layer(model, LayerKind(mixes=True)).items()
     each = elements(part for name, part in parts if name.startswith("mlp.experts.0."))
     unused = model.experts - model.experts_per_token
-    return count - len(model.mixing_layers) * unused * each
+    return count - len(model.routing_layers) * unused * each
 
 
 def _counts(runs: Runs) -> list[tuple[LayerKind, int]]:

@@ -9,6 +9,7 @@ from ptdmpi.report.pictures import centred_means, loads_by_layer
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.sound import is_drawable
 from ptdmpi.sinks.record import task_score
+from ptdmpi.train.records.keys import AHEAD
 
 POINTS = 3000  # maximum number of points in a curve of the page
 Points = list[tuple[float, float]]
@@ -24,6 +25,7 @@ class RecordCurve(NamedTuple):
     unit: str = "number"
 
 
+NUMBERED = tuple(enumerate(AHEAD, 1))
 LOSS = RecordCurve("loss", "loss (nats per token)")
 CURVES = (
     RecordCurve("learning_rate", "learning rate"),
@@ -36,6 +38,7 @@ CURVES = (
     RecordCurve("balance_loss", "expert balance loss"),
     RecordCurve("router_z_loss", "z-loss of routers"),
     RecordCurve("distillation_loss", "divergence from the teacher"),
+    *(RecordCurve(key, f"loss of the prediction {n} tokens further") for n, key in NUMBERED),
     RecordCurve("reward_margin", "margin of rewards"),
     RecordCurve("reward_accuracy", "accuracy of rewards", "fraction"),
     RecordCurve("validation_accuracy", "accuracy of validations", "fraction"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ptdmpi.config.model import MOST_MODULES
 from ptdmpi.sinks.record import median
 
 # the unit in which the report prints a value
@@ -84,6 +85,8 @@ def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
     return RecordKey((ReportRow(name, median, unit, label, of_layout=True),))
 
 
+# keys of the losses of modules for multi-token prediction
+AHEAD = tuple(f"multi_token_{module}_loss" for module in range(1, MOST_MODULES + 1))
 # the report shows the rows in the order of these keys
 RECORD_KEYS: Mapping[str, RecordKey] = {
     # keys in the records of steps about the progress of the run
@@ -96,6 +99,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "balance_loss": _newest("last_balance_loss"),
     "router_z_loss": _newest("last_router_z_loss"),
     "distillation_loss": _newest("last_distillation_loss"),
+    **{key: _newest(f"last_{key}") for key in AHEAD},
     "reward_margin": _newest("last_reward_margin"),
     "reward_accuracy": _newest("last_reward_accuracy"),
     "grad_norm": _newest("last_grad_norm"),

@@ -1,0 +1,124 @@
+"""Multi-token prediction: modules after the last layer, which predict tokens further ahead
+(DeepSeek-AI 2024, V3: arXiv 2412.19437, section 2.2). Only training computes them; validations and
+generation use the model without them.
+
+In the shapes below, s is the number of positions, b the number of sequences and h the hidden size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.model import built
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.experts.exchange import ExpertAxis
+from ptdmpi.model.kernels import Computing, Kernels
+from ptdmpi.model.kernels.fused.steps import with_sums
+from ptdmpi.model.operators import Build, Context, install, run
+from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.output.heads import TokenOutput
+from ptdmpi.model.output.losses import TASK, ahead_name
+from ptdmpi.model.parameters import Parameter
+from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.tables import look_up
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.transformer import place_rotary
+from ptdmpi.plan.layer.ahead.modules import MODULES, TABLE, inner, plain
+from ptdmpi.plan.layer.parts import Parts
+
+
+class Module(Computing):
+    """A module: the norms of an activation and of an embedding, a linear of both, a layer, and a
+    norm. Module `number` (from 0) has the dropout masks and the experts' loads of layer `number` +
+    the number of layers."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        axis: TensorAxis,
+        number: int,
+        *,
+        context: ContextAxis,
+        experts: ExpertAxis,
+    ) -> None:
+        super().__init__()
+        build = Build(
+            model=plain(model),
+            axis=axis,
+            layer=model.layers + number,
+            selective=False,
+            context=context,
+            experts=experts,
+        )
+        self.plain_steps = install(self, inner(model), build)
+        self.steps = self.plain_steps
+
+    def take(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().take(kernels)
+        self.steps = with_sums(self.plain_steps, kernels)
+
+    def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
+        """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""
+        place_rotary(self.steps, rotary)
+
+    def forward(self, x: Tensor, embedded: Tensor, context: Context) -> Tensor:
+        """Return the normalized activations [s, b, h] from which the output head predicts. `x` are
+        those of the model, or of the module before, and `embedded` are the embeddings of the tokens
+        that `x` predicts. Under sequence parallelism, all three have only this rank's positions."""
+        return run(self.steps, {"x": x, "next": embedded}, context)["x"]
+
+
+class AheadOutput(TokenOutput):
+    """The output of a model with modules for multi-token prediction."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parts: Parts,
+        axis: TensorAxis,
+        *,
+        context: ContextAxis,
+        experts: ExpertAxis,
+    ) -> None:
+        super().__init__(model, parts, axis)
+        self.extra = [
+            Module(model, axis, number, context=context, experts=experts)
+            for number in range(model.mtp_modules)
+        ]
+        owner = nn.Module()
+        for number, module in enumerate(self.extra):
+            owner.add_module(str(number), module)
+        self.table: nn.Module = self.head
+        if TABLE in parts:
+            self.table = built.word_embedding(parts[TABLE], axis)
+            owner.add_module(TABLE.removeprefix(f"{MODULES}."), self.table)
+        self.modules[MODULES] = owner
+
+    def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
+        """Return the losses by name: the task's loss, and the loss of each module. Without
+        gradients, the modules are not computed, and their losses are 0."""
+        losses = super().losses(batch, x, context)
+        names = [ahead_name(number) for number in range(len(self.extra))]
+        if not torch.is_grad_enabled():
+            return {**losses, **{name: torch.zeros_like(losses[TASK]) for name in names}}
+        return {**losses, **dict(zip(names, self._ahead(batch, x, context), strict=True))}
+
+    def _ahead(self, batch: Microbatch, x: Tensor, context: Context) -> Iterator[Tensor]:
+        """Yield the loss of each module, summed over the microbatch."""
+        ahead = batch.ahead
+        assert ahead is not None, "a model with modules is trained on tokens further ahead"
+        table = self.table.weight
+        assert isinstance(table, Parameter)
+        for number, module in enumerate(self.extra):
+            embedded = look_up(ahead.ids[number], table, self.axis)
+            x = module(x, embedded, context)
+            yield cross_entropy(
+                self.token_logits(x),
+                ahead.ids[number + 1],
+                ahead.weights[number],
+                self.axis,
+                kernels=self.head.kernels,
+            )

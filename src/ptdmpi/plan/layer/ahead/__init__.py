@@ -1,0 +1,1 @@
+"""Multi-token prediction: modules after the last layer that predict tokens further ahead."""

@@ -1,0 +1,35 @@
+"""The operators of multi-token prediction that no layer has: the second uses of the vocabulary's
+tables, and the concatenation of two activations."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptdmpi.plan.layer.account import Kernel, MemoryPass
+from ptdmpi.plan.layer.ends import LookUp, Predict
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Part
+from ptdmpi.plan.layer.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class LookUpAgain(LookUp):
+    """A further look-up in the table of the embedding, which is counted as a part elsewhere."""
+
+    def parts(self) -> dict[str, Part]:
+        return {}
+
+
+@dataclass(frozen=True)
+class PredictAgain(Predict):
+    """A further use of the output head, which is counted as a part elsewhere."""
+
+    def parts(self) -> dict[str, Part]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Concatenate(Operator):
+    """Two activations [local rows, hidden size] -> one activation [local rows, 2 x hidden size]."""
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield MemoryPass(2 * 2 * sizes.local_tokens * sizes.model.hidden * sizes.compute_bytes)

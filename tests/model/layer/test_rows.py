@@ -71,31 +71,30 @@ def layer_of(
     *,
     widens: bool = False,
     context: ContextAxis | None = None,
-    whole: bool = False,
     dealt: ExpertAxis | None = None,
 ):
     """A layer with known weights, its rows' sizes, and the context of its forward; `widens`: its
     products of half types are in float32, on request. `context`: an axis that cuts its sequence,
-    whose messages are counted instead of the tensor axis'. `whole`: no expert is divided. `dealt`:
-    the ranks over which experts are dealt, whose messages are counted."""
+    whose messages are counted instead of the tensor axis'. `dealt`: the ranks over which experts
+    are dealt, whose messages are counted if they are several."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
     precision, _, fp8 = precision.partition(" ")
     scaling = scaling_of(precision, fp8 or "block")
     model = model.adapted(model.adapt, model.quantize, scaling)
-    experts = dealt or ExpertAxis(whole=whole)
+    experts = dealt or ExpertAxis()
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context, experts=experts)
     for part in (name for name, part in layer(model, model.kind_of(0)).items() if not part.trains):
         for weight in block.get_submodule(part).parameters(recurse=False):
             weight.declaration = replace(weight.declaration, trains=False)
-    if dealt is not None:  # this rank's experts are in one buffer with its other weights
+    if experts.size > 1:  # this rank's experts are in one buffer with its other weights
         for weight in block.parameters():
             weight.declaration = replace(weight.declaration, apart=())
     placed = Placed(block, axis, precision)
     here = ALL if context is None else context.positions
     placed.counted = axis.comm if context is None else context.comm
-    if dealt is not None:
-        placed.counted = dealt.comm
+    if experts.size > 1:
+        placed.counted = experts.comm
     kernels = chosen_kernels(precision, widens)
     compute_by(placed.layer, kernels)
     for linear in placed.layer.modules():
@@ -109,12 +108,12 @@ def layer_of(
         placed.layer.place_rotary(placed.rotary)
     divided = axis.sequence_parallel
     layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=divided, context=here.size)
-    if whole:
+    if experts.whole:
         layout = replace(layout, expert_tensor=1)
     if context is not None:
         layout = replace(layout, context_method=context.method)
-    if dealt is not None:
-        layout = replace(layout, data=dealt.size, expert=dealt.size)
+    if experts.size > 1:
+        layout = replace(layout, data=experts.size, expert=experts.size)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
     software = program(kernels, precision)
     sizes_here = Sizes(model, layout, precision, software, by_source=experts.by_source)
@@ -181,12 +180,11 @@ def wrong(
     *,
     widens: bool = False,
     context: ContextAxis | None = None,
-    whole: bool = False,
     dealt: ExpertAxis | None = None,
 ) -> list[str]:
     """Return the rows whose account is not what was measured, and in which respect."""
     placed, sizes, given = layer_of(
-        name, axis, precision, widens=widens, context=context, whole=whole, dealt=dealt
+        name, axis, precision, widens=widens, context=context, dealt=dealt
     )
     rows = measured(placed, given)
     mistakes = []
@@ -270,12 +268,12 @@ def test_every_row_does_what_it_says(comm, name, sequence_parallel):
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_experts_that_are_not_divided_do_what_they_say(comm, sequence_parallel):
-    axis = tensor_axis(comm, sequence_parallel)
+    axis, undivided = tensor_axis(comm, sequence_parallel), ExpertAxis(whole=True)
     for name in ("experts", "shared experts"):
         for precision in ("fp64", "bf16"):
-            assert wrong(name, axis, precision, whole=True) == []
+            assert wrong(name, axis, precision, dealt=undivided) == []
             for recompute in ("none", "full"):
-                real, said = kept_by_layer(name, axis, precision, recompute, whole=True)
+                real, said = kept_by_layer(name, axis, precision, recompute, dealt=undivided)
                 assert real == said, (name, precision, recompute)
 
 
@@ -347,12 +345,12 @@ def kept_by_layer(
     *,
     widens: bool = False,
     cut: ContextAxis | None = None,
-    whole: bool = False,
+    dealt: ExpertAxis | None = None,
 ) -> tuple[int, int]:
     """Return (bytes that a whole layer keeps from its forward, bytes that its rows say); `cut`: an
-    axis that cuts its sequence; `whole`: no expert is divided."""
+    axis that cuts its sequence; `dealt` as in `layer_of`."""
     placed, sizes, context = layer_of(
-        name, axis, precision, recompute, widens=widens, context=cut, whole=whole
+        name, axis, precision, recompute, widens=widens, context=cut, dealt=dealt
     )
     every = random_tensor("x", (S, B, H), precision)
     x = positions(context.positions.of(every), axis).clone().requires_grad_()

@@ -16,7 +16,8 @@ from benchmarks.launch import ROOT, answer
 from benchmarks.marks import table
 from benchmarks.tuning import smol
 from ptdmpi.config import AdaptConfig, Layout, ModelConfig
-from ptdmpi.plan.cost.memory import Footprint, MemoryModel
+from ptdmpi.plan.cost.footprint import Footprint
+from ptdmpi.plan.cost.memory import MemoryModel
 
 PICTURE = ROOT / "docs/pictures/lora-full.png"
 STEPS = 32

@@ -171,3 +171,32 @@ def test_no_layer_is_faster_than_its_host(machine):
     assert forward.total > 4 * 17 * launch_s and backward.total > 4 * 35 * launch_s
     large = LayerTimes(machine, load_model("l=4,h=12288,a=96"), layout)
     assert large.forward.total == large.forward.compute + large.forward.messages
+
+
+LIKE = Layout(2, 4, 2, 2, schedule="interleaved", recompute="selective")
+CHANGES = [
+    {"recompute": "full", "recompute_layers": 3},
+    {"recompute": "full", "partition_activations": True},
+    {"sequence_parallel": True},
+    {"virtual": 1, "schedule": "zb-h1"},
+    {"first_layers": 1},
+    {"micro_size": 2},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_stored_times_of_stages_are_those_of_a_new_pricer(changes):
+    """A pricer computes the times of stages once for all shardings, and again for each other
+    layout."""
+    model = load_model("l=16,h=4096,a=32")
+    pricer = Pricer.of(SELENE, model, 16, "fp16")
+    many = LIKE.microbatches(16)
+    before, bound_s = pricer.times.stage_seconds(LIKE, many), pricer.bound_s(LIKE)
+    assert pricer.times.stage_seconds(replace(LIKE, zero=2), many) is before
+    other = replace(LIKE, **changes)
+    fresh = Pricer.of(SELENE, model, 16, "fp16")
+    stored, new = (one.times.stage_seconds(other, many) for one in (pricer, fresh))
+    assert stored == new != before
+    assert pricer.bound_s(other) == fresh.bound_s(other) != bound_s
+    assert pricer.fits(other) == fresh.fits(other)
+    assert pricer.footprint(other) == fresh.footprint(other)

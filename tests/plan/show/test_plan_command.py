@@ -77,7 +77,8 @@ def test_options_reach_the_layout():
 def test_text_and_pictures(tmp_path):
     picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
     result = run("--ranks", "8", "--png", str(picture), "--trace", str(trace))
-    for word in ("a step of", "bubble", "takeaways 1 to 3", "equation 1"):
+    words = ("a step of", "bubble", "rules of thumb of the PTD-P paper", "layout by the rules")
+    for word in (*words, "best b by its formula", "as many tensor ranks as a node has"):
         assert word in result.stdout
     assert picture.stat().st_size > 1000 and json.loads(trace.read_text())
 

@@ -83,6 +83,11 @@ class DataAxis:
         self._tensor_pair_s = cache(self._one_tensor_s)
         self._unit_pair_s = cache(self._one_unit_s)
         self._in_ops, self._behind = cache(self._counted_in_ops), cache(self._counted_behind)
+        self._table_elements = cache(
+            partial(parameters.table_elements, self.model, self.vocab_size)
+        )
+        self.layer_tensors = cache(self._counted_tensors)
+        self._tied_s = cache(self._counted_tied_s)
 
     # -- groups ---------------------------------------------------------------------------------
 
@@ -181,10 +186,13 @@ class DataAxis:
         table. If gradients are sharded, each rank sums only its shard of them."""
         if layout.pipeline == 1 or not self.model.shares_table or self.model.adapt.adapts:
             return 0.0
-        shards = layout.sharing.gradient_shards
-        table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
         one_node = layout.ranks <= self.cluster.node.devices
-        # the first and the last stage are on the same node, or on two nodes
+        return self._tied_s(layout.tensor, layout.sharing.gradient_shards, one_node)
+
+    def _counted_tied_s(self, tensor: int, shards: int, one_node: bool) -> float:
+        """Return the seconds in which two ranks, on one node or on two nodes, sum the gradients of
+        their part of a table: one of `tensor` parts, divided into `shards` shards."""
+        table = self._table_elements(tensor) * self.gradient_bytes / shards
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
     # -- in the ops ------------------------------------------------------------------------------
@@ -287,14 +295,11 @@ class DataAxis:
 
     # -- tensor by tensor ------------------------------------------------------------------------
 
-    def layer_tensors(self, tensor: int, kind: LayerKind | None = None) -> list[int]:
+    def _counted_tensors(self, tensor: int, kind: LayerKind | None = None) -> tuple[int, ...]:
         """Return the number of elements of each trained weight of a layer of kind `kind` on one of
         `tensor` tensor-parallel ranks. If `kind` is None, the result is for the last layer."""
         every = trained(parameters.layer(self.model, kind).values())
-        return [size for part in every for size in part.weights(tensor)]
-
-    def _table_elements(self, tensor: int) -> int:
-        return parameters.table_elements(self.model, self.vocab_size, tensor)
+        return tuple(size for part in every for size in part.weights(tensor))
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
         """Return (seconds to gather weights, seconds to sum gradients). Both are sums over all

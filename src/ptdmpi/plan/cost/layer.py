@@ -59,19 +59,19 @@ class Seconds:
         others_s = (self.context * times, self.expert * times)
         return Seconds(*device_s, self.host * times, *others_s)
 
-    @property
+    @cached_property
     def device(self) -> float:
         """Return the seconds that the device spends on kernels and on the messages for which
         kernels wait."""
         return self.compute + self.messages + self.context + self.expert
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Return the elapsed seconds: those of the device or those of the host, whichever are
         more."""
         return max(self.device, self.host)
 
-    @property
+    @cached_property
     def launched(self) -> "Seconds":
         """Return a copy of this object in which `compute` includes the time for which the device
         waits for its host."""
@@ -245,6 +245,11 @@ class LayerTimes(TensorRank):
             return self.forward + Seconds(0.0, self.machine.all_gather_s(whole, self.group))
         if layout.recompute != "selective":
             return Seconds()
+        return self._selective
+
+    @cached_property
+    def _selective(self) -> Seconds:
+        """Return the time of selective recomputation."""
         rows = [row for row in self.rows if row.recomputed_selectively]
         again = (kernel for row in rows for kernel in row.recomputed(self.sizes))
         return self.seconds(again, ())

@@ -9,7 +9,8 @@ half type, a float32 copy of the gradient is added. With S shards and 16-bit wei
 takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, cached_property
 from operator import mul
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from ptdmpi.config.kinds import LayerKind, Runs
 from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost import tree
+from ptdmpi.plan.cost.footprint import Footprint
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
@@ -37,42 +39,6 @@ MOST_FLIGHTS = 10_000  # largest number of results that `MemoryModel._held` cach
 
 # the properties of a stage that determine its memory (see `_sort`)
 Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The memory of one rank, in bytes by kind of content, at the moment at which the rank needs
-    the most memory. If the device has its own memory, `host` is the number of bytes in the host's
-    memory: offloaded state, buffers for tensors that are updated on the host, and copies of the
-    state."""
-
-    weights: float
-    gradients: float
-    optimizer: float  # moments, and master weights if the weights are in a half type
-    activations: float
-    working: float  # the working memory of one backward pass
-    runtime: float = 0.0  # the context of the device, and the buffers of its messages
-    copies: float = 0.0  # copies of the training state, if ranks compute on the host
-    host: float = 0.0
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Return the parts of a rank's memory at its peak, in bytes, by name. The part "copies" is
-        left out if it is 0."""
-        every = {name: count for name, count in asdict(self).items() if name != "host"}
-        if not self.copies:
-            del every["copies"]
-        return every
-
-    @property
-    def standing(self) -> float:
-        """Return the bytes on the device that are in use during the whole step."""
-        return self.weights + self.gradients + self.optimizer + self.runtime + self.copies
-
-    @property
-    def total(self) -> float:
-        """Return the bytes that are in use on the device when the rank needs the most memory."""
-        return self.standing + self.activations + self.working
 
 
 class StateBytes(NamedTuple):
@@ -156,7 +122,7 @@ class MemoryModel:
         self._standing = cache(self._counted_standing)
         self._stands = cache(self._counted_stands)
         self._flights: dict[tuple[object, ...], tuple[int, int]] = {}
-        self.least_flights: dict[tuple[object, ...], int] = {}
+        self._least_flights: dict[tuple[object, ...], int] = {}
 
     @classmethod
     def of(
@@ -250,7 +216,7 @@ class MemoryModel:
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         """Return two numbers of bytes at the op during which a rank needs the most memory: the
         tensors that are kept for the microbatches in flight, and the working memory of the op."""
-        key = _flight_key(layout, rank, microbatches)
+        key = (rank, _flight_key(layout, microbatches))
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
                 self._flights.clear()
@@ -292,14 +258,14 @@ class MemoryModel:
         fast, and they already exclude most layouts of a large model.
         """
         room = capacity_bytes - self.runtime_bytes
-        ranks = self.distinct_ranks(layout)
-        standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks)
+        ranks, cut = self.distinct_ranks(layout), Cut.of(layout)
+        standing = self._stands(cut, layout.tensor, _how(layout), ranks)
         if self.on_host and self.method.copies:
             copies = (self.copies_bytes(layout, rank) for rank in ranks)
             standing = [own + copied for own, copied in zip(standing, copies, strict=True)]
         if max(standing) > room:
             return False
-        least = (_least_held(self, layout, rank, microbatches) for rank in ranks)
+        least = self._least_held(layout, ranks, microbatches)
         if any(stands + kept > room for stands, kept in zip(standing, least, strict=True)):
             return False
         return all(
@@ -308,6 +274,24 @@ class MemoryModel:
             for key in ((rank, microbatches),)
             for kept, working in (self._held(layout, *key),)
         )
+
+    def _least_held(
+        self, layout: Layout, ranks: tuple[int, ...], microbatches: int
+    ) -> Iterator[int]:
+        """Yield, for each pipeline rank in `ranks`, a lower bound of the bytes of activations that
+        it keeps at its peak. The bound counts all forwards before the first backward, each with the
+        bytes of the smallest stage. It is fast to compute, because the ops are not visited one by
+        one."""
+        shared = _flight_key(layout, microbatches)
+        for rank in ranks:
+            key = (rank, shared)
+            if key not in self._least_flights:
+                sizes = (layout.pipeline, layout.virtual, microbatches)
+                stages, _ = self.sorts(Cut.of(layout), layout.recompute_layers, rank)
+                stored = self.stages.stored_bytes[ACTIVATIONS]
+                each = min(stored(layout, stage) for stage in stages)
+                self._least_flights[key] = KINDS[layout.schedule].ahead(rank, *sizes) * each
+            yield self._least_flights[key]
 
     def uses_host(self, layout: Layout) -> bool:
         """Return True if ranks store state, or copies of state, in host memory that is separate
@@ -440,26 +424,13 @@ class MemoryModel:
         return gradients * gradient + whole * self.compute_bytes * layout.shards_weights
 
 
-def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
-    """Return the settings that determine the memory of a rank's ops. Sharding is not among them, so
-    a search that tries several shardings of a layout reuses the result."""
+def _flight_key(layout: Layout, microbatches: int) -> tuple[object, ...]:
+    """Return the settings that determine the memory of a pipeline rank's ops. Sharding is not among
+    them, so a search that tries several shardings of a layout reuses the result."""
     axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
-    return *sizes, *how, layout.first_layers, rank, microbatches
-
-
-def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
-    """Return a lower bound of the bytes of activations that a rank keeps at its peak. The bound
-    counts all forwards before the first backward, each with the bytes of the smallest stage. It is
-    fast to compute, because the ops are not visited one by one."""
-    key = _flight_key(layout, rank, microbatches)
-    if key not in memory.least_flights:
-        sizes = (layout.pipeline, layout.virtual, microbatches)
-        stages, _ = memory.sorts(Cut.of(layout), layout.recompute_layers, rank)
-        each = min(memory.stages.stored_bytes[ACTIVATIONS](layout, stage) for stage in stages)
-        memory.least_flights[key] = KINDS[layout.schedule].ahead(rank, *sizes) * each
-    return memory.least_flights[key]
+    return *sizes, *how, layout.first_layers, microbatches
 
 
 def _beside(

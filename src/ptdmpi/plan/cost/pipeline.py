@@ -89,16 +89,18 @@ class StageTimes:
         input), only weight gradients remain, which all ranks can compute at the same time.
         """
         bound = before = after = 0.0
-        way = float(not self.overlap)
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)
             if rank not in seen:  # the first stage that is on this rank
                 seen.add(rank)
-                own = self.placed.stages_of(rank)
-                waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)
-                work = self.busy_s(rank, microbatches) + way * microbatches * waits
-                arrival = before + (1.0 - way) * self.forward_in_s[stage]
+                arrival, work = before, self.busy_s(rank, microbatches)
+                if self.overlap:
+                    arrival += self.forward_in_s[stage]
+                else:
+                    own = self.placed.stages_of(rank)
+                    waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)
+                    work += microbatches * waits
                 bound = max(bound, arrival + work + after)
             if len(seen) == self.placed.pipeline:
                 break

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.footprint import Footprint
 from ptdmpi.plan.cost.layer import Seconds
-from ptdmpi.plan.cost.memory import Footprint
 from ptdmpi.plan.cost.step import StepTimes, backward_of, splits
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Cluster, Model

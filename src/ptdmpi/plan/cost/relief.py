@@ -12,7 +12,8 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import may_share, replicas_differ, toml_text
 from ptdmpi.config.zero import covers_gradients
-from ptdmpi.plan.cost.memory import Footprint, MemoryModel
+from ptdmpi.plan.cost.footprint import Footprint
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 

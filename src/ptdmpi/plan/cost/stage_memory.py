@@ -4,7 +4,7 @@ working memory of its ops."""
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
@@ -134,6 +134,10 @@ class StageMemory:
         self.runs_of = cache(model.runs)
         self.layers_of = cache(self._split)
         self._parts_of = cache(self._counted_parts)
+        self.alike_parts = cache(self._counted_alike)
+        self._part = cache(self._joined)
+        self._after_idle = cache(self._counted_after_idle)
+        self._part_elements = cache(partial(parameters.rank_elements, model, vocab_size))
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
         # (cut, tensor-parallel size, pipeline rank, sharding) -> work of each rank of a shard
@@ -166,7 +170,17 @@ class StageMemory:
 
     def _counted_parts(self, cut: Cut, tensor: int) -> tuple[ModelPart, ...]:
         layers = self.layers_of(cut)
-        return parameters.stage_parts(self.model, layers, tensor=tensor, dealing=cut.dealing)
+        runs = map(self.runs_of, layers)
+        return parameters.stage_parts([*runs], tensor=tensor, dealing=cut.dealing)
+
+    def _counted_alike(
+        self, cut: Cut, tensor: int
+    ) -> tuple[tuple[ModelPart, ...], tuple[int, ...]]:
+        """Return the different parts of the model that the stages of `cut` have on one of `tensor`
+        tensor-parallel ranks, and for each stage the index of its part."""
+        parts = self._parts_of(cut, tensor)
+        numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+        return tuple(numbers), tuple(numbers[part] for part in parts)
 
     def trained(self, layout: Layout, rank: int) -> int:
         """Return the number of trained parameters on a pipeline rank of `layout`."""
@@ -183,9 +197,9 @@ class StageMemory:
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """Return three numbers of parameters of a pipeline rank: all parameters, the trained ones,
         and those of a tied table that the rank uses twice (see `parameters.rank_elements`)."""
-        return parameters.rank_elements(self.model, self.vocab_size, self._part(cut, tensor, rank))
+        return self._part_elements(self._part(cut, tensor, rank))
 
-    def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
+    def _joined(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
         """Return the part of the model that a pipeline rank has."""
         parts = self._parts_of(cut, tensor)
         return ModelPart.joined([parts[stage] for stage in cut.placed.stages_of(rank)])
@@ -193,7 +207,11 @@ class StageMemory:
     def _backward(self, layout: Layout, stage: int) -> range:
         """Return the layers of a stage that have a backward. Layers without a backward keep no
         activations."""
-        return self.split(layout)[stage][self.stage_parts(layout)[stage].idle :]
+        return self._after_idle(self.split(layout)[stage])
+
+    def _counted_after_idle(self, own: range) -> range:
+        """Return the layers of `own` that have a backward."""
+        return own[self.model.idle(own) :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
         """Return the bytes of a pipeline rank's frozen weights. `frozen` is their number, and they

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ptdmpi.config.kinds import LayerKind, count_of, trained_runs
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.plan.cost.data_axis import DataAxis, InOps
+from ptdmpi.plan.cost.data_axis import DataAxis
 from ptdmpi.plan.cost.layer import EndTimes, LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
@@ -19,7 +19,8 @@ from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.schedule.orders import KINDS
 from ptdmpi.plan.shape.matrices import wholes
-from ptdmpi.plan.shape.parameters import ModelPart
+
+MOST_TIMES = 10_000  # largest number of results that `StepTimes.stage_seconds` caches
 
 
 class StepTimes:
@@ -50,6 +51,7 @@ class StepTimes:
         )
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
         self._ends: dict[tuple[object, ...], EndTimes] = {}
+        self._stages: dict[tuple[object, ...], tuple[tuple[Seconds, Seconds], ...]] = {}
 
     def layer(self, layout: Layout, kind: LayerKind, microbatches: int) -> LayerTimes:
         """Return the times of a layer of kind `kind` on one tensor-parallel rank."""
@@ -68,9 +70,22 @@ class StepTimes:
             self._ends[key] = EndTimes(self.machine, self.model, layout)
         return self._ends[key]
 
-    def stage_seconds(self, layout: Layout, microbatches: int) -> list[tuple[Seconds, Seconds]]:
+    def stage_seconds(
+        self, layout: Layout, microbatches: int
+    ) -> tuple[tuple[Seconds, Seconds], ...]:
         """Return, for each stage, the times of its forward and of its backward for one
         microbatch."""
+        how = (layout.recompute, layout.recompute_layers, layout.partition_activations)
+        ways = (splits(layout), layout.computes_by_source(microbatches))
+        key = (Cut.of(layout), *_layer_key(layout), *how, *ways)
+        if key not in self._stages:
+            if len(self._stages) > MOST_TIMES:
+                self._stages.clear()
+            self._stages[key] = tuple(self._counted_seconds(layout, microbatches))
+        return self._stages[key]
+
+    def _counted_seconds(self, layout: Layout, microbatches: int) -> list[tuple[Seconds, Seconds]]:
+        """Compute the times that `stage_seconds` returns."""
         ends, most = self.ends(layout), layout.recompute_layers
         alike: dict[tuple[tuple[LayerKind, int, int], ...], tuple[Seconds, Seconds]] = {}
         stages = []
@@ -140,10 +155,9 @@ class StepTimes:
             devices = self.cluster.node.devices
             far = _crossings(layout, count, devices)
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
-            placed = placement_of(layout)
+            between = zip(itertools.pairwise(placement_of(layout).ranks), far, strict=True)
             ways[1:-1] = [
-                0.0 if placed.rank_of(stage - 1) == placed.rank_of(stage) else way_s[crosses]
-                for stage, crosses in enumerate(far, 1)
+                0.0 if here == there else way_s[crosses] for (here, there), crosses in between
             ]
         sent = self.in_ops_s(layout, seconds)
         return StageTimes(
@@ -173,18 +187,17 @@ class StepTimes:
         if not layout.shards_gradients:
             return [(0.0, 0.0)] * len(seconds)
         # most stages of a layout have the same layers, and are computed once
-        alike: dict[ModelPart, InOps] = {}
-        added = []
-        parts = self.memory.stages.stage_parts(layout)
-        for part, (forward, backward) in zip(parts, seconds, strict=True):
-            if part not in alike:
-                alike[part] = self.data.in_ops(layout, part)
-            forward_s, backward_s, _ = alike[part]
-            if layout.dp_overlap:
-                forward_s = max(0.0, forward_s - forward.total)
-                backward_s = max(0.0, backward_s - backward.total)
-            added.append((forward_s, backward_s))
-        return added
+        parts, of_stages = self.memory.stages.alike_parts(Cut.of(layout), layout.tensor)
+        alike = [self.data.in_ops(layout, part)[:2] for part in parts]
+        if not layout.dp_overlap:
+            return [alike[number] for number in of_stages]
+        return [
+            (
+                max(0.0, alike[number][0] - forward.total),
+                max(0.0, alike[number][1] - backward.total),
+            )
+            for number, (forward, backward) in zip(of_stages, seconds, strict=True)
+        ]
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages. If `crosses` is True, they are on

@@ -354,7 +354,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     if not of.method.matrices:
         return Dealt()
     layout = of.layout
-    parts = stage_parts(of.model, of.held.layers, tensor=layout.tensor, dealing=layout.dealing)
+    runs = [of.model.runs(own) for own in of.held.layers]
+    parts = stage_parts(runs, tensor=layout.tensor, dealing=layout.dealing)
     held = ModelPart.joined([parts[stage] for stage in of.placed.stages_of(rank)])
     return dealt(of.model, of.vocab_size, held, layout.sharing)[shard]
 

@@ -293,6 +293,7 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
     variants in which messages between stages are not scattered over the tensor-parallel ranks. No
     variant needs less memory than the layout itself: GPipe keeps the activations of all
     microbatches, and without scattering each stage still receives the whole tensor."""
+    yield layout  # the first variant rarely fits, and then the search asks for no other
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
@@ -300,7 +301,6 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
     whole = layout.tensor > 1 and layout.pipeline > 1 and not layout.sequence_parallel
     if whole and space.scatter_gather is None:
         scatters.append(False)
-    yield layout
     for kind, scatter in [*itertools.product(kinds, scatters)][1:]:
         yield layout.changed(schedule=kind, scatter_gather=scatter)
 

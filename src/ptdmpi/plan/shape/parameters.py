@@ -57,21 +57,19 @@ class ModelPart(NamedTuple):
         )
 
 
-def stage_parts(
-    model: ModelConfig, layers: Sequence[range], *, tensor: int, dealing: Dealing
-) -> tuple[ModelPart, ...]:
-    """Return the part of the model that each stage has. `layers` has the range of layers of each
+def stage_parts(runs: Sequence[Runs], *, tensor: int, dealing: Dealing) -> tuple[ModelPart, ...]:
+    """Return the part of the model that each stage has. `runs` has the runs of equal layers of each
     stage, and `dealing` is the distribution of experts over ranks."""
-    last = len(layers) - 1
+    last = len(runs) - 1
     return tuple(
         ModelPart(
-            runs=model.runs(own),
+            runs=own,
             first=stage == 0,
             last=stage == last,
             tensor=tensor,
             dealing=dealing,
         )
-        for stage, own in enumerate(layers)
+        for stage, own in enumerate(runs)
     )
 
 

@@ -269,16 +269,20 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
     comparison with the best layout."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
-    yield "for comparison, the rules of Narayanan et al. 2021"
+    yield "for comparison, the rules of thumb of the PTD-P paper (Narayanan et al. 2021)"
     if ruled is None:
-        yield "  takeaways 1 to 3   no layout that follows them is legal and fits"
+        yield "  layout by the rules       no layout that follows them is legal and fits"
     else:
         step_s = result["layouts"][0]["step_time_s"]
         yield (
-            f"  takeaways 1 to 3   {ruled['layout']}, {settings(ruled)}: "
+            f"  layout by the rules       {ruled['layout']}, {settings(ruled)}: "
             f"{duration(ruled['step_time_s'], step_s)} ({ruled['step_time_s'] / step_s - 1:+.1%})"
         )
-    yield f"  equation 1         b={model['b']} (simulated: b={model['simulated_b']})"
+    yield f"  best b by its formula     {model['b']} (by this search: {model['simulated_b']})"
+    yield "rules (sections 3.2 to 3.4): as many tensor ranks as a node has, then the fewest"
+    yield "pipeline ranks with which the model fits, then data ranks; full recomputation;"
+    yield "formula (equation 1): a step takes (B / (d b) + p - 1) times the time of a microbatch"
+    yield "in the slowest stage, for a batch of B sequences"
 
 
 def _train(result: dict[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from ptdmpi.evaluate.scoring import Request, score
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.text import Text
 from tests import _stored
+from tests._runs import loop
 from tests.parallel import mpirun, parallel
 
 V = 50
@@ -97,6 +98,44 @@ def test_scores_are_those_of_the_reference_in_every_layout(comm, tmp_path):
             assert answer["perplexity"] == pytest.approx(math.exp(total / 56), rel=1e-4)
             assert answer["word_perplexity"] == pytest.approx(math.exp(total / 10), rel=1e-3)
         comm.Barrier()
+
+
+@parallel(ranks=[2], limit_s=120)
+def test_answers_of_conversations_are_scored_as_in_training(comm, tmp_path):
+    """The validation loss of a training on the same shards, in another layout, with another number
+    of tokens in a window, and with prompts that are not scored."""
+    from data_prep.chat.pack import ChatOptions, make_chat_shards
+    from data_prep.corpus import OutputOptions
+
+    if comm.rank == 0:
+        texts = [(f"{n} and {n * n}?", f"{n + n * n}, no more") for n in range(40)]
+        lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in texts]
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        options = ChatOptions((str(tmp_path / "a.jsonl"),), "bytes", 100)
+        make_chat_shards(options, OutputOptions(tmp_path / "train"))
+    comm.Barrier()
+    changes = {
+        "run.steps": 2,
+        "model.seq_length": 100,
+        "batch.global_size": 4,
+        "parallel.data": 1,
+        "parallel.tensor": 2,
+        "data.document_boundaries": True,
+        "data.valid": str(tmp_path / "train"),
+    }
+    with loop(comm, tmp_path, changes) as trained:
+        trained.run()
+    records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    (*_, expected) = (r["validation_loss"] for r in records if r.get("validation_loss"))
+    dataset = Dataset(tmp_path / "train")
+    opened, _ = open_inference(tmp_path / "run", World(comm), "d=2", None)
+    for stride in (None, 7):
+        scores = perplexity(opened, dataset, stride)
+        assert scores["nats_per_token"] == pytest.approx(expected, rel=1e-5)
+        assert scores["tokens"] == sum(int(dataset.weights(n).sum()) for n in range(1))
+        assert scores["scored"] == "answers" and scores["tokens"] < dataset.token_count / 2
+    with pytest.raises(InputError, match="of which only the answers are scored"):
+        perplexity(opened, dataset, None, words=10)
 
 
 def one_rank(tmp_path, vocab_size=257, **keys):
@@ -185,6 +224,7 @@ def test_the_command(run_of_bytes):
     ] == 3
     (measured,) = printed["perplexity"]
     assert measured["tokens"] == 199 and measured["words"] == 50
+    assert measured["scored"] == "all tokens"
     shown = CliRunner().invoke(command, [*words[:5], *words[7:9]])
     assert "accuracy per character" in shown.output and "word perplexity" in shown.output
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
+
+_OPEN_WEIGHTS = 512  # maximum number of shards whose weights are mapped at a time
 
 
 class Window(NamedTuple):
@@ -51,7 +54,9 @@ def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
-    the number of tokens and the mean in nats.
+    the number of tokens and the mean in nats. In shards of conversations, only the tokens that
+    count for the loss of a training are scored (the answers), and the model sees each conversation
+    without the others, as in training. The value of "scored" is "all tokens" or "answers".
 
     `words` is the number of words in the original text. If `words` is given, the result also has
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
@@ -59,8 +64,8 @@ def perplexity(
     1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
     scores; it is 32 in that paper. If `stride` is None, it is `seq_length`. With this stride the
     computation is fastest, because only the last window of a shard overlaps another window. Every
-    rank calls this function. Raise InputError on every rank if `stride` is not legal, if the
-    dataset does not fit the model, or if a probability is NaN.
+    rank calls this function. Raise InputError on every rank if `stride` is not legal, if `words` is
+    given for conversations, if the dataset does not fit the model, or if a probability is NaN.
     """
     if stride is None:
         stride = model.seq_length
@@ -71,13 +76,20 @@ def perplexity(
             f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model one of "
             f"{model.vocab_size}: not the same tokenizer"
         )
+    if words is not None and dataset.row_length:
+        raise SharedInputError(
+            f"--words: {dataset.directory} has conversations, of which only the answers are "
+            "scored; legal: without --words"
+        )
     total, tokens = _sums(model, dataset, stride)
     if not tokens:
-        raise SharedInputError(f"{dataset.directory} has no shard of two tokens or more")
+        lack = "part of an answer" if dataset.row_length else "shard of two tokens or more"
+        raise SharedInputError(f"{dataset.directory} has no {lack}")
     if math.isnan(total):
         raise SharedInputError(f"{dataset.directory}: {NOT_FINITE}")
     result = {
         "dataset": str(dataset.directory),
+        "scored": "answers" if dataset.row_length else "all tokens",
         "tokens": tokens,
         "stride": stride,
         "nats_per_token": total / tokens,
@@ -96,12 +108,10 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
     """Return two values, each summed over all ranks: the negative log-likelihood of the scored
     tokens in nats, and the number of scored tokens."""
     data = model.axes["data"]
-    shard_windows = (
-        window
-        for shard, header in enumerate(dataset.headers)
-        for window in windows(header.tokens, shard, model.seq_length, stride)
+    groups = _groups(
+        _windows_of(dataset, model.seq_length, stride), rows_of(model.seq_length, model)
     )
-    groups = _groups(shard_windows, rows_of(model.seq_length, model))
+    weights_of = lru_cache(_OPEN_WEIGHTS)(dataset.weights)
     total = 0.0
     tokens = 0
     for group in islice(groups, data.rank, None, data.size):
@@ -111,11 +121,31 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
         values = answer[0].double().cpu()
         for column, window in enumerate(group):
             labels = slice(window.scored - 1 - window.first, window.end - 1 - window.first)
-            total -= float(values[labels, column].sum())
-            tokens += window.end - window.scored
+            scores = values[labels, column]
+            if dataset.row_length:
+                weights = weights_of(window.shard)[window.scored : window.end]
+                scores = scores[torch.from_numpy(weights > 0)]
+            total -= float(scores.sum())
+            tokens += scores.numel()
     model.finish()
     sums = data.all_gather_object(model.share((total, tokens)))
     return sum(part for part, _ in sums), sum(count for _, count in sums)
+
+
+def _windows_of(dataset: Dataset, seq_length: int, stride: int) -> Iterator[Window]:
+    """Yield the windows of all shards of a dataset. If the shards have packed rows, as shards of
+    conversations have, each document has windows of its own, and windows without a label that
+    counts are left out."""
+    for shard, header in enumerate(dataset.headers):
+        if not dataset.row_length:
+            yield from windows(header.tokens, shard, seq_length, stride)
+            continue
+        weights = dataset.weights(shard)
+        for start, stop in pairwise(dataset.documents(shard).tolist()):
+            for window in windows(stop - start, shard, seq_length, stride):
+                first, end, scored = (start + at for at in window[1:])
+                if weights[scored:end].any():
+                    yield Window(shard, first, end, scored)
 
 
 def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:

@@ -7,6 +7,7 @@ import sys
 import huggingface_hub
 import pytest
 from click.testing import CliRunner
+from mpi4py import MPI
 
 from data_prep.cli import main
 from data_prep.sources import find_sources
@@ -128,6 +129,29 @@ def uploads(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.chdir(tmp_path)
     return made
+
+
+def test_an_adapter_is_uploaded_after_its_export(tmp_path, uploads):
+    from tests import _stored
+    from tests.convert.test_adapters import KINDS, V, engine_over, kept
+
+    def export(*words):
+        command = ["adapter", "export", "run", *words]
+        return CliRunner().invoke(group, command, catch_exceptions=False)
+
+    base = _stored.stored(tmp_path / "base", V, **_stored.LLAMA)
+    kept(engine_over(MPI.COMM_SELF, base, KINDS["llama"]), base, tmp_path / "run")
+    done = export("theirs", "--push", "org/name")
+    assert done.exit_code == 0 and "uploaded theirs to https://hub/org/name" in done.output
+    ((name, files),) = uploads
+    assert name == "org/name" and {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
+    message = "org/shut: cannot be uploaded .* 403 Forbidden; other is complete: .*org/shut other"
+    with pytest.raises(InputError, match=message):
+        export("other", "--push", "org/shut")
+    assert (tmp_path / "other/adapter_config.json").exists()
+    with pytest.raises(InputError, match="is not the name of a repository on the hub"):
+        export("none", "--push", "name")
+    assert not (tmp_path / "none").exists() and len(uploads) == 1
 
 
 def test_a_model_is_uploaded_after_its_conversion(tmp_path, uploads):

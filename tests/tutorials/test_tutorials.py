@@ -1,5 +1,7 @@
 """The tutorials of docs/tutorials run as they are printed."""
 
+import sys
+
 import pytest
 
 from tests.tutorials import _page
@@ -62,3 +64,21 @@ def test_the_examples_in_python(tmp_path):
     printed = _page.run("../reference/python.md", tmp_path)
     assert "\n0 20 " in printed and "torch.Size([4, 32])" in printed
     assert (tmp_path / "runs/first/checkpoints/step-00000020").exists()
+
+
+def test_the_loop_of_the_readme_prints_on_one_rank(tmp_path):
+    environment = _page.prepare(tmp_path)
+    make = (
+        "ptdmpi-data tokenize docs/how-to --suffix .md --tokenizer bytes --output data/train "
+        "--valid-output data/valid --valid-fraction 0.2\n"
+        "ptdmpi init config.toml --data data --model l=1,h=32,a=2,s=32 --steps 100\n"
+    )
+    _page.run_block(_page.Block("bash", "", make), tmp_path, environment)
+    text = (_page.ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = (
+        match["body"] for match in _page.BLOCK.finditer(text) if match["kind"] == "python"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = _page.Block("bash", "", f"mpirun -n 2 {sys.executable} program.py")
+    printed = _page.run_block(command, tmp_path, environment, 120.0)
+    assert printed.count("validation_loss") == 2  # after steps 50 and 100

@@ -1,49 +1,116 @@
-"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from ptdmpi's
-tables of legal names.
+"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from the keys of
+the configuration.
 
-A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of trained or
-frozen quantized weights, precision, task, preference method or axis. If a name is added to one of
-these tables, a new kind is tested, too. If the new name needs further settings that the tables
-`METHODS`, `SCHEDULES` and `TASKS` do not have, an error about the configuration stops the
-benchmark.
+Each value of each key that has a few legal values is a kind of run: each data-parallel method,
+compressor, method of error feedback, ZeRO stage, pipeline schedule, context method, adapter,
+optimizer, precision, format of quantized weights, task, kind of model, and so on. So a new value or
+a new key is tested without a change here. LEFT_OUT lists the keys that are no kinds, and why. If a
+value is illegal alone, NEEDS has the further settings that a run with it needs; without them, an
+error about the configuration stops the benchmark.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 
 from benchmarks.faults.training import BASE, LIMIT_S, VOCAB_SIZE, Way, prepare, require_base
 from benchmarks.launch import start
-from ptdmpi.config.adapt import AdaptMethod
-from ptdmpi.config.choices import CodesName, ScheduleName
-from ptdmpi.config.methods import CompressorName, MethodName
-from ptdmpi.config.precision import PrecisionName
+from ptdmpi.config import Config
+from ptdmpi.config.choices import CodesName
 from ptdmpi.config.section import Section
-from ptdmpi.config.sections import ParallelConfig, PreferenceConfig, TaskConfig
+from ptdmpi.config.sections import ParallelConfig
 from ptdmpi.data.scores.reference import REFERENCE
 from ptdmpi.data.scores.stored import ScoreWriter
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
 STEPS = 120  # Number of steps of a run, so that a run trains some dozen steps between two deaths.
-# Name in a table of legal names -> additional settings that a run with this name needs.
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "local": ("data_parallel.local_steps=2",),
-    "compressed": ("data_parallel.compressor=sign",),
+# Section, or key, that is no kind of run -> the reason. A key's own line comes before the line of
+# its section.
+LEFT_OUT: Mapping[str, str] = {
+    "run": "how a run starts, stops and recovers, which `torture` and the tests try",
+    "model": "other operators, but no other kinds of state; `model.kind` names whole models",
+    "batch": "numbers only",
+    "log": "the records of a run",
+    "data": "the source of the samples",
+    "checkpoint": "saves, which `torture` tries",
+    "comm": "how messages travel",
+    "parallel.shard_group": '"node" needs several nodes; `torture` tries groups by number',
+    "parallel.scatter_gather": "how messages travel",
+    "parallel.data": "the size of an axis",
+    "parallel.first_layers": "a number",
+    "parallel.expert_tensor": "a number",
+    "adapt.targets": "names of linears",
+    "recompute.layers": "a number",
 }
-SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "interleaved": ("parallel.virtual=2", "model.layers=4"),
-    "zb-v": ("parallel.virtual=2", "model.layers=4"),
+KEPT = ("model.kind", "model.balance", "run.reproducible")  # kinds, although their sections are not
+# Key -> the words with which the names of its kinds begin; otherwise the key's name and a hyphen.
+PREFIXES: Mapping[str, str] = {
+    "parallel.schedule": "",
+    "parallel.context_method": "context-",
+    "data_parallel.method": "",
+    "data_parallel.compressor": "compressed-",
+    "data_parallel.error_feedback": "feedback-",
+    "data_parallel.checkpoint": "checkpoint-",
+    "adapt.method": "",
+    "precision.compute": "",
+    "quantize.weights": "quantized-",
+    "recompute.mode": "recompute-",
+    "optimizer.kind": "",
+    "task.kind": "",
+    "preference.method": "",
+    "model.kind": "",
 }
+BLOCK = 8  # number of elements in a block of quantized weights
+SEQUENCE = 8  # number of tokens in a row of pairs, which is model.seq_length
 ADAPTED = (f"adapt.base={BASE}",)
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
-    "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
+CHUNKS = ("parallel.virtual=2", "model.layers=4")
+EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
+LATENT = ("model.head_size=12", "model.rope_head_size=4", "model.kv_lora_rank=8")
+COMPRESSED = ("data_parallel.method=compressed", "data_parallel.compressor=top_k")
+DIFFERING = ("data_parallel.method=decentralized",)
+MUON = ("optimizer.kind=muon",)
+# Key, or key=value -> the further settings that a run with it needs. The line of a value replaces
+# the line of its key.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "parallel.schedule": ("parallel.pipeline=2",),
+    "parallel.schedule=interleaved": ("parallel.pipeline=2", *CHUNKS),
+    "parallel.schedule=zb-v": ("parallel.pipeline=2", *CHUNKS),
+    "parallel.context_method": ("parallel.context=2",),
+    "parallel.sequence_parallel": ("parallel.tensor=2",),
+    "data_parallel.method=local": ("data_parallel.local_steps=2",),
+    "data_parallel.method=compressed": ("data_parallel.compressor=sign",),
+    "data_parallel.compressor": COMPRESSED[:1],
+    "data_parallel.error_feedback": COMPRESSED,
+    "data_parallel.overlap": DIFFERING,
+    "data_parallel.average_moments": DIFFERING,
+    "data_parallel.checkpoint": DIFFERING,
+    "adapt.method": ADAPTED,
+    "precision.fp8": ("precision.compute=fp8",),
+    "quantize.weights": (f"quantize.block={BLOCK}",),
+    "recompute.partition_activations": ("parallel.tensor=2", "recompute.mode=full"),
+    "optimizer.kind=own": ("optimizer.own=benchmarks.faults.own:Momentum",),
+    "optimizer.nesterov": ("optimizer.kind=sgd", "optimizer.momentum=0.9"),
+    "optimizer.muon_scale": MUON,
+    "model.kind=deepseek": LATENT,
+    "model.balance": EXPERTS,
+    "task.kind=classification": (
+        'task.labels=["a","b"]',
+        'data.train=[{path="labelled.jsonl"}]',
+        "task.tokenizer=bytes",
+    ),
+    "task.kind=choice": (
+        "task.choices=2",
+        'data.train=[{path="choices.jsonl"}]',
+        "task.tokenizer=bytes",
+        "batch.micro_size=2",
+    ),
+    "preference.method": ("data.document_boundaries=true", 'data.train=[{path="pairs"}]'),
 }
 # Format of quantized weights -> the options with which `ptdmpi quantize` writes a base in this
 # format.
@@ -53,15 +120,34 @@ CODES: Mapping[str, tuple[str, ...]] = {
     "uint4": ("--bits", "4", "--asymmetric"),
     "nf4": ("--bits", "4", "--nf4"),
 }
-BLOCK = 8  # number of elements in a block of quantized weights
-PAIRED = ("data.document_boundaries=true", 'data.train=[{path="pairs"}]')
-EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
-SEQUENCE = 8  # number of tokens in a row of pairs, which is model.seq_length
 
 
 def names_of(literal: object) -> tuple[str, ...]:
     """Return the names in a `Literal` type, except "none"."""
     return tuple(name for name in get_args(literal) if name != "none")
+
+
+def choices() -> Iterator[tuple[str, Any, bool]]:
+    """Yield (key, value, whether the value is the default) for each value of each key of the
+    configuration that has a few legal values and is not left out."""
+    for name, section in Config.sections().items():
+        for key, field in section.model_fields.items():
+            word = f"{name}.{key}"
+            if word not in KEPT and (word in LEFT_OUT or name in LEFT_OUT):
+                continue
+            for value in values_in(field.annotation):
+                default = value == field.default
+                if value != "none" and not (value is False and default):
+                    yield word, value, default
+
+
+def values_in(kind: Any) -> list[Any]:
+    """Return the values of all Literals in an annotation, and the values of a bool."""
+    if kind is bool:
+        return [False, True]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for part in get_args(kind) for value in values_in(part)]
 
 
 def every_kind() -> dict[str, Way]:
@@ -71,34 +157,35 @@ def every_kind() -> dict[str, Way]:
     def add(name: str, ranks: int, *settings: str) -> None:
         ways[name] = Way(name, ranks, (f"run.steps={STEPS}", *settings))
 
-    for method in names_of(MethodName):
-        add(method, 2, f"data_parallel.method={method}", *METHODS.get(method, ()))
-    for compressor in names_of(CompressorName):
-        words = ("data_parallel.method=compressed", f"data_parallel.compressor={compressor}")
-        add(f"compressed-{compressor}", 2, *words)
+    add("all_reduce", 2)
+    for key, value, default in sorted(choices(), key=lambda choice: choice[2]):
+        needs = NEEDS.get(f"{key}={value}", NEEDS.get(key, ()))
+        # with a default value a run may be the same as a run of an earlier kind
+        if not default or all({*needs} != {*way.settings[1:]} for way in ways.values()):
+            add(_name(key, value), 2, *needs, f"{key}={_toml(value)}")
     for stage in range(1, _most(ParallelConfig, "zero") + 1):
         add(f"zero-{stage}", 2 if stage % 2 else 4, f"parallel.zero={stage}")
-    for schedule in names_of(ScheduleName):
-        words = ("parallel.pipeline=2", f"parallel.schedule={schedule}")
-        add(schedule, 2, *words, *SCHEDULES.get(schedule, ()))
-    for adapter in names_of(AdaptMethod):
-        add(adapter, 2, f"adapt.method={adapter}", *ADAPTED)
-    for task in names_of(TaskConfig.model_fields["kind"].annotation):
-        add(task, 2, f"task.kind={task}", "task.tokenizer=bytes", *TASKS[task])
-    add("tensor", 2, "parallel.tensor=2")
-    add("context", 2, "parallel.context=2")
-    for method in names_of(PreferenceConfig.model_fields["method"].annotation):
-        add(method, 2, f"preference.method={method}", *PAIRED)
     for codes in names_of(CodesName):
         words = (f"quantize.weights={codes}", f"quantize.block={BLOCK}")
-        add(f"quantized-{codes}", 2, *words)
         frozen = ("adapt.method=lora", f"adapt.base={BASE}-{codes}")
         add(f"quantized-base-{codes}", 2, *words, *frozen)
-    for precision in names_of(PrecisionName):
-        add(precision, 2, f"precision.compute={precision}")
+    add("ema", 2, "optimizer.ema_decay=0.9")
+    add("tensor", 2, "parallel.tensor=2")
+    add("tensor-pipeline", 4, "parallel.tensor=2", "parallel.pipeline=2")
     add("expert", 2, "parallel.expert=2", *EXPERTS)
     add("three", 3, "batch.global_size=6")
     return ways
+
+
+def _name(key: str, value: Any) -> str:
+    word = key.partition(".")[2]
+    if isinstance(value, bool):
+        return word if value else f"no-{word}"
+    return f"{PREFIXES.get(key, f'{word}-')}{value}"
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _most(section: type[Section], key: str) -> int:

@@ -8,23 +8,61 @@ import pytest
 
 from benchmarks.faults.deaths import IN_A_START, Death, KilledRun, append, count, runs_in, table
 from benchmarks.faults.every_kind import trial
-from benchmarks.faults.kinds import STEPS, every_kind, names_of, prepare_all, require_bases
-from ptdmpi.config import load, resolve
-from ptdmpi.config.adapt import AdaptMethod
-from ptdmpi.config.choices import CodesName, ScheduleName
-from ptdmpi.config.methods import CompressorName, MethodName
-from ptdmpi.config.precision import PrecisionName
+from benchmarks.faults.kinds import (
+    KEPT,
+    LEFT_OUT,
+    NEEDS,
+    PREFIXES,
+    STEPS,
+    choices,
+    every_kind,
+    names_of,
+    prepare_all,
+    require_bases,
+)
+from ptdmpi.config import Config, load, resolve
+from ptdmpi.config.choices import CodesName
+from tests.train.test_every_feature import choices as features
 
 KINDS = every_kind()
 
 
-@pytest.mark.parametrize("literal", [MethodName, ScheduleName, AdaptMethod, PrecisionName])
-def test_every_name_is_there(literal):
-    assert set(names_of(literal)) <= KINDS.keys()
+SETTINGS = {name: set(way.settings) for name, way in KINDS.items()}
 
 
-def test_every_compressor_is_there():
-    assert {f"compressed-{name}" for name in names_of(CompressorName)} <= KINDS.keys()
+@pytest.mark.parametrize("choice", list(choices()), ids=str)
+def test_every_choice_of_the_configuration_is_a_kind(choice):
+    """By its setting, or as the default value of its key, in a run with what the key needs."""
+    key, value, default = choice
+    if default:
+        needs = {f"run.steps={STEPS}", *NEEDS.get(f"{key}={value}", NEEDS.get(key, ()))}
+        assert needs in [words - {f"{key}={value}"} for words in SETTINGS.values()]
+    else:
+        word = str(value).lower() if isinstance(value, bool) else value
+        assert [name for name, words in SETTINGS.items() if f"{key}={word}" in words]
+
+
+def test_every_choice_of_the_tests_of_features_is_a_kind_or_is_left_out():
+    """The tests of features and the torture read the configuration apart from one another."""
+    numbers = {"parallel.zero", "optimizer.ema_decay", "adapt.rank"}
+    known = {key for key, _, _ in choices()} | numbers
+    for key, _ in features():
+        section, _, _ = key.partition(".")
+        assert key in known or {key, section} & LEFT_OUT.keys(), key
+
+
+def test_what_is_left_out_exists():
+    sections = Config.sections()
+    for word in (*LEFT_OUT, *KEPT, *PREFIXES, *NEEDS):
+        section, _, key = word.partition("=")[0].partition(".")
+        assert not key or key in sections[section].model_fields, word
+        assert section in sections, word
+
+
+def test_names_of_several_tables_are_kinds():
+    names = {"ring", "zb-v", "ia3", "fp8", "context-ulysses", "compressed-sign", "feedback-ef21"}
+    names |= {"zero-3", "muon", "own", "dpo", "choice", "offload-disk", "gemma2", "ema", "expert"}
+    assert names <= KINDS.keys()
 
 
 def test_every_format_of_quantized_weights_is_there():
@@ -33,11 +71,11 @@ def test_every_format_of_quantized_weights_is_there():
         assert {f"quantized-{codes}", f"quantized-base-{codes}"} <= KINDS.keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_is_legal(kind, tmp_path):
+def test_all_kinds_are_legal(tmp_path):
     prepare_all(tmp_path / "runs")
-    way = KINDS[kind]
-    assert resolve(load(tmp_path / "runs/config.toml", way.settings), way.ranks).run.steps == STEPS
+    for kind, way in KINDS.items():
+        tree = load(tmp_path / "runs/config.toml", way.settings)
+        assert resolve(tree, way.ranks).run.steps == STEPS, kind
 
 
 @pytest.mark.long

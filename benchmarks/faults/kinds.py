@@ -97,6 +97,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "optimizer.kind=own": ("optimizer.own=benchmarks.faults.own:Momentum",),
     "optimizer.nesterov": ("optimizer.kind=sgd", "optimizer.momentum=0.9"),
     "optimizer.muon_scale": MUON,
+    "model.kind=bert": ("data.whole_words=false",),
     "model.kind=deepseek": LATENT,
     "model.balance": EXPERTS,
     "task.kind=classification": (

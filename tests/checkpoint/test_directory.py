@@ -1,5 +1,6 @@
 """Checkpoints as directories: the manifest, retention, and what crashes at odd moments leave."""
 
+import errno
 import json
 import os
 import shutil
@@ -72,6 +73,20 @@ def test_leftovers_go_with_the_next_save_and_complete_ones_stay(tmp_path):
         "step-00000003",
         "step-00000007",
     ]
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_with_its_folder(tmp_path, monkeypatch):
+    """shutil.rmtree gives the name of a file without its folder."""
+    left = tmp_path / "step-00000004.tmp"
+    left.mkdir()
+    (left / "rank-00000.safetensors").touch()
+
+    def refuse(path, *, dir_fd=None):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(OSError, match=f"Permission denied: '{left}/rank-00000.safetensors'"):
+        files.remove_leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])

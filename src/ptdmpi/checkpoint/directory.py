@@ -232,10 +232,15 @@ def discard(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    if not path.is_dir() or path.is_symlink():
         path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        # rmtree gives the name of a file without its folder
+        whole = path / (error.filename or "")
+        raise OSError(error.errno, error.strerror, str(whole)) from None
 
 
 def _free_name(final: Path, why: str) -> Path:

@@ -3,12 +3,14 @@ start."""
 
 import array
 import contextlib
+import errno
 import fcntl
 import http.server
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import termios
 import threading
 import time
@@ -16,7 +18,7 @@ import time
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.supervise.environment import mpi_environment
+from ptdmpi.supervise.environment import mpi_environment, unusable_temporary_folder
 from ptdmpi.supervise.judge import Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace, place_of
 from ptdmpi.supervise.start import Ended
@@ -39,6 +41,33 @@ def test_a_killed_start_goes_on_and_asks_for_nothing_anew(job, tmp_path):
     assert first.startswith("-n 4 ") and second.startswith("-n 4 ")
     assert "run.kernels=kept" not in first and second.endswith("--set run.kernels=kept")
     assert "exit code 137 after step 2; starting 4 ranks again" in text
+
+
+@pytest.mark.parametrize("starts", [(), ("Path('tmp').rmdir(); Path('tmp').touch(); die()",)])
+def test_a_temporary_folder_that_takes_no_file_is_named_once(job, tmp_path, starts):
+    """At the first start, or at a restart; mpirun's own messages do not name the folder."""
+    temporary = tmp_path / "tmp"
+    if starts:
+        temporary.mkdir()
+    else:
+        temporary.touch()
+    code, text = ends(job(*starts, environ={"TMPDIR": str(temporary)}))
+    assert code == 2, text
+    assert text.count(f"temporary folder {temporary}: Not a directory") == 1
+    assert not (tmp_path / "calls").exists() or len(calls(tmp_path)) == len(starts)
+
+
+def test_a_temporary_folder_without_space(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert unusable_temporary_folder({"TMPDIR": str(tmp_path)}) == ""
+    assert unusable_temporary_folder({"TMPDIR": str(tmp_path / "new" / "folder")}) == ""
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert unusable_temporary_folder({"TMPDIR": "", "TMP": str(tmp_path)}) == (
+        f"temporary folder {tmp_path}: No space left on device: mpirun cannot write its files; "
+        "free space, or set TMPDIR to another folder"
+    )
 
 
 @pytest.mark.parametrize("code", [2, 3, 75])

@@ -1,10 +1,12 @@
 """The environment variables that MPI programs need. Their values are only in the script
 `jobs/mpi-env.sh`, which this module runs."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,10 @@ SCRIPT = "mpi-env.sh"
 # own variables to such a rank.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
+# The environment variables that may name the folder of mpirun's temporary files; the first that is
+# set applies.
+TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+TEMPORARY_BYTES = 16384  # mpirun writes some small files
 
 
 def jobs_folder() -> Path:
@@ -53,6 +59,28 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         said = " ".join(printed.stderr.split()) or f"exit code {printed.returncode}"
         raise InputError(f"{SCRIPT}: bash cannot run it: {said}; is BASH_ENV set?") from None
     return variables
+
+
+def unusable_temporary_folder(environ: Mapping[str, str]) -> str:
+    """Return a line that says why the launcher cannot write its temporary files; "" if it can.
+
+    Open MPI's mpirun cannot start without such files, and its own messages do not name the folder.
+    """
+    names = (environ[name] for name in TEMPORARY if environ.get(name))
+    folder = Path(next(names, "/tmp"))
+    existing = folder
+    while not existing.exists():  # mpirun creates the folder
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
+            if file.write(bytes(TEMPORARY_BYTES)) < TEMPORARY_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        return (
+            f"temporary folder {folder}: {error.strerror}: mpirun cannot write its files; free "
+            "space, or set TMPDIR to another folder"
+        )
+    return ""
 
 
 def folder_of_copies() -> str:

@@ -22,7 +22,7 @@ from ptdmpi.base.say import put
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
-from ptdmpi.supervise.environment import folder_of_copies
+from ptdmpi.supervise.environment import folder_of_copies, unusable_temporary_folder
 from ptdmpi.supervise.guard import POLL_S
 from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
@@ -124,6 +124,8 @@ class Supervisor:
     def _supervised(self) -> int:
         nodes: Sequence[LaunchHost] = self.place.nodes
         while True:
+            if self._cannot_launch():
+                return BAD_INPUT
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
@@ -147,6 +149,16 @@ class Supervisor:
             self._say_again(ended, nodes)
 
     # -- one start -------------------------------------------------------------------------------
+
+    def _cannot_launch(self) -> bool:
+        """Return True, and print why, if mpirun could not write its temporary files."""
+        if self.place.launcher == "mpirun":
+            why = unusable_temporary_folder(self.environment)
+            if why:
+                self._why = why
+                self._say(why)
+                return True
+        return False
 
     def _attempt(self, nodes: Sequence[LaunchHost]) -> Ended:
         """Start the ranks once, and wait until they have ended."""

@@ -18,6 +18,21 @@ from tests.parallel import parallel
 PIPELINE = {"parallel.pipeline": 2, "run.steps": 6}
 
 
+# The ranks of `ptdmpi train` handle signals before they load MPI.
+SIGNALS_AND_MPI = """
+import signal
+from ptdmpi.comm import launch
+launch.prepare()
+from ptdmpi.watch.requests import SIGNALS, StopRequest
+with StopRequest() as request:
+    from mpi4py import MPI
+    for number in SIGNALS:
+        request.received = None
+        signal.raise_signal(number)
+        print(number.name, request.received == number)
+"""
+
+
 def usr1() -> None:
     signal.raise_signal(signal.SIGUSR1)
 
@@ -34,6 +49,14 @@ def stops(made) -> None:
 
 def saved(folder) -> list[str]:
     return sorted(path.name for path in (folder / "run/checkpoints").glob("step-????????"))
+
+
+def test_no_library_that_mpi_loads_takes_a_signal():
+    """UCX took SIGHUP."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALS_AND_MPI], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.splitlines() == [f"{number.name} True" for number in module.SIGNALS]
 
 
 @parallel(ranks=[2])

@@ -51,6 +51,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
     # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
+    # UCX, a library that Open MPI loads, would replace the program's handler of SIGHUP, so that a
+    # run would not stop on SIGHUP (UCX documentation, UCX_DEBUG_SIGNO).
+    environ.setdefault("UCX_DEBUG_SIGNO", "0")
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):

@@ -1,5 +1,5 @@
-"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from the keys of
-the configuration.
+"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from the keys
+of the configuration.
 
 Each value of each key that has a few legal values is a kind of run: each data-parallel method,
 compressor, method of error feedback, ZeRO stage, pipeline schedule, context method, adapter,

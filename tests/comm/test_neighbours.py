@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptdmpi.comm import exchange as exchanges
 from ptdmpi.comm import pairs
+from ptdmpi.engine import exchange as exchanges
 from ptdmpi.plan.layout.topology import topology
 from tests.comm._wires import connect
 from tests.comm.test_communicator import DTYPES, each_wire, values

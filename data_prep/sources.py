@@ -7,7 +7,6 @@ depend only on the files and their order, not on the number or the speed of the 
 
 import bz2
 import lzma
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,8 @@ import numpy as np
 import zstandard
 
 from data_prep.parquet import read_rows
-from ptdmpi.base.disk import why_unusable
+from ptdmpi.base.disk import regular_files
 from ptdmpi.base.hub import downloaded, is_hub_name
-from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 
 TEXT = ".txt"
@@ -109,31 +107,6 @@ def _usable(suffixes: Sequence[str]) -> list[str]:
     return [*plain, *compressed, f"*{PARQUET}"]
 
 
-def walk(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory tree, in sorted order. Raise InputError for a folder that
-    cannot be read."""
-
-    def unreadable(error: OSError) -> None:
-        """Raise InputError for a folder that cannot be listed."""
-        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    for folder, folders, files in os.walk(directory, onerror=unreadable):
-        folders.sort()
-        yield from (Path(folder) / name for name in sorted(files))
-
-
-def _files_in(directory: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return all files in a directory tree whose names say that they are read, in sorted order.
-    Raise InputError if such a file is a link to a missing file, a pipe or a device."""
-    paths = [path for path in walk(directory) if _kind(path, suffixes)]
-    unusable = [path for path in paths if not path.is_file()]
-    if unusable:
-        number = counted(len(unusable), "unusable file")
-        reason = why_unusable(unusable[0])
-        raise InputError(f"{unusable[0]}: {reason} ({number} in {directory}); replace or remove it")
-    return paths
-
-
 def find_sources(
     inputs: Sequence[str | Path], suffixes: Sequence[str] = (), more: str = "; --suffix adds others"
 ) -> list[CorpusFile]:
@@ -144,7 +117,7 @@ def find_sources(
     like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
     may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
     InputError for a missing input, an unusable file (the message lists usable files, followed by
-    `more`), and a file that is given twice. Also raise the errors of `_files_in`.
+    `more`), and a file that is given twice. Also raise the errors of `regular_files`.
     """
     names = ", ".join((TEXT, JSONL, *suffixes))
     legal = f"{names} (also with .gz, .bz2, .xz or .zst), .parquet{more}"
@@ -157,7 +130,7 @@ def find_sources(
         if is_hub_name(str(given)):
             given = downloaded(str(given), "dataset", _usable(suffixes))
         if given.is_dir():
-            paths = _files_in(given, suffixes)
+            paths = regular_files(given, lambda path: _kind(path, suffixes) is not None)
             if not paths:
                 raise InputError(f"{given}: no usable file in this directory; usable are {legal}")
             names = [str(path.relative_to(given)) for path in paths]

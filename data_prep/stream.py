@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from data_prep.other_tokenizers import MISSING
-from data_prep.sources import Task, row_chunks, tasks_of, walk
+from data_prep.sources import Task, row_chunks, tasks_of
 from data_prep.state import files_identity
+from ptdmpi.base.disk import regular_files
 from ptdmpi.base.hub import first_line, is_hub_name, newest_revision
 from ptdmpi.config import InputError
 
@@ -142,8 +143,9 @@ class StreamedTexts:
 
 def _files(folder: Path) -> dict[str, Any]:
     """Return the number of files in a folder, and a hash of their names, sizes and modification
-    times."""
-    states = ((str(path.relative_to(folder)), path.stat()) for path in walk(folder))
+    times. Raise the errors of `regular_files`."""
+    paths = regular_files(folder)
+    states = ((str(path.relative_to(folder)), path.stat()) for path in paths)
     return files_identity((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 

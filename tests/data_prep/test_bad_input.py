@@ -418,4 +418,7 @@ def test_a_folder_is_read_whole_or_not_at_all(good, monkeypatch, capsys, command
     (good / "b.txt.gz").symlink_to("/nonexistent")
     error = fail(monkeypatch, capsys, *words)
     assert "b.txt.gz: is a link to a missing file (4 unusable files in" in error
+    (good / "linked").symlink_to(good / "sub")
+    error = fail(monkeypatch, capsys, *words)
+    assert "linked: is a link to a folder, which is not followed; remove the link, or" in error
     assert not (good.parent / "o").exists()

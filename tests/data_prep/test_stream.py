@@ -229,6 +229,18 @@ def test_what_cannot_be_streamed_is_refused(hub, monkeypatch, capsys, words, mes
     assert re.search(message, error), error
 
 
+def test_a_folder_with_a_link_to_nothing_is_not_streamed(folder, monkeypatch, capsys):
+    (folder / "set/held/gone.jsonl").symlink_to("/nonexistent")
+    words = ("tokenize", "set", "--stream", "--subset", "short", "--tokenizer", "bytes")
+    error = refused(monkeypatch, capsys, *words, "--quiet", "--output", "out")
+    assert "gone.jsonl: is a link to a missing file (1 unusable file in set)" in error
+    (folder / "set/held/gone.jsonl").unlink()
+    (folder / "set/linked").symlink_to(folder / "set/held")
+    error = refused(monkeypatch, capsys, *words, "--quiet", "--output", "out")
+    assert "linked: is a link to a folder, which is not followed" in error
+    assert not (folder / "out").exists()
+
+
 def test_a_row_without_a_text_is_refused(folder):
     (folder / "set/long/a.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
     with pytest.raises(InputError, match=r"set \(long, train\): row 1: no text in the column"):

@@ -1,15 +1,18 @@
 """Functions that write files so that a crash leaves either the old or the new file, never an
 incomplete file. `start_writing_out` asks the kernel to write a file to the disk early. `open_file`
-and `read` refuse paths that are not regular files."""
+and `read` refuse paths that are not regular files. `regular_files` lists a directory tree."""
 
 import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Literal
+
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.words import counted
 
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -114,3 +117,35 @@ def read_file(path: Path) -> bytes:
     device."""
     with open_file(path, "rb") as file:
         return file.read()
+
+
+def regular_files(
+    directory: Path, wanted: Callable[[Path], bool] = lambda path: True
+) -> list[Path]:
+    """Return the files of a directory tree for which `wanted` is True, in sorted order. Links to
+    files are followed.
+
+    Raise InputError for a link to a folder, for a folder that cannot be read, and for a wanted file
+    that is a link to a missing file, a pipe or a device.
+    """
+
+    def unreadable(error: OSError) -> None:
+        """Raise InputError for a folder that cannot be listed."""
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(directory, onerror=unreadable):
+        folders.sort()
+        for linked in (Path(folder) / name for name in folders):
+            if linked.is_symlink():
+                raise InputError(
+                    f"{linked}: is a link to a folder, which is not followed; remove the link, or "
+                    "replace it by the folder"
+                )
+        paths += filter(wanted, (Path(folder) / name for name in sorted(files)))
+    unusable = [path for path in paths if not path.is_file()]
+    if unusable:
+        number = counted(len(unusable), "unusable file")
+        reason = why_unusable(unusable[0])
+        raise InputError(f"{unusable[0]}: {reason} ({number} in {directory}); replace or remove it")
+    return paths

@@ -160,7 +160,8 @@ def test_the_answer_has_every_method(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout, says", [("t=2,p=1,d=1,b=2", "nothing is sent"), ("t=3,p=1,d=64,b=2", "does not divide")]
+    "layout, says",
+    [("t=2,p=1,d=1,b=2", "nothing is sent"), ("t=3,p=1,d=64,b=2", "does not divide")],
 )
 def test_a_layout_that_has_no_answer(layout, says):
     question = ["methods", "--model", "gpt2-355m", "--cluster", "v100-dgx2"]

@@ -424,7 +424,7 @@ def test_probes_of_doctor_are_green(comm):
 @parallel(ranks=[2])
 def test_a_rank_that_was_given_whole_sequences_says_so(comm):
     engine = build(World(comm), {**BASE, "parallel.context": 2})
-    with pytest.raises(ValueError, match="computes 12 positions"):
+    with pytest.raises(ValueError, match="inputs must have 12 positions"):
         engine.step(0, microbatches(engine.config, 0, 0))
 
 

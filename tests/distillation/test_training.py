@@ -124,6 +124,7 @@ def damaged(comm, folder, changes):
     new = changes | {"run.dir": str(folder / "damaged")}
     with pytest.raises(InputError, match="is damaged"), loop(comm, folder, new) as made:
         made.run()
+    comm.Barrier()  # before rank 0 writes the file again
     if comm.rank == 0:
         values[values.index(b")")] ^= 1  # numpy raises TokenError for this header
         path.write_bytes(values)

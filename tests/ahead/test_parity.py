@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
-from tests._configs import Changes, layout
-from tests._engines import build, from_root, microbatches, whole_weights
+from tests._configs import layout
+from tests._engines import microbatches
 from tests.context.test_parity import in_documents
-from tests.experts.test_expert_parallel import dealt
+from tests.experts.test_expert_parallel import Row, check, dealt
 from tests.latent.test_parity import WITH_EXPERTS
 from tests.parallel import parallel
 
@@ -26,7 +25,6 @@ DOCUMENTS = {"data.document_boundaries": True}
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 BATCH = {"model.balance": "batch", "model.balance_coefficient": 0.02, "model.z_loss_coefficient": 1}
 # name -> (ranks, shape, layout and how it is run)
-Row = tuple[int, Changes, Changes]
 ROWS: dict[str, Row] = {
     "t2 untied": (2, LLAMA, layout(t=2)),
     "t2 divided tied": (2, TIED | DROPOUT, layout(t=2) | DIVIDED),
@@ -84,38 +82,6 @@ def batches_of(engine: Engine, step: int) -> list[Microbatch]:
     return [batch.at(engine.context.positions) for batch in whole]
 
 
-def trained(engine: Engine, steps: range) -> tuple[list[float], list[list[int]]]:
-    """The losses and norms of some steps, and the loads of the experts."""
-    results = [engine.step(k, batches_of(engine, k)) for k in steps]
-    curve = [result.grad_norm for result in results]
-    curve += [loss.mean for result in results for loss in result.losses.values()]
-    curve += [loss.count for result in results for loss in result.losses.values()]
-    loads = [result.loads.tokens.tolist() for result in results if result.loads is not None]
-    return curve, loads
-
-
-def check(comm, row: Row, steps: int) -> None:
-    ranks, shape, where = row
-    part, alone = World(comm).first(ranks), World(comm).first(1)
-    if part is not None:
-        engine = build(part, {**shape, **where})
-        curve, loads = trained(engine, range(steps))
-        validated = engine.evaluate(batches_of(engine, steps))
-        found = whole_weights(engine)
-    if alone is not None:
-        serial = build(alone, shape)
-        expected, all_loads = trained(serial, range(steps))
-        assert curve == pytest.approx(expected, rel=1e-12)
-        assert loads == all_loads
-        mean = serial.evaluate(batches_of(serial, steps))["task"].mean
-        assert validated["task"].mean == pytest.approx(mean, rel=1e-12)
-        whole = whole_weights(serial)
-        assert found.keys() == whole.keys()
-        for key, values in whole.items():
-            assert (found[key] - values).abs().max() <= 1e-12 * values.abs().max(), key
-    from_root(comm, None)
-
-
 @pytest.mark.cases(2)
 @parallel(ranks=[2])
 @pytest.mark.parametrize(
@@ -127,11 +93,11 @@ def check(comm, row: Row, steps: int) -> None:
     ],
 )
 def test_parity_with_one_rank(comm, name):
-    check(comm, ROWS[name], 3)
+    check(comm, ROWS[name], 3, batches_of)
 
 
 @parallel(ranks=[4], limit_s=180.0)
 @pytest.mark.long
 @pytest.mark.parametrize("name", WIDE)
 def test_parity_of_four_ranks(comm, name):
-    check(comm, ROWS[name], 3)
+    check(comm, ROWS[name], 3, batches_of)

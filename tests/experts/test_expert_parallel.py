@@ -1,6 +1,8 @@
 """Experts dealt over ranks: the training of one rank, and where it can be, the bits of data
 parallelism."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.plan.layout.grid import EXPERT_AXES
 from tests._configs import Changes, layout
@@ -18,6 +21,7 @@ from tests.experts.test_parity import GROUPED, MIXED
 from tests.parallel import parallel
 
 Curve = list[float]
+Batches = Callable[[Engine, int], list[Microbatch]]
 
 
 def dealt(e: int, c: int = 1, **sizes: int) -> dict[str, int]:
@@ -83,27 +87,35 @@ SHORT = (
 )
 
 
-def trained(engine: Engine, first: int, last: int) -> tuple[Curve, list[torch.Tensor]]:
-    """Losses and norms of some steps, and the loads of the experts."""
-    results = [engine.step(k, batches_of(engine, k)) for k in range(first, last)]
-    curve = [value for result in results for value in (result.loss, result.grad_norm)]
+def trained(
+    engine: Engine, first: int, last: int, batches: Batches = batches_of
+) -> tuple[Curve, list[torch.Tensor]]:
+    """Losses (in all, and each by name with its count) and norms of some steps, and the loads of
+    the experts."""
+    results = [engine.step(k, batches(engine, k)) for k in range(first, last)]
+    curve = []
+    for result in results:
+        curve += [result.loss, result.grad_norm]
+        curve += [value for loss in result.losses.values() for value in (loss.mean, loss.count)]
     return curve, [result.loads.tokens for result in results if result.loads is not None]
 
 
-def check(comm, row: Row, steps: int) -> None:
+def check(comm, row: Row, steps: int, batches: Batches = batches_of) -> None:
+    """A row's training equals that of one rank: losses, norms, loads, validation and weights."""
     ranks, shape, where = row
     part, alone = World(comm).first(ranks), World(comm).first(1)
     if part is not None:
         engine = build(part, {**shape, **where})
-        curve, loads = trained(engine, 0, steps)
-        validated = engine.evaluate(batches_of(engine, steps))["task"].mean
+        curve, loads = trained(engine, 0, steps, batches)
+        validated = engine.evaluate(batches(engine, steps))["task"].mean
         found = whole_weights(engine)
     if alone is not None:
         serial = build(alone, shape)
-        expected, all_loads = trained(serial, 0, steps)
+        expected, all_loads = trained(serial, 0, steps, batches)
         assert curve == pytest.approx(expected, rel=1e-12)
-        assert len(loads) == steps and all(map(torch.equal, loads, all_loads))
-        mean = serial.evaluate(batches_of(serial, steps))["task"].mean
+        assert len(loads) == len(all_loads) == steps * (serial.config.model.experts > 0)
+        assert all(map(torch.equal, loads, all_loads))
+        mean = serial.evaluate(batches(serial, steps))["task"].mean
         assert validated == pytest.approx(mean, rel=1e-12)
         whole = whole_weights(serial)
         assert found.keys() == whole.keys()

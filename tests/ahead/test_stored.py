@@ -11,9 +11,9 @@ from ptdmpi.inference.stored import declarations, open_model, require_weights
 from tests import _stored
 from tests._configs import Changes, layout
 from tests._engines import build, from_root
-from tests.ahead.test_parity import LLAMA, MIXED, TIED, trained
+from tests.ahead.test_parity import LLAMA, MIXED, TIED, batches_of
 from tests.checkpoint.test_sharded import assert_whole, checkpoints, saved
-from tests.experts.test_expert_parallel import dealt
+from tests.experts.test_expert_parallel import dealt, trained
 from tests.parallel import parallel
 
 V = 51
@@ -32,15 +32,15 @@ MOVES: dict[str, tuple[Changes, Changes, Changes]] = {
 def test_a_run_goes_on_in_another_layout(comm, tmp_path, name):
     shape, before, after = MOVES[name]
     alone = World(comm).first(1)
-    straight = trained(build(alone, shape), range(4)) if alone is not None else None
+    straight = trained(build(alone, shape), 0, 4, batches_of) if alone is not None else None
     world = World(comm)
     first = build(world, {**shape, **before})
-    found = trained(first, range(2))[0]
+    found = trained(first, 0, 2, batches_of)[0]
     assert_whole(world, saved(first, tmp_path, 2))
     second = build(world, {**shape, **after})
     progress, _ = checkpoints(second, tmp_path).resume("auto")
     assert progress is not None and progress.step == 2
-    found += trained(second, range(2, 4))[0]
+    found += trained(second, 2, 4, batches_of)[0]
     expected = from_root(comm, straight)[0]
     assert sorted(found) == pytest.approx(sorted(expected), rel=1e-12)
 

@@ -16,18 +16,18 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Maps each adapter target in attention to two values: the linear that computes the target, and the
-# position of the target in the linear's output (queries, keys and values are parts 0, 1 and 2 of
-# the output of one linear).
+# Maps each adapter target in attention to two values: the linear layer that computes the target,
+# and the position of the target in the output of this linear layer (queries, keys and values are
+# parts 0, 1 and 2 of one output).
 ATTENTION_TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
     "attention.v": ("attention.qkv", 2),
     "attention.out": ("attention.out", 0),
 }
-# Maps each adapter target in an MLP to two values: the linear that computes the target, and the
-# position of the target among the parts of the linear's output. Targets and linears are given by
-# the last parts of their names; the first part is the name of the MLP, for example "mlp".
+# Maps each adapter target in an MLP to two values: the linear layer that computes the target, and
+# the position of the target among the parts of this layer's output. Names of targets and of linear
+# layers are given without their beginning, which is the name of the MLP, for example "mlp".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
 EXPERTS = "mlp.experts"  # the target that stands for all experts of a layer.
@@ -47,12 +47,12 @@ USED: dict[str, tuple[str, ...]] = {
 
 class AdaptConfig(Section):
     """The section [adapt]: the adapters of a frozen model. Only the adapters, and the head of a
-    [task], are trained. An adapter is a low-rank product that is added to a linear (LoRA, Hu et al.
-    2021, arXiv 2106.09685), or a factor that scales keys, values or the MLP's hidden activations
-    ((IA)^3, Liu et al. 2022). `targets` has names of targets (`targets_of`), or globs for such
-    names. "all" means every target; for the method "ia3", "all" means `IA3_TARGETS`. Layers before
-    `first_layer` have neither adapters nor a backward pass. `base` is the model whose weights are
-    frozen.
+    [task], are trained. An adapter is a low-rank product that is added to the weight of a linear
+    layer (LoRA, Hu et al. 2021, arXiv 2106.09685), or a factor that scales keys, values or the
+    MLP's hidden activations ((IA)^3, Liu et al. 2022). `targets` has names of targets
+    (`targets_of`), or globs for such names. "all" means every target; for the method "ia3", "all"
+    means `IA3_TARGETS`. Layers before `first_layer` have neither adapters nor a backward pass.
+    `base` is the model whose weights are frozen.
 
     With the method "full" no weight is frozen: all weights of `base` are trained. `resolve`
     replaces this method by the key `checkpoint.initial`, so no other code sees the method "full".
@@ -95,13 +95,14 @@ class AdaptConfig(Section):
 def targets_of(
     adapt: AdaptConfig, gates: int, mlps: Sequence[str] = (MLP,)
 ) -> dict[str, tuple[str, int]]:
-    """Return the targets that get adapters, as a table. It maps the name of each target to two
-    values: the name of the linear that computes the target, and the position of the target among
-    the parts of the linear's output. The result is empty if the model has no adapters.
+    """Return the targets that get adapters, as a dict. It maps the name of each target to two
+    values: the name of the linear layer that computes the target, and the position of the target
+    among the parts of this layer's output. The result is empty if the model has no adapters.
 
-    `gates` is the number of parts in the output of an MLP's first linear (`ModelConfig.gates`), and
-    `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A target in `EXPERTS` means a
-    linear of every expert of the layer; only LoRA can adapt such a target.
+    `gates` is the number of parts in the output of an MLP's first linear layer
+    (`ModelConfig.gates`), and `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A
+    target in `EXPERTS` means a linear layer of every expert of the layer; only LoRA can adapt such
+    a target.
     """
     if not adapt.adapts:
         return {}

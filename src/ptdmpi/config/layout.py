@@ -187,11 +187,12 @@ class Layout:
         return self.expert_tokens // self.expert_context
 
     def computes_by_source(self, microbatches: int) -> bool:
-        """Return True if an expert computes the tokens of each source rank separately, so that the
-        results have the bits of data parallelism without distributed experts. `microbatches` is the
-        number of microbatches of a data rank in a step.
+        """Return True if an expert computes the tokens of each source rank (the rank that sent the
+        tokens) separately, so that the results are bit-identical to those of data parallelism
+        without distributed experts. `microbatches` is the number of microbatches of a data rank in
+        a step.
 
-        These bits are possible only if experts are distributed over all context and data ranks, and
+        Equal bits are possible only if experts are distributed over all context and data ranks, and
         each data rank has one microbatch: all gradients of an expert are then sums over source
         ranks only. In all other layouts an expert computes the tokens of all source ranks together.
         """

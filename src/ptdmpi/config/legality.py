@@ -282,8 +282,8 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that no quantized block is divided between tensor ranks. A block consists of
-    the weights of one output for neighbouring inputs of a linear. This rule assumes that the number
-    of tensor ranks divides the widths; other rules check this assumption."""
+    the weights of one output for neighbouring inputs of a linear layer. This rule assumes that the
+    number of tensor ranks divides the widths; other rules check this assumption."""
     tensor = layout.tensor
     block = model.quantize.block
     divided = (model.values_width, model.ffn_hidden)

@@ -47,7 +47,7 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000  # every expert is a module, too.
 MOST_MODULES = 4  # Modules for multi-token prediction; each has a loss of its own.
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
-# activation functions of gated MLPs: one half of the first linear's output gates the other half
+# activation functions of gated MLPs: one half of the first linear layer's output gates the other
 GATED = ("swiglu", "geglu")
 
 Number = Annotated[float, Field(gt=0)]
@@ -55,10 +55,11 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """The section [quantize]: the format of quantized weights. Only the weights of the linears in
-    the layers are quantized. A row of a weight is divided into blocks. Each block has a scale, and
-    each number of the block is replaced by a code of 4 or 8 bits. Trained weights are rounded to
-    this format in every matrix product; frozen weights are stored in this format.
+    """The section [quantize]: the format of quantized weights. Only the weights of the linear
+    layers inside the transformer layers are quantized. A row of a weight is divided into blocks.
+    Each block has a scale, and each number of the block is replaced by a code of 4 or 8 bits.
+    Trained weights are rounded to this format in every matrix product; frozen weights are stored in
+    this format.
     """
 
     weights: Reported[CodesName | Literal["none"]] = "none"
@@ -146,8 +147,8 @@ class ModelConfig(Section):
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # the section [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
-    # from the section [precision]: which numbers share a scale in the matrix products of the
-    # layers' linears
+    # from the section [precision]: which numbers share a scale in the matrix products of linear
+    # layers
     _scaling: Scaling = PrivateAttr(default="none")
 
     @model_validator(mode="before")
@@ -260,15 +261,15 @@ class ModelConfig(Section):
 
     @property
     def scaling(self) -> Scaling:
-        """Return which numbers share a scale if the linears of the layers compute in 8-bit floating
-        point; "none" if the linears compute in the type of the activations."""
+        """Return which numbers share a scale if the linear layers inside the transformer layers
+        compute in 8-bit floating point; "none" if they compute in the type of the activations."""
         return self._scaling
 
     @property
     def divides_products(self) -> bool:
-        """Return True if a linear may be computed by several matrix products, each for some of its
-        outputs. If the weights are quantized or rounded to 8-bit floating point, the result is
-        False, because each product would unpack or round the whole weight again."""
+        """Return True if a linear layer may be computed by several matrix products, each for some
+        of its outputs. If the weights are quantized or rounded to 8-bit floating point, the result
+        is False, because each product would unpack or round the whole weight again."""
         return self.quantize.weights == "none" and self.scaling == "none"
 
     def adapted(
@@ -278,7 +279,7 @@ class ModelConfig(Section):
         scaling: Scaling = "none",
     ) -> Self:
         """Return a copy of the model with the adapters `adapt`, with its matrices in the format
-        `quantize`, and with the scales `scaling` in the products of its layers' linears. The
+        `quantize`, and with the scales `scaling` in the matrix products of its linear layers. The
         matrices are not quantized if `quantize` is None.
         """
         copy = self.model_copy()
@@ -310,13 +311,13 @@ class ModelConfig(Section):
     @property
     def values_width(self) -> int:
         """Return the number of heads times the size of a head's values: the number of inputs of the
-        linear after attention."""
+        linear layer after attention."""
         return self.heads * self.value_size
 
     @property
     def gates(self) -> int:
-        """Return the number of parts of equal width in the output of the MLP's first linear: 2 in a
-        gated MLP, where one part gates the other, otherwise 1.
+        """Return the number of parts of equal width in the output of the MLP's first linear layer:
+        2 in a gated MLP, where one part gates the other, otherwise 1.
         """
         return 2 if self.activation in GATED else 1
 
@@ -330,17 +331,17 @@ class ModelConfig(Section):
 
     @property
     def qkv_bias(self) -> bool:
-        """Return True if the linear of queries, keys and values has a bias."""
+        """Return True if the linear layer of queries, keys and values has a bias."""
         return self.bias in (True, "attention", "qkv")
 
     @property
     def attention_bias(self) -> bool:
-        """Return True if the linear after attention has a bias."""
+        """Return True if the linear layer after attention has a bias."""
         return self.bias in (True, "attention")
 
     @property
     def mlp_bias(self) -> bool:
-        """Return True if the linears of the MLP have biases."""
+        """Return True if the linear layers of the MLP have biases."""
         return self.bias in (True, "mlp")
 
     @property

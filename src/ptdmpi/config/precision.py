@@ -7,12 +7,12 @@ types and their sizes in bytes from this table. A new precision needs a row here
 of matrix products. If its matrix products need more, for example scales, it also needs a kernel
 (`ptdmpi.model.kernels`).
 
-In the precision fp8, weights and activations have the type bfloat16, but the linears of the layers
-round the operands of their matrix products to 8-bit floating point. Inputs and weights are rounded
-to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the gradients of outputs to e5m2
-(largest value 57344). These types follow Micikevicius et al. 2022 (arXiv 2209.05433, section 3.1),
-and are the default of NVIDIA's Transformer Engine. The embedding before the first layer and the
-output head after the last layer always compute in bfloat16.
+In the precision fp8, weights and activations have the type bfloat16, but the linear layers inside
+the transformer layers round the operands of their matrix products to 8-bit floating point. Inputs
+and weights are rounded to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the
+gradients of outputs to e5m2 (largest value 57344). These types follow Micikevicius et al. 2022
+(arXiv 2209.05433, section 3.1), and are the default of NVIDIA's Transformer Engine. The embedding
+before the first layer and the output head after the last layer always compute in bfloat16.
 """
 
 from dataclasses import dataclass
@@ -46,14 +46,15 @@ FLOAT8_E5M2 = NumberType("float8_e5m2", 1)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The number types that the linears of the layers use in their matrix products.
+    """The number types that the linear layers inside the transformer layers use in their matrix
+    products.
 
     `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
     converts the matrices to a wider type. `sums` is the type in which the products of two numbers
     are added. `gradients` is the type of the gradient of an output; None means that this type is
     `operands`. If `scaled` is True, groups of numbers of a matrix are multiplied by factors that
     bring them into the range of the type; `Scaling` says which numbers form a group. With `scaled`,
-    only the linears of the layers use these types; all other matrix products have the type of the
+    only these linear layers use the types; all other matrix products have the type of the
     activations.
     """
 
@@ -68,10 +69,10 @@ class Precision:
     """The number types that a run uses.
 
     `compute` is the type of weights and activations. `master` is the type of master weights,
-    gradients, and the optimizer's state. `product` has the types of the matrix products in the
-    linears of the layers. `iteration` is the type of the matrix products in Muon's
-    orthogonalization of an update. If `scales_loss` is True, the loss is multiplied by a scale,
-    because small gradients would underflow in the type `compute`.
+    gradients, and the optimizer's state. `product` has the types of the matrix products in linear
+    layers. `iteration` is the type of the matrix products in Muon's orthogonalization of an update.
+    If `scales_loss` is True, the loss is multiplied by a scale, because small gradients would
+    underflow in the type `compute`.
     """
 
     compute: NumberType
@@ -96,6 +97,6 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def scaling_of(precision: str, scaling: ScalingName = "block") -> Scaling:
-    """Return which numbers share a scale in the matrix products of the layers' linears. The result
-    is `scaling`, or "none" if these products need no scales in this precision."""
+    """Return which numbers share a scale in the matrix products of linear layers. The result is
+    `scaling`, or "none" if these products need no scales in this precision."""
     return scaling if PRECISIONS[precision].product.scaled else "none"

@@ -157,8 +157,8 @@ class PrecisionConfig(Section):
 
     @property
     def scaling(self) -> Scaling:
-        """Return which numbers share a scale in the matrix products of the layers' linears; "none"
-        if these products need no scales."""
+        """Return which numbers share a scale in the matrix products of linear layers; "none" if
+        these products need no scales."""
         return scaling_of(self.compute, self.fp8)
 
 

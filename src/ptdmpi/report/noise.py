@@ -22,7 +22,8 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     covariance matrix of the gradients of single tokens. The noise scale is computed from the means
     of tr(Sigma) and |G|^2 over the records; it is None if the mean of |G|^2 is not positive,
     because the gradient is hidden by noise. `batch_tokens` is the mean number of valid tokens in a
-    step. `steps` is the number of records. `answer` is a sentence.
+    step. `steps` is the number of records. `answer` is a sentence that says whether a larger batch
+    would help.
 
     Compared with a training with an infinite batch, a training with B tokens in a step needs 1 +
     B_simple / B times as many steps. Compared with the smallest possible number of samples, it

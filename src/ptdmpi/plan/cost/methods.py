@@ -17,6 +17,9 @@ and W bytes of master weights, and its codes (compressed gradients or weights) h
 If a decentralized step sends codes instead of weights, each rank sends k C. If a local step sends
 codes, the codes are gathered.
 
+"Squeezed twice" stands for the kinds of error feedback in `SQUEEZED`: each rank is the server of
+one slice of the gradient, averages this slice, and compresses the mean again.
+
 The bytes are means over the ranks. In this trainer's ring, every slice of the gradients starts at
 rank 0, so that the ring computes the same sums as all_reduce
 (`ptdmpi.engine.data_parallel.pairwise`). In the textbook's ring, each rank starts one slice, and
@@ -25,9 +28,8 @@ rings and for a parameter server, and O(1) for decentralized steps. The number o
 for a parameter server and for gathered codes. Gathering codes sends less than an all_reduce if C n
 < 2 B.
 
-The time of encoding and decoding is a lower bound: the time to read and write the values in memory.
-Methods that select the greatest numbers, or that hash, take longer than this bound; how much longer
-is not known until it is measured.
+The predicted time of encoding and decoding is a lower bound: the time to read and write the values
+in memory. Compressors that select the largest values, or that compute hashes, take longer.
 """
 
 import math
@@ -48,8 +50,7 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
 from ptdmpi.plan.shape.parameters import first_linear
 
-# Kinds of error feedback in which each rank is the server of one slice of the gradient: the rank
-# averages this slice and compresses the mean again.
+# Kinds of error feedback in which each rank is the server of one slice of the gradient.
 SQUEEZED = ("double_squeeze", "neolithic")
 # The smallest number of values that are read and written per element. Encoding reads the gradient
 # and the stored error of the error feedback, and writes the new error. Decoding a received code
@@ -128,8 +129,8 @@ def told_of(
 
     In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
     the vocabulary's table, a tile has 1/n of the lines, with n = gcd(heads, ffn_hidden). If n does
-    not divide the size of the vocabulary, each row of the table is sent uncompressed. The tile in
-    the result has a number of lines that represents the mean over all elements.
+    not divide the size of the vocabulary, each row of the table is sent uncompressed. The number of
+    lines of the resulting tile is the harmonic mean over all elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)

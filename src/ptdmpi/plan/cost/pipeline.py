@@ -25,10 +25,10 @@ class StageTimes:
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
     Both times are 0 if `placed` puts the two stages on one rank. If `overlap` is True, a message is
-    transferred while its sender and its receiver compute. If it is False, the receiver waits for
-    the whole message, and so does the sender, which receives another message at the same time. If
-    backwards are split, `weight_s` is the part of `backward_s` that is spent on the gradients of
-    weights; otherwise `weight_s` is empty.
+    transferred while its sender and its receiver compute. If it is False, both ranks wait until the
+    message has arrived. (The sender receives another message at the same time.) If backwards are
+    split, `weight_s` is the part of `backward_s` that is spent on the gradients of weights;
+    otherwise `weight_s` is empty.
     """
 
     forward_s: tuple[float, ...]

@@ -111,7 +111,7 @@ class ActivationKey(NamedTuple):
 
 class StageMemory:
     """The numbers of bytes and of parameters in the stages of one model. The program `software`
-    trains the model in the compute type `precision`, on hosts if `on_host` is True and on devices
+    trains the model in the compute type `precision`, on CPUs if `on_host` is True and on GPUs
     otherwise.
 
     Results that several layouts have in common are computed once. `runs_of` returns the runs of

@@ -5,9 +5,9 @@ An operator (`operator.py`) returns its costs as lists of kernels, messages and 
 `plan.cost.layer` computes the times of the kernels and messages on a cluster. `folds.py` adds up
 the bytes of the tensors and messages.
 
-Some small kernels count as launches, but have no time of their own (`priced` is False). Their time
-is already part of the times of the other kernels, because the efficiencies of clusters were
-calibrated with published times of whole layers.
+The predicted time leaves out some small kernels (`priced` is False); only the number of launches
+counts them. Their time is already part of the predicted times of the other kernels, because the
+efficiencies of these kernels were fitted to published times of whole layers.
 """
 
 from collections.abc import Iterable

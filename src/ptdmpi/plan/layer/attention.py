@@ -146,8 +146,9 @@ class SplitHeads(Operator):
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
         tensors of their size. The backward of the queries' norm comes last; at this point, the
-        gradients of queries and keys are also in memory. For the published programs of 2021 the
-        result is 0, because their published lists of tensors do not include these tensors.
+        gradients of queries and keys are also in memory. For a program without FlashAttention
+        (Megatron-LM of 2021) the result is 0: its published list of a layer's tensors (Korthikanti
+        et al. 2022) does not include these tensors.
         """
         if not sizes.fused_attention:
             return 0
@@ -205,7 +206,8 @@ class Attend(Operator):
         batch = sizes.layout.micro_size * heads
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            # two products of a forward or of a backward read or write values
+            # values (or their gradients) are an operand or the result of one of the two products of
+            # a forward, and of two of the five products of a backward
             products, of_values = (5, 2) if backward else (2, 1)
             taken = d if fills_values(sizes) else v
             yield FusedAttention(
@@ -385,7 +387,8 @@ class Attend(Operator):
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             scores = _scores(sizes) * (2 + sizes.on_host) * sizes.wide_bytes
-            # the published lists of tensors do not include the gradient of the values
+            # the published list of Megatron-LM's tensors does not include the gradient of the
+            # values
             if not sizes.fused_attention:
                 return scores
             return scores + heads * sizes.keys * model.value_size * sizes.operand_bytes
@@ -404,10 +407,10 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes) + filled_bytes(sizes, backward=True)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
-        """Return True if the kernel's backward reads the output of attention, and the bytes of this
-        output must be added to the working memory. They must be added because the output's memory
-        is counted as free elsewhere: by the next linear layer's backward, or, with "ulysses", by
-        `JoinHeads` until the output is sent back."""
+        """Return True if the kernel's backward reads the output of attention, and `backward_bytes`
+        must add the bytes of this output. Another operator counts the memory of the output as free:
+        the next linear layer in its backward, or, with "ulysses", `JoinHeads` until the output is
+        sent back."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -416,7 +419,7 @@ class Attend(Operator):
         return self.feeds_kept and sizes.fused_attention
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward if a host computes attention in blocks of
+        """Return the working bytes of the backward if a CPU computes attention in blocks of
         queries: the gradients of the operands, of the output and of one block of queries (with up
         to all keys), and a copy of the output's gradient."""
         shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size

@@ -79,8 +79,8 @@ def core_shape(sizes: Sizes) -> CoreShape:
 
 
 def in_blocks(sizes: Sizes) -> bool:
-    """Return True if a host computes attention in blocks of queries, with one kernel for each
-    block."""
+    """Return True if the model runs on a CPU, and the CPU computes attention in blocks of queries,
+    with one kernel for each block."""
     model = sizes.model
     is_cut = core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
     is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
@@ -127,7 +127,7 @@ def capped_block_bytes(sizes: Sizes) -> int:
 
     Five tensors with one element for each score are counted. Four of them are in float32 or
     float64: the scores, their tanh and the gradients of both. The fifth tensor, the attention
-    weights, is in the type of matrix products, or, on a host, also in float32 or float64.
+    weights, is in the type of matrix products, or, on a CPU, also in float32 or float64.
     """
     model = sizes.model
     if not model.attention_softcap:

@@ -35,9 +35,10 @@ def norm_backward(sizes: Sizes, elements: int) -> int:
     If one kernel computes the whole backward, only the gradient of the input is needed. LayerNorm
     has such a kernel, and RMSNorm has one on devices if its weights have the type of the
     activations. Otherwise three tensors are computed in float32 or float64: the normalized input,
-    the gradient multiplied by the weights, and the product of both. On a host, a product of two
-    different types also needs a copy of its narrower operand. The result is 0 for the published
-    programs of 2021, whose published lists of tensors do not include these tensors.
+    the gradient multiplied by the weights, and the product of both. On a CPU, a product of two
+    different types also needs a copy of its narrower operand. For a program without FlashAttention
+    (Megatron-LM of 2021) the result is 0: its published list of a layer's tensors (Korthikanti et
+    al. 2022) does not include these tensors.
     """
     if not sizes.fused_attention:
         return 0
@@ -225,9 +226,9 @@ class AddResidual(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of two gradients: the gradient of the sum, and the gradient of y, which
-        is the first gradient times the dropout mask. A host also makes a copy of the mask in the
-        type of the gradient. The result is 0 for the published programs, which compute dropout's
-        backward in one kernel."""
+        is the first gradient times the dropout mask. A CPU also makes a copy of the mask in the
+        type of the gradient. The result is 0 for a program without FlashAttention (Megatron-LM of
+        2021), which computes dropout's backward in one kernel."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes

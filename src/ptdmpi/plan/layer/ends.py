@@ -41,9 +41,9 @@ class LookUp(Operator):
         yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes that add the gradient of the table to the sum of gradients. A program
-        with `adds_in_place` adds only the rows that were looked up. Other programs clear, fill and
-        add a gradient of the whole table."""
+        """Yield the passes that add the gradient of the table to the sum of gradients. A training
+        program that adds gradients in place (`adds_in_place`) adds only the rows that were looked
+        up. Any other program sets a gradient of the whole table to zero, fills it, and adds it."""
         if not self.table.trains:
             return
         e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -229,8 +229,9 @@ class Predict(Operator):
             yield Item("head.bias", columns, sizes.wide_bytes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. The result is 0 for the published programs of
-        2021, whose published lists of tensors include only the gradients of the loss."""
+        """Return the working bytes of the backward. For a program without FlashAttention
+        (Megatron-LM of 2021) the result is 0: its published list of tensors (Korthikanti et al.
+        2022) includes only the gradients of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
@@ -268,8 +269,8 @@ class CrossEntropy(Operator):
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of a softmax: they convert the logits to float32, take their maximum,
-        subtract it, take exponentials, sum these, and divide by the sum. The kernels of maximum and
-        sum only read. A Triton kernel instead reads the logits once."""
+        subtract it, take exponentials, add the exponentials up, and divide by this sum. The kernels
+        of maximum and sum write almost nothing. A Triton kernel instead reads the logits once."""
         if self._by_triton(sizes):
             yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
             return
@@ -301,8 +302,8 @@ class CrossEntropy(Operator):
             yield Message("all_reduce", 2 * size, pieces=2)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the logits, and the maximum and sum of exponentials of each row. The published
-        programs of 2021, and losses over classes, keep the probabilities in float32 instead."""
+        """Yield the logits, and the maximum and sum of exponentials of each row. Megatron-LM of
+        2021, and losses over classes, keep the probabilities in float32 instead."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)

@@ -46,8 +46,8 @@ class MixExperts(Operator):
     If experts are distributed over several ranks, the predicted time assumes that all experts have
     equally many tokens, so that a rank computes as many rows as without expert parallelism. The
     predicted memory is enough for `FULLEST` times this number of rows, or for the largest possible
-    number of rows if that is smaller. An expert computes the rows of all source ranks together, or,
-    if `Sizes.by_source` is True, the rows of each source rank separately.
+    number of rows if that is smaller. An expert computes the rows that it received from all ranks
+    together, or, if `Sizes.by_source` is True, the rows from each sending rank separately.
 
     `up` and `down` are the two linear layers of each of `count` experts, with the activation
     `function` between them. `chosen` is the number of experts that are chosen for a token. If there

@@ -17,10 +17,10 @@ from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layer.sizes import Sizes
 
 CODES = get_args(CodesName)
-# A host dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of
-# working memory per element. Other devices dequantize chunks that are DEVICE_CHUNKS times as large.
-# Smaller chunks would use caches better, but this would save less time than the launches of more
-# kernels would cost.
+# A CPU dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
+# memory per element. A GPU dequantizes chunks that are DEVICE_CHUNKS times as large. On a GPU,
+# smaller chunks would use caches better, but would save less time than the launches of more kernels
+# would cost.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
@@ -155,8 +155,8 @@ class LowBit:
 
 
 def chunk_elements(on_host: bool) -> int:
-    """Return the number of elements of a matrix that are dequantized at once, on a host or on
-    another device."""
+    """Return the number of elements of a matrix that are dequantized at once: on a CPU if `on_host`
+    is True, otherwise on a GPU."""
     if on_host:
         return CHUNK_ELEMENTS
     return CHUNK_ELEMENTS * DEVICE_CHUNKS

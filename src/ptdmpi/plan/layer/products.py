@@ -383,7 +383,7 @@ class Multiply(Operator):
     def _scaled_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the elementwise products whose sum over the rows is the gradient of
         the widest (IA)^3 scale. The products are computed in float32 or float64. In half types, one
-        operand is converted to float32; on a host (CPU), both operands are converted."""
+        operand is converted to float32; on a CPU, both operands are converted."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host

@@ -52,9 +52,9 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
     coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
     sent. A seat is a position in the grid whose rank was lost. A survivor is free if it was a spare
-    rank, or if its replica is not kept. The seat goes to a free survivor that holds the same state.
-    If there is none, it goes to a free survivor on the node of the seat's tensor-parallel group, or
-    else to the first free survivor."""
+    rank, or if its replica is not kept. The seat goes to a free survivor that holds the state of
+    this position. If there is none, the seat goes to a free survivor on the node of the seat's
+    tensor-parallel group, or else to the first free survivor."""
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
     for survivor, place in enumerate(held):

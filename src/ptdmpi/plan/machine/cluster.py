@@ -160,8 +160,8 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# This trainer. (In the cluster file that `ptdmpi probe` writes, the measured values of the overlaps
-# replace these values.)
+# The properties of this trainer. In the cluster file that `ptdmpi probe` writes, measured values
+# replace some of these values, for example `overlap_pipeline`.
 TRAINER = Software(
     attention="flash",
     dropout=False,

@@ -20,12 +20,12 @@ from ptdmpi.plan.shape.parameters import embedding, head, layer
 SPARSE, QUANTISED = 4096, 512
 # Largest number of elements that are encoded at once, unless a single tile has more.
 MOST_ELEMENTS = 2**20
-# Encoding and decoding take, for each element, at most NUMBERS floating-point numbers and INTEGERS
-# 64-bit integers of memory. MORE_NUMBERS has the additional floating-point numbers that some kinds
-# of error feedback need. With double_squeeze and neolithic, each tile (neighbouring rows or columns
-# of a parameter) is averaged by one data rank, its server; the memory of a server is counted as if
-# the server averaged all tiles. The values are measured, and a test checks them
-# (`tests/engine/compress/test_scratch.py`).
+# Encoding and decoding need working memory. For each element, this memory holds at most NUMBERS
+# floating-point numbers and INTEGERS 64-bit integers. Some kinds of error feedback need more
+# floating-point numbers per element; MORE_NUMBERS has how many more. With double_squeeze and
+# neolithic, each tile (neighbouring rows or columns of a parameter) is averaged by one data rank,
+# the server of the tile; the memory of a server is counted as if the server averaged all tiles. The
+# values are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 

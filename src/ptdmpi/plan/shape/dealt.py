@@ -170,8 +170,9 @@ def _groups(part: ModelPart) -> tuple[bool | None, ...]:
 def _of_head(
     model: ModelConfig, vocab_size: int, part: ModelPart, *, experts: bool
 ) -> Iterator[Part]:
-    """Yield the parts after the last layer, if the rank has them: if `experts` is True, the experts
-    that have units of their own, and otherwise all other parts."""
+    """Yield the parts (groups of parameters) after the last layer, if the rank has them. If
+    `experts` is True, yield only experts that are distributed over ranks; they are in separate
+    units. If `experts` is False, yield only the other parts."""
     parts = parameters.head(model, vocab_size, part.dealing) if part.last else {}
     for name, row in parts.items():
         apart = part.dealing.ranks > 1 and parameters.is_of_expert(name)

@@ -83,8 +83,8 @@ def module(model: ModelConfig, vocab_size: int, number: int) -> tuple[Operator, 
 
 def _is_read_again(model: ModelConfig, number: int) -> bool:
     """Return True if module `number` + 1 keeps the activation that the output head after module
-    `number` reads. (muP multiplies the input of the head, so that the head keeps a tensor of its
-    own.)"""
+    `number` reads. With muP, the result is False: the input of the head is multiplied by a factor,
+    and the head keeps the product, which no module reads."""
     return number + 1 < model.mtp_modules and model.width_ratio == 1.0
 
 

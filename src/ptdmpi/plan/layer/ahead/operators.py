@@ -13,7 +13,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 @dataclass(frozen=True)
 class LookUpAgain(LookUp):
-    """A further look-up in the table of the embedding, which is counted as a part elsewhere."""
+    """Another look-up in the table of the embedding. The parameters of the table are not counted
+    again."""
 
     def parts(self) -> dict[str, Part]:
         return {}
@@ -21,7 +22,7 @@ class LookUpAgain(LookUp):
 
 @dataclass(frozen=True)
 class PredictAgain(Predict):
-    """A further use of the output head, which is counted as a part elsewhere."""
+    """Another use of the output head. The parameters of the head are not counted again."""
 
     def parts(self) -> dict[str, Part]:
         return {}

@@ -23,7 +23,8 @@ def fills_values(sizes: Sizes) -> bool:
         return False  # attention by matrix products
     if sizes.on_host:
         return True
-    # other kernels compute wide types, and attention at some of the positions
+    # in float32 and float64, and with queries at only some positions, kernels are used that need no
+    # values of the size of keys
     return sizes.compute_bytes < sizes.wide_bytes and exchange != "all_gather"
 
 

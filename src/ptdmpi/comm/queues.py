@@ -154,8 +154,9 @@ def locked(size: int) -> Tensor:
 
 
 def pinned_like(values: Tensor) -> Tensor:
-    """Return a tensor in page-locked host memory with the shape and type of `values`. Use this for
-    small tensors, because PyTorch's allocator keeps the memory for later calls."""
+    """Return a tensor in page-locked host memory with the shape and type of `values`. Use this
+    function only for small tensors, because PyTorch's allocator keeps the memory for later calls.
+    """
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 

@@ -104,7 +104,8 @@ class MpiStore(Store):
 
 
 class _Server:
-    """The thread on rank 0 that answers requests until all ranks have left or a rank is lost."""
+    """The thread on rank 0 that answers requests until all ranks have called `MpiStore.leave`, or a
+    rank is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm = comm

@@ -160,8 +160,8 @@ class World:
     def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
-        # A node's number is the lowest launch rank on this node. Ranks are sorted by the number of
-        # their node, then by launch rank.
+        # The number of a node is the lowest of its ranks in the launcher's numbering. The ranks of
+        # the world are sorted by the number of their node, then by the launcher's numbering.
         leader = node.bcast(everyone.Get_rank(), root=0)
         placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))

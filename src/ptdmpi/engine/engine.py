@@ -71,9 +71,9 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build this rank's part of the model. `place` records this rank's activity, which the
-        heartbeat reads. Raise SharedInputError, on all ranks, if the configuration is not
-        supported."""
+        """Build this rank's part of the model. `place` records what this rank is doing; the
+        heartbeat (a thread that monitors the ranks) reads it. Raise SharedInputError, on all ranks,
+        if the configuration is not supported."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size

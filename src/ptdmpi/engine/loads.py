@@ -1,6 +1,6 @@
 """The loads of the experts of each layer, and the balancing of the loads. The load of an expert is
-the number of tokens of the global batch that it gets. Each expert has a balance number, which
-changes how many tokens it gets (see `Balance`).
+the number of tokens of the global batch that are routed to the expert. Each expert has a balance
+number, which makes the load of the expert greater or smaller (see `Balance`).
 
 Loads are integers, whose sum does not depend on the order of the terms, so the loads and the
 balance numbers are the same in every layout. Loads are sent as float64, because every transport can

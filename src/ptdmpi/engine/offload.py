@@ -236,8 +236,8 @@ class FileStorage(Storage):
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
         """Read all bytes of `kept` from the storage's file into `memory`, or write `memory` to the
-        file. `call` is the system call to use. The offset in the file follows from the address of
-        `kept`."""
+        file. `call` is the system call to use. The offset in the file is computed from the address
+        of `kept`."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)
         mapping = max(before, key=lambda mapping: mapping.address)

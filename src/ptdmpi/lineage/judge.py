@@ -201,7 +201,9 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key == "model.vocab_size" and value == 0:
-            continue  # 0 means the size that the data needs, which the shapes of tensors show
+            # 0 means the size that the data needs; if this size has changed, the shapes of the
+            # tensors have changed, too, and loading the checkpoint raises an error
+            continue
         if key in old and old[key] != value:
             yield f"{key} {old[key]} -> {value}"
 

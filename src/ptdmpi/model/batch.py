@@ -13,7 +13,8 @@ from ptdmpi.model.documents import Documents, Pairs
 from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.positions import Positions
 
-ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in a slot (`_Slot`)
+# the memory of a slot (`_Slot`) has many tensors; each of them begins at a multiple of this number
+ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Microbatch:
     positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
     their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
     of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
-    for the labels, if the run distills one. `ahead` has the tokens of the modules for multi-token
-    prediction, if a training trains such modules.
+    for the labels, if the run distills a teacher. `ahead` has the tokens of the modules for
+    multi-token prediction, if the run trains such modules.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when the microbatch

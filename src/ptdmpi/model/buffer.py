@@ -39,7 +39,7 @@ class Storage:
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Read the groups of stored tensors in `rows` into memory, one group after the other, and
         yield each group. The caller may read and change the tensors of a group until it requests
-        the next group; then they may be written back to the storage."""
+        the next group. After that, the storage may write the tensors back."""
         yield from rows
 
     def let_go(self) -> None:
@@ -78,7 +78,8 @@ class ParameterBuffer(FlatOrder):
         self.device = device
         self.trains = trains
         self.one_type = precision.compute == precision.master
-        # functions that `refresh_weights` calls first, after the master weights have changed
+        # `refresh_weights` first calls these functions; one of them drops gathered weights, which
+        # are out of date
         self.followers: list[Callable[[], None]] = []
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()

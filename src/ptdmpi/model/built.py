@@ -96,8 +96,8 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
 
 def whole_linear(parts: Parts, name: str) -> ColumnParallelLinear:
     """Return the linear layer that `parts[name]` describes. Its full weight is on every tensor
-    rank. Each rank applies the layer to the positions that the rank has outside attention and
-    MLP."""
+    rank. Each rank applies the layer to the positions that the rank has outside attention and MLP:
+    under sequence parallelism, a part of the sequence, and otherwise all of it."""
     linear = as_linear(parts[name], None)
     module = ColumnParallelLinear(
         TensorAxis(OneRank()),

@@ -10,8 +10,8 @@ from ptdmpi.model.kernels.attention import AttentionCore
 
 
 class Cache(ABC):
-    """The base class of caches for b sequences. A cache has a tensor of a certain shape for each of
-    the `layers`.
+    """The base class of caches for b sequences. A cache has one tensor for each layer in `layers`,
+    and all these tensors have the same shape.
 
     Sequences may have different lengths, because each token has its own position (see the method
     `at`). If padding was stored at a position, the next real token overwrites it before any query
@@ -55,8 +55,8 @@ class Cache(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to the earlier
         tokens of their sequence and to themselves. If the layer has a window, a token attends only
-        to tokens in its window. This method also stores what later tokens need of the new tokens.
-        """
+        to tokens in its window. This method also adds the new tokens to the cache, for later
+        calls."""
 
 
 class KeyValueCache(Cache):

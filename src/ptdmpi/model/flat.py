@@ -35,8 +35,8 @@ class Portion:
 
     @property
     def sharing(self) -> Sharing:
-        """Return the stage of ZeRO and the number of ranks of the shard group as a `Sharding`
-        object."""
+        """Return the stage of ZeRO and the number of ranks of the shard group as a `Sharing`
+        object, which says what is sharded."""
         return Sharing(self.zero, self.group.size)
 
     @property
@@ -238,9 +238,9 @@ class FlatOrder:
 
     def own_part(self, entry: Entry) -> OwnPart | None:
         """Return the part of an entry (a parameter in the buffer) that this rank updates; this rank
-        also has the summed gradient of this part. For the second use of a tied table, return the
-        part whose gradient this rank has; for a frozen entry, return the part that it stores.
-        Return None if this rank has no part of the parameter."""
+        also has the summed gradient of this part. For the second use of a tied weight, return the
+        part whose gradient this rank has; for a frozen entry, return the part that this rank
+        stores. Return None if this rank has no part of the parameter."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:

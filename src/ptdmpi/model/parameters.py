@@ -175,9 +175,10 @@ class Parameter(nn.Parameter):
 
     In the first part of a split backward, `later` is a list that collects contributions to the
     gradient; the second part of the backward adds them. `entry` is the parameter's position in the
-    flat buffer. For the second use of a tied table, `second` is the position of the gradient of
-    this use. `packed` has the quantized weights of a parameter that is stored in a quantized
-    format; the parameter itself then has a shape and a type, but no values.
+    flat buffer. A tied table is used twice, in the embedding and in the head; for the second use,
+    `second` is the position of the gradient of this use. `packed` has the quantized weights of a
+    parameter that is stored in a quantized format; the parameter itself then has a shape and a
+    type, but no values.
     """
 
     declaration: Declaration

@@ -18,8 +18,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# Initial weights are drawn in slabs of consecutive rows. This is the largest number of elements of
-# a slab, a multiple of 16. A slab is small compared with a large tensor.
+# Initial weights are drawn in slabs of consecutive rows, so that a large tensor needs little memory
+# for its random values. This is the largest number of elements of a slab, a multiple of 16.
 SLAB_ELEMENTS = 2**22
 
 
@@ -82,8 +82,8 @@ GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
-# The number of elements of a mask that are hashed at once on a CPU. Of all powers of four from 2^14
-# to 2^22, this number was the fastest in measurements.
+# The number of elements of a mask that are hashed at once on a CPU. Measurements compared all
+# powers of four from 2^14 to 2^22, and this number was the fastest.
 CHUNK_ELEMENTS = 2**18
 
 

@@ -40,9 +40,10 @@ USED = "weights in use"
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
-    """Return the name in checkpoint files of the tensor of kind `kind` that belongs to the
-    parameter `name`, such as `weights/layers.0.mlp.up.weight`. If replicas differ, the name has the
-    number of the replica: `weights@3/layers.0.mlp.up.weight`."""
+    """Return the name that a tensor of the state has in checkpoint files, such as
+    `weights/layers.0.mlp.up.weight`. `kind` is the tensor's kind of state, and `name` is the
+    parameter to which it belongs. If replicas differ, the name has the number of the replica:
+    `weights@3/layers.0.mlp.up.weight`."""
     return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
@@ -177,7 +178,8 @@ class State:
         # a state that is stored in a file into memory.
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # an event after the copy of the state that is in progress; updates wait for this event
+        # a mark in the device's queue that is passed when the copies of the state that have begun
+        # are complete; updates wait for this mark
         self.read: Passed = copies_of(buffer.device).passed()
         # a function that completes unfinished operations; it is called before the state, or the
         # mean of the state over replicas, is read
@@ -362,9 +364,9 @@ class State:
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return two values for flat tensors that contain only the parameters `names`, in the same
-    order as before: the position of each parameter, and the length of each flat tensor. There is
-    one flat tensor for each of the `units` shard units."""
+    """Return two values for flat tensors that contain only the parameters `names`, in the order of
+    `held`: the position of each parameter, and the length of each flat tensor. There is one flat
+    tensor for each of the `units` shard units."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():

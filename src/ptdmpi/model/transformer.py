@@ -123,8 +123,8 @@ class Block(Computing):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` counts the first layers of the whole model, not of each pipeline stage;
-        # the layers that are recomputed then do not depend on the numbers of ranks and model chunks
+        # `recompute.layers` is a number of first layers of the whole model, not of each pipeline
+        # stage, so the recomputed layers do not depend on the numbers of ranks and model chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1

@@ -60,8 +60,9 @@ class Attempt:
     is left to train, and this attempt writes nothing. `over` is the reason why the run has ended
     before its last step; it is empty if the run has not ended early. `how` describes the state from
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
-    `event` is the name of the end in messages. `live` is True if the state came from the memory of
-    ranks that survived a loss, so perhaps no checkpoint contains it. `skipped` lists the
+    `event` is the word that messages use for the end, such as "stopped". `live` is True if the
+    state came from the memory of ranks that survived a loss; then perhaps no checkpoint contains
+    the state. `skipped` lists the
     checkpoints that could not be read, with the reasons. `choice` is the choice of kernels for the
     engine, or None before the choice.
     """
@@ -239,8 +240,8 @@ class Attempt:
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
         """Return a context. At the end of its block, it writes to the history why the block ended,
         and how many steps were done. It also sends a message about the end. But if the job has
-        several ranks and one of them fails, the heartbeat sends this message, because it ends the
-        job and knows all failed ranks."""
+        several ranks and one of them fails, the heartbeat (a thread that monitors all ranks) sends
+        this message, because the heartbeat ends the job and knows all failed ranks."""
         why = event = "done"
         try:
             yield

@@ -451,7 +451,7 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays with an entry for each sample number in `ids`: the number of the sample's
-    dataset, which is always 0, and the sample's position in this dataset. For sample numbers from
-    `count` on, the position is that of the last sample.
+    dataset, which is always 0, and the sample's position in this dataset. If a sample number is
+    `count` or greater, return the position of the last sample, `count` - 1.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

@@ -172,9 +172,9 @@ def routes_apart(
     replicas differ.
 
     Each new replica gets the complete state of one old replica, because parts of different replicas
-    must not be combined. Every complete old replica is used once before any is used twice. A new
-    replica preferably gets the state of the old replica whose parts are mostly on its ranks
-    already.
+    must not be combined. Every complete old replica is used once before any is used twice. To send
+    few parts, a new replica preferably gets the state of the old replica of which its ranks already
+    have the most parts.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]

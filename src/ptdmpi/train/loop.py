@@ -132,7 +132,8 @@ class Loop:
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        self.lookout.close()  # close the lookout last, because this unlocks the run directory
+        # close the lookout, which monitors the run, last, because this unlocks the run directory
+        self.lookout.close()
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
         """Train step `step` (counted from 0). Return the completed step and its microbatches."""

@@ -14,8 +14,9 @@ from ptdmpi.comm.communicator import Communicator, Handle
 
 BACKEND = "ptdmpi"  # the name of the backend in torch.distributed
 Kind: Any = dist.ReduceOp.RedOpType
-# Reductions that this module computes with torch, because the transports do not support them. Each
-# function takes the tensors of all ranks, stacked in rank order, and returns their reduction.
+# Functions by which torch computes the reductions that the transports do not support, such as
+# PRODUCT, or the SUM of bool tensors. Each function takes the tensors of all ranks, stacked in rank
+# order, and returns their reduction.
 REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
     Kind.SUM: lambda every: reduce(torch.add, every),
     Kind.PRODUCT: lambda every: every.prod(0),

@@ -67,7 +67,7 @@ class Local(DataParallel):
     def _outer_step(self) -> None:
         """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
         (the parameters at the beginning of the round) - (the mean of the parameters over replicas
-        at the end of the round). The result overwrites the buffer of gradients."""
+        at the end of the round). This gradient overwrites the buffer of gradients."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds

@@ -52,7 +52,8 @@ Choice = HostChoice | DeviceChoice
 
 class Abilities(NamedTuple):
     """The abilities of one rank's host: whether it has oneDNN's fused call for linears (`fuses`),
-    and whether it multiplies numbers of the run's type without converting them to a wider type."""
+    and whether it multiplies numbers of the run's type without converting them to a wider type
+    (`multiplies`)."""
 
     fuses: bool
     multiplies: bool
@@ -239,9 +240,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
     if kind in kept:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
-    # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. For
-    # products of 16-bit types ("half"), the older version used the form that is the fastest on the
-    # processor; this form is in `fresh`.
+    # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
+    # older version multiplied 16-bit types ("half") in their own type or in float32, whichever is
+    # faster on the processor; `fresh` says which is faster.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

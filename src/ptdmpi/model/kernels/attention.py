@@ -131,8 +131,8 @@ class AttentionCore:
         scores = self.scores
         shape = (*q.shape[:3], v.shape[3])
         if not scores.softcap:
-            # put the queries of a group into one head, because with a mask, fused GPU kernels need
-            # as many key heads as query heads
+            # join the query heads that share a key head to one head, because with a mask, fused GPU
+            # kernels need as many key heads as query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
@@ -316,7 +316,8 @@ class WholeKernel:
         return AttentionResult(out.to(given.q.dtype), None)
 
     def _filled(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionResult:
-        """Compute attention for values that the kernel needs filled up."""
+        """Compute attention with values that are filled up with zeros to the head size of the
+        queries, because the kernel needs values of this size."""
         causal, scale = self.scores.causal, self.scores.scale
         if torch.compiler.is_compiling():  # the compiler decides what it saves for the backward
             values = filled(v, q.shape[3])
@@ -328,14 +329,15 @@ class WholeKernel:
 
 def _needs_filled_values(q: Tensor) -> bool:
     """Return True if the kernel of attention for the queries q [b, heads, s, head size], without a
-    mask, needs values of their head size: PyTorch's CPU kernel, or FlashAttention. The GPU kernel
-    for wider types takes smaller values."""
+    mask, needs values with the head size of the queries. PyTorch's CPU kernel and FlashAttention
+    need such values. The GPU kernel for wider types also supports values with a smaller head size.
+    """
     return q.device.type == "cpu" or (_has_flash(q) and flash_takes(q.shape[3]))
 
 
 def _as_kernels_need(q: Tensor, v: Tensor) -> Tensor:
-    """Return the values as PyTorch's kernel of attention with a mask needs them: on a CPU, filled
-    up with zeros to the head size of the queries q. GPU kernels with a mask take smaller values."""
+    """Return the values v in the shape that PyTorch's kernel of attention with a mask needs: on a
+    CPU, filled up with zeros to the head size of the queries q; on a GPU, unchanged."""
     return filled(v, q.shape[3]) if q.device.type == "cpu" else v
 
 

@@ -74,7 +74,8 @@ def adds_wide(device_type: str) -> bool:
 @asked_once
 def has_flash(device_type: str) -> bool:
     """Return True if FlashAttention runs on this rank's devices of the type `device_type`. NVIDIA's
-    devices support FlashAttention from the Ampere generation on."""
+    devices support FlashAttention from the Ampere generation on. For devices of other vendors, and
+    for the CPU, the result is always True."""
     if device_type != "cuda" or torch.version.hip:
         return True
     return bool(torch.cuda.get_device_capability() >= (8, 0))

@@ -49,8 +49,8 @@ def text_of(kind: str, chosen: Any) -> str:
 
 
 def sound(stored: object) -> Stored | None:
-    """Return the choice `stored`, which was read from a file. Return None if the file is damaged,
-    so that the choice has another structure, or an impossible size."""
+    """Return the choice `stored`, which was read from a file. Return None if `stored` has another
+    structure or an impossible size, because the file is damaged."""
     if not isinstance(stored, dict) or not all(map(_are_texts, stored.values())):
         return None
     try:

@@ -31,15 +31,16 @@ class LatentCache(Cache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the outputs of the heads, which are still latent vectors, [b, heads, s, `values`].
-        The queries are [b, heads, s, `values` + rotary elements], and k [b, 1, s, the same] has
-        what is stored; v is not read, because a value is the first part of its key."""
+        The queries are [b, heads, s, `values` + rotary elements]. The cache stores k, which is
+        [b, 1, s, `values` + rotary elements]. v is not read, because a value consists of the first
+        elements of its key."""
         kept = self._kept[layer]
         kept[self._rows, self.positions.t()] = k[:, 0]
         keys = kept[:, None, : len(self._places)]
         seen = self._seen(core.scores.window)
-        # The kernel computes with whole keys as values, because not every kernel takes values that
-        # are smaller than keys. Under a mask, all heads are the queries of one key head, so a block
-        # of positions limits the size of the mask.
+        # The kernel gets complete keys as values, because not every kernel supports values that are
+        # smaller than keys. `under_mask` needs a mask with a row for each query of each head.
+        # Computing one block of positions at a time limits the size of this mask.
         blocks = zip(q.split(QUERY_BLOCK, 2), seen.split(QUERY_BLOCK, 2), strict=True)
         parts = [core.under_mask(queries, keys, keys, mask) for queries, mask in blocks]
         return torch.cat(parts, 2)[..., : self._values]

@@ -44,7 +44,7 @@ def empty_outputs(q: Tensor, v: Tensor) -> Tensor:
 
 def flash_takes(head_size: int) -> bool:
     """Return True if FlashAttention, called directly, supports a head size. A direct call does not
-    pad heads (flash_api.cpp)."""
+    pad the head size to a supported one (flash_api.cpp)."""
     return head_size % 8 == 0 and head_size <= FLASH_HEAD_SIZE
 
 
@@ -57,10 +57,10 @@ class FilledWork(NamedTuple):
 
 
 class FilledAttention(Function):
-    """softmax(scores) v for q and k [b, heads, s, d] and v [b, heads, s, v], with as many key heads
-    as query heads: [b, heads, s, v]. The second result is the log-sum-exp of the scores [b, heads,
-    s], which has no gradient. On a GPU, the type must be a 16-bit type, and `flash_takes` must be
-    True for d."""
+    """The autograd Function softmax(scores) v, [b, heads, s, v], for q and k [b, heads, s, d] and
+    v [b, heads, s, v]. There must be as many key heads as query heads. The second result is the
+    log-sum-exp of the scores [b, heads, s], which has no gradient. On a GPU, the type must be a
+    16-bit type, and `flash_takes` must be True for d."""
 
     @staticmethod
     def forward(

@@ -74,8 +74,9 @@ class LatentHeads:
     def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
         """Return queries and keys, each [b, a / t, s, d] for this rank's a / t heads of d elements,
         and values, [b, a / t, s, v]. `q` are the expanded queries, `kv` the expanded keys and
-        values, and `key` the rotary key. With a cache, `kv` [s, b, c] has the latent vectors:
-        return queries [b, a / t, s, c + r], and keys [b, 1, s, c + r] twice."""
+        values, and `key` the rotary key. With a cache, `kv` [s, b, c] has the latent vectors, and
+        the results are queries [b, a / t, s, c + r], keys [b, 1, s, c + r], and the same keys again
+        as values."""
         rotary = context.rotary or self.rotary
         assert rotary is not None, "latent attention has rotary positions"
         cos, sin = (angles.chunk(2, dim=-1)[0] for angles in rotary)

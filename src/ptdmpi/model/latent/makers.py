@@ -1,5 +1,5 @@
-"""The functions that make the modules of latent attention's own operators, and return the functions
-that compute these operators.
+"""Functions that make the modules of the operators that only latent attention has. Each function
+returns a function that computes its operator.
 
 The matrix that expands latent vectors is the module of the operator `ExpandLatents`. In generation
 with a cache, this operator passes the latent vectors on, and the operators before and after the
@@ -49,7 +49,8 @@ def heads(owner: nn.Module, row: Operator, build: Any) -> Callable[..., tuple[Te
 
 
 def outputs(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Tensor]:
-    """Make the function that expands the outputs of the heads after a pass with a cache."""
+    """Make the function that expands the outputs of the heads in a pass with a cache. In a pass
+    without a cache, this function returns its argument."""
     absorbed = _absorbed(owner, build)
 
     def compute(y: Tensor, context: CachedPass) -> Tensor:

@@ -66,8 +66,9 @@ class Module(Computing):
 
     def forward(self, x: Tensor, embedded: Tensor, context: Context) -> Tensor:
         """Return the normalized activations [s, b, h] from which the output head predicts. `x` are
-        those of the model, or of the module before, and `embedded` are the embeddings of the tokens
-        that `x` predicts. Under sequence parallelism, all three have only this rank's positions."""
+        the normalized activations of the model, or of the previous module. `embedded` are the
+        embeddings of the tokens that are predicted from `x`. Under sequence parallelism, the result
+        and both arguments have only this rank's positions."""
         return run(self.steps, {"x": x, "next": embedded}, context)["x"]
 
 

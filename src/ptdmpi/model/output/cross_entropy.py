@@ -26,8 +26,8 @@ def token_log_probabilities(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, Tensor]:
     """Return two tensors [s, b]: log softmax(logits)[label] of each token, in float32 or wider, and
-    a mask that is True if no other label of the token is more probable. `logits` [s, b, V/t] are
-    this rank's columns, which are not overwritten."""
+    a mask that is True if no entry of the vocabulary is more probable than the token's label.
+    `logits` [s, b, V/t] are this rank's columns, which are not overwritten."""
     flat = logits.reshape(-1, logits.shape[-1])
     local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -204,9 +204,9 @@ class _CrossEntropy(Function):
     """The weighted sum of the tokens' cross-entropies, computed without gathering the logits: three
     numbers per token are sent over the tensor axis.
 
-    The same buffer contains first the logits and later their gradient. If the logits have a wide
-    type, it contains the exponentials between the forward and the backward pass, so no copy is
-    needed.
+    The same buffer contains first the logits and later their gradient. If the logits are float32 or
+    wider, the buffer contains the exponentials between the forward and the backward pass, so no
+    copy is needed.
     """
 
     @staticmethod

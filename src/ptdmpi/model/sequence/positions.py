@@ -21,8 +21,8 @@ class Positions:
     equal chunks, and rank r has the chunks r and 2c - 1 - r. With this zigzag order, causal
     attention takes the same number of operations on every rank (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2). Sequence parallelism divides a rank's positions again, into `shares`
-    equal shares. Outside attention and MLP, a rank of the tensor axis has only share number
-    `share`.
+    equal shares. Outside attention and MLP, a rank of the tensor axis has only the positions of the
+    share with the number `share`.
     """
 
     rank: int = 0

@@ -262,8 +262,8 @@ class _Queries:
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
         for queries, (rows, heads, seen), mask in _query_blocks(self._scaled, self._work.seen):
-            # begin with the later run of positions, so that the first keys of each query include
-            # its own key, and the maximum is finite
+            # begin with the later run of positions: the first scores of each query then include the
+            # score of its own key, so their maximum is finite
             for run, before in ((second, len(first)), (first, 0)):
                 positions = range(max(seen.start, run.start), min(seen.stop, run.stop))
                 if not positions:
@@ -355,8 +355,8 @@ class _Gradients:
         self._queries = queries
         self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
-        # for each query, the sum of w dw over its attention weights w, which follows from the
-        # query's output (Dao et al. 2022, algorithm 4)
+        # for each query, the sum of w dw over its attention weights w, which is computed from the
+        # query's output and its gradient (Dao et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: _Pair) -> None:

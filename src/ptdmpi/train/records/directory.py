@@ -27,7 +27,8 @@ def _show(line: str) -> None:
 
 
 class RunDirectory:
-    """The object that writes `metrics.jsonl` and `log.txt` in a run directory. Only rank 0 has it.
+    """The object that writes `metrics.jsonl` and `log.txt` in a run directory. Only rank 0 has such
+    an object.
 
     Each record is one line of `metrics.jsonl`, written by one system call. When a run resumes at a
     step, the records and timelines of later steps, an incomplete last line and the file `done` are
@@ -151,7 +152,8 @@ class RunDirectory:
             self._messages.close(FAILED_S)
 
     def record(self, **values: Any) -> None:
-        """Append one record to `metrics.jsonl`, and send the record to the sinks."""
+        """Append one record to `metrics.jsonl`, and send the record to the sinks (other tools, such
+        as TensorBoard)."""
         self._append(self.metrics, json.dumps(values))
         if "loss" in values:
             self._step, self._loss = values["step"], values["loss"]
@@ -159,8 +161,8 @@ class RunDirectory:
             self._sinks.record(values)
 
     def close(self) -> None:
-        """Close the sinks, and deliver all messages. Later records are written only to
-        `metrics.jsonl`."""
+        """Close the sinks (the tools that receive the records), and deliver all messages. Later
+        records are written only to `metrics.jsonl`."""
         if self._sinks is not None:
             self._sinks.close()
         if self._messages is not None:

@@ -15,15 +15,15 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
-# Number of rows and columns of the square matrices whose product is timed. Their FLOP rate is
-# within 1 % of the rate with 1024 x 1024 matrices (fp32 and bf16, EPYC with AVX-512). The
+# Number of rows and columns of the square matrices whose product is timed. The measured FLOP rate
+# is within 1 % of the rate with 1024 x 1024 matrices (fp32 and bf16, EPYC with AVX-512). The
 # measurement takes a quarter of the time that it would take with 1024 x 1024 matrices, and each
 # product ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
-# If no other program or rank uses its core, the thread that computes the products is running for at
-# least this fraction of the time. With load on all cores, the fraction was 0.17 to 0.48 (EPYC with
-# AVX-512, 2 cores).
+# If no other program or rank uses the core of the thread that computes the products, this thread is
+# running for at least this fraction of the time. With load on all cores, the fraction was 0.17 to
+# 0.48 (EPYC with AVX-512, 2 cores).
 LEAST_RUNNING_FRACTION = 0.9
 
 

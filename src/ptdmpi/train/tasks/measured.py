@@ -20,7 +20,9 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # number of questions that a data rank answers between two votes
+# The number of questions that a data rank answers between two votes. In a vote, the ranks agree
+# whether a stop or a save was requested.
+ITEMS = 64
 
 
 def live_model(engine: Engine) -> InferenceModel:

@@ -8,6 +8,8 @@ total loss, the equations are
     loss = log sum_j exp(x_j - m) + m - x_y,    m = max_j x_j
     d loss / d x_j = f (exp(x_j - m) / sum_k exp(x_k - m) - [j = y])
 
+where [j = y] is 1 for the column of the label, and 0 for all other columns.
+
 The forward reads the logits once, in chunks of the vocabulary. It keeps the maximum m of the chunks
 so far, and multiplies the sum of exponentials by exp(m - m') whenever the maximum grows to m'
 (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3). Each tensor rank does this for its own

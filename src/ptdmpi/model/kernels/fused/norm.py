@@ -13,9 +13,10 @@ z, and g = dz w, the backward is
 
     dx = dy = dr + (g - n mean(g n) - mean(g)) / sigma,    dw = sum dz n,    dc = sum dz
 
-where RMSNorm has no term mean(g). For the backward the kernels keep r and, for each row, mu and
-1 / sigma. For each element of r, the forward reads and writes 4 numbers in all if there is a y, and
-otherwise 2. The backward reads and writes 4 numbers in all if there is a dr, and otherwise 3.
+where RMSNorm has no term mean(g), and dw and dc are sums over all rows. For the backward the
+kernels keep r and, for each row, mu and 1 / sigma. For each element of r, the forward reads and
+writes 4 numbers in all if there is a y, and otherwise 2. The backward reads and writes 4 numbers in
+all if there is a dr, and otherwise 3.
 
 The reference implementations are `ptdmpi.model.kernels.norm.rms_norm` and
 torch.nn.functional.layer_norm.

@@ -411,9 +411,9 @@ def _exit_with_parent() -> None:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Return a context manager that delays the effect of Ctrl-C until its end, and blocks SIGINT in
-    processes that are started inside the context. Otherwise Ctrl-C would make a starting process
-    print its own traceback.
+    """Return a context manager that delays the effect of Ctrl-C until the `with` block ends, and
+    blocks SIGINT in processes that are started inside the block. Otherwise Ctrl-C would make a
+    starting process print its own traceback.
 
     Child processes inherit the signal mask of this thread. A signal handler is also needed, because
     the kernel delivers a signal that this thread has masked to another thread, for example of a

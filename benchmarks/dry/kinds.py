@@ -43,16 +43,16 @@ def of_step(config: Config, vocab_size: int) -> Counts:
     is_compiled = config.run.compile
     with mock.patch.object(Compressed, "_overflows", _asks_only):
         counts = counted(lambda: engine.step(0, placing.place(parts)), by_operator=not is_compiled)
-    # A data-parallel method may still exchange values after a step. Wait for them: MPI writes them
-    # into the memory of this engine, which is freed before the next row is counted.
+    # A data-parallel method may still receive messages after a step. Wait for these messages: MPI
+    # writes them into the memory of this engine, which is freed before the next row is counted.
     engine.policy.settle()
     return counts
 
 
 def _asks_only(method: Compressed, gradients: Tensor) -> bool:
     """Compute whether `gradients` overflow, so that this work is counted, but return False. A null
-    GPU computes nothing, so the computed answer is arbitrary, and the step could be skipped because
-    of it."""
+    GPU computes nothing, so the computed answer is arbitrary, and could make the engine skip the
+    step."""
     _overflows(method, gradients)
     return False
 

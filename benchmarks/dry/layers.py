@@ -21,7 +21,7 @@ from benchmarks.gpu.timing import Numbers, Row
 from ptdmpi.config import Config
 
 MICRO_SIZES = {"gpt 1.3b": 4, "llama 2.7b": 2}
-LEAST = 2  # number of layers of the smaller of the two models whose difference is one layer
+LEAST = 2  # number of layers of the smaller model; the larger model has one layer more
 SETTINGS = ("autocast", "bf16 weights")  # the settings of transformers
 # (number of layers, number of microbatches) -> the counts of a step
 Count = Callable[[int, int], Counts]

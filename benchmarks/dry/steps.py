@@ -55,11 +55,11 @@ def counted(
     by_operator: bool = True,
 ) -> Counts:
     """Run a training step twice, and return the counts of the second run. In the first run, PyTorch
-    allocates its working memory, and the optimizer its states. After the step, `state_bytes`
-    returns `Counts.state_bytes`; the default returns
-    all memory that is allocated then, and is right for a trainer that keeps its gradients. If
-    `by_operator` is False, bytes and FLOPs are not counted: the launches of compiled kernels do not
-    go through PyTorch's dispatcher."""
+    allocates its working memory, and the optimizer its states. After the step, the function
+    `state_bytes` returns the value of `Counts.state_bytes`. Its default returns all memory that is
+    allocated at this time, which is right for a trainer that keeps its gradients. If `by_operator`
+    is False, bytes and FLOPs are not counted: the launches of compiled kernels do not go through
+    PyTorch's dispatcher."""
     gpu = NullGpu()
     step()
     torch.cuda.reset_peak_memory_stats()

@@ -49,7 +49,8 @@ LEFT_OUT: Mapping[str, str] = {
     "recompute.layers": "a number",
 }
 KEPT = ("model.kind", "model.balance", "run.reproducible")  # kinds, although their sections are not
-# Key -> the words with which the names of its kinds begin; otherwise the key's name and a hyphen.
+# Key -> the words with which the names of its kinds begin. For all other keys, the names begin with
+# the key's name and a hyphen.
 PREFIXES: Mapping[str, str] = {
     "parallel.schedule": "",
     "parallel.context_method": "context-",

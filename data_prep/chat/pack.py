@@ -92,10 +92,9 @@ class RowWriter:
 
     A row has `seq_length` tokens. It consists of conversations, each of which is a document, and of
     padding. The padding is one more document that consists of end-of-document tokens, which are not
-    labels. The conversations of a group
-    (the conversations of one record) are next to each other in one row. Sample j of a shard is
-    row j. The label of the last token of a row is the first token of the next row, so each shard
-    ends with one extra token. The loss ignores this label.
+    labels. The conversations of one record form a group, and are next to each other in one row.
+    Sample j of a shard is row j. The label of the last token of a row is the first token of the
+    next row, so each shard ends with one extra token. The loss ignores this label.
     """
 
     def __init__(

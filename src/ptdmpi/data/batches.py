@@ -35,7 +35,8 @@ class MicrobatchRows(NamedTuple):
     # float32 [b, s]: the weight of each label in the loss, 0 or 1 (in the user's own datasets any
     # finite number); None: all weights are 1
     weights: np.ndarray | None
-    # int64 [b]: global sample numbers in training, numbers of the dataset's samples in validation
+    # int64 [b]: the numbers of the samples: in training global sample numbers, in validation the
+    # numbers of the samples in their dataset
     samples: np.ndarray
     # int64 [b, s]: the number of each token's document; None: one document per row
     documents: np.ndarray | None = None
@@ -51,8 +52,8 @@ class MicrobatchRows(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A group of consecutive steps, with the position in the datasets of each sample that one rank
-    reads in these steps.
+    """The samples that one rank reads in a group of consecutive steps, with the position of each
+    sample in its dataset.
     """
 
     number: int

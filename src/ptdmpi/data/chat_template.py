@@ -28,7 +28,8 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 # Three Unicode noncharacters, which no text contains. BEGIN and END enclose the text of each {%
-# generation %} block. ASKED is rendered in place of the text of an answer.
+# generation %} block. ASKED takes the place of an answer's text, to find out what a template writes
+# around an answer.
 BEGIN = "\ufdd0"
 END = "\ufdd1"
 ASKED = "\ufdd2"

@@ -48,7 +48,7 @@ class Sample:
 
 
 class MaskedSamples:
-    """A maker of masked samples from windows of tokens."""
+    """A callable object that makes masked samples from windows of tokens."""
 
     def __init__(self, model: ModelConfig, data: DataConfig, dataset: Dataset, seed: int) -> None:
         """Prepare the masking. `dataset` is one of the datasets from which the windows come; all

@@ -1,5 +1,4 @@
-"""Datasets of the user: the samples are not read from shards, but made by a class that the user has
-written.
+"""Datasets of the user: a class that the user has written makes the samples.
 
 The path of a dataset, "module:class", names the user's class. ptdmpi makes an object of this class,
 with the sequence length s as argument. The object has `vocab_size`, a length, and a method

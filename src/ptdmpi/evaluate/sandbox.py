@@ -4,8 +4,8 @@ The sandbox limits time, memory, files and processes. A program gets its own dir
 and no capabilities. The sandbox stops accidents and simple attacks, but not a program that was
 written to break out of the sandbox. In particular, a program can make any system call. If root
 starts the program, the program runs as the user `nobody`: it can read the files that all users may
-read. By a path with `..`, the program can also read files with this permission in folders near the
-interpreter's library, even if `nobody` may not enter these folders. If another user starts the
+read. Through paths with `..`, the program can also read such files in folders around the
+interpreter's library, even in folders that `nobody` may not enter. If another user starts the
 program, the program can read the files of this user. Run programs that are not trusted at all in a
 container.
 """
@@ -88,10 +88,10 @@ class Sandbox:
     def _verdict(
         self, prefix: tuple[str, ...], folder: str, program: bytes, word: bytes
     ) -> bytes | None:
-        """Run the program in a process without the project, and return the verdict that the process
-        has written: `word` if the program ran to its end, b"" if there is no verdict. Return None
-        if the process took too long and was killed. The command line of the process begins with
-        `prefix`."""
+        """Run the program in a separate process (`inside.py`), which does not import ptdmpi. Return
+        the verdict that the process has written: `word` if the program ran to its end, b"" if there
+        is no verdict. Return None if the process took too long and was killed. The command line of
+        the process begins with `prefix`."""
         token, token_in = os.pipe()
         verdict_out, verdict = os.pipe()
         os.write(token_in, word)

@@ -71,9 +71,9 @@ class Scorer(ABC):
 
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
-        """Return the sum over the labels of n windows of the quantity whose mean the command
-        reports, for example the log-probability of a label. Only labels for which `counts` [n,
-        length] is True contribute.
+        """Return the sum of one quantity, for example of the log-probability of a label, over the
+        labels of n windows. The command divides this sum by the number of labels, and reports this
+        mean. Only labels for which `counts` [n, length] is True contribute.
         """
 
     @abstractmethod
@@ -128,8 +128,9 @@ class ReferenceScorer(Scorer):
 
 
 class TeacherScorer(Scorer):
-    """The stored outputs of a teacher: the `top` most probable tokens in place of each label. If
-    `seq_length` or `documents` is None, the value from the teacher's own training is used.
+    """The stored outputs of a teacher: the `top` most probable tokens at the position of each
+    label. If `seq_length` or `documents` is None, the value from the teacher's own training is
+    used.
     """
 
     kind = TEACHER

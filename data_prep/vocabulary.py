@@ -280,8 +280,9 @@ def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> To
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
     """Return the id that ends a text, according to the files in a tokenizer's folder: the id of
-    `eos_token`, or, if there is no `eos_token`, the first `eos_token_id` that is in the vocabulary.
-    Return None if the files contain neither. Raise InputError for a damaged file."""
+    `eos_token` in TOKENIZER_CONFIG, or, if the vocabulary has no such token, the first
+    `eos_token_id` in the files NAMING that is in the vocabulary. Return None if the files name no
+    token of the vocabulary. Raise InputError for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
         if isinstance(token, dict):

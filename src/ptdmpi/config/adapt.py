@@ -36,7 +36,7 @@ EXPERTS = "mlp.experts"  # the target that stands for all experts of a layer.
 IA3_TARGETS = ("attention.k", "attention.v", "mlp*.down")
 AdaptMethod = Literal["none", "lora", "ia3", "full"]
 WHOLE = ("none", "full")  # methods with which no weight is frozen.
-# Value of `adapt.method` -> the other keys of [adapt] that this method uses.
+# Value of `adapt.method` -> the keys of [adapt] that this method uses, in addition to `method`.
 USED: dict[str, tuple[str, ...]] = {
     "none": (),
     "lora": ("rank", "alpha", "dropout", "targets", "first_layer", "base"),

@@ -319,7 +319,7 @@ def _divides(layout: Layout, key: str, size: int) -> Rule:
 
 
 def _setting_rules(layout: Layout) -> Iterator[Rule]:
-    """Yield the rules that depend on the layout alone, not on a model or a batch size."""
+    """Yield the rules that depend only on the layout, and not on a model or a batch size."""
     known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
     for key, legal in known:
         value = getattr(layout, key)

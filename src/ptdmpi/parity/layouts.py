@@ -58,8 +58,8 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
 }
 
-# Keys in addition to the defaults of a kind of model. They switch on features of models published
-# after LLaMA, with small values.
+# Keys in addition to the defaults of a kind of model. These keys switch on features of models
+# published after LLaMA, with small values.
 MORE = {
     "gemma2": {
         "kv_heads": 1,

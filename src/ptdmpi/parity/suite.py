@@ -38,8 +38,8 @@ class Comparison:
     """A comparison of a case with another case, `base`. The results of both training runs must have
     the same bits.
 
-    `attempt` is the number of a repetition. It is above 0 if the same training run is done twice
-    and the two results are compared.
+    `attempt` is the number of a repetition. The number is above 0 if the same training run is done
+    twice and the two results are compared.
     """
 
     section: str
@@ -166,7 +166,7 @@ def run(
     results: dict[TrainingTask, Training] = {}
     choices: dict[TrainingTask, Choices] = {}
     # Some runs compare the experts that their routers choose with the experts that another run has
-    # chosen. They must come after that other run.
+    # chosen. Such a run must come after that other run.
     for watches, ranks in sorted({(t.watches_choices, t.case.layout.ranks) for t in tasks}):
         if watches and not choices:
             made = {task: training.choices for task, training in results.items()}

@@ -188,8 +188,9 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    These are the directories that `wish` names. If the data directory of `wish` has no shards of
-    its own but a folder `train`, they are its folders `train` and `valid`.
+    By default, the result has the directories that `wish` names. If the data directory of `wish`
+    contains no shards but a folder `train`, the result has the folders `train` and `valid` in this
+    directory.
     """
     train = wish.data
     valid = wish.valid

@@ -37,8 +37,9 @@ from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_b
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of
 
-# Three tables for `timed`, which returns the keys that change the time of a step. They list
-# sections without such keys, keys to leave out, and, for sections with few such keys, all of them.
+# Three tables for the function `timed`, which returns the keys that change the time of a step.
+# UNTIMED_SECTIONS lists sections without such keys. UNTIMED_KEYS lists keys that do not change the
+# time. For sections in which only a few keys change the time, TIMED_KEYS lists these keys.
 UNTIMED_SECTIONS = ("checkpoint", "log")
 UNTIMED_KEYS = {
     "adapt": {"base"},

@@ -61,8 +61,8 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that computes almost nothing. This time is taken as the cost
-    of a kernel launch."""
+    """Return the seconds of a kernel that computes almost nothing. The measurements use this time
+    as the cost of a kernel launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -130,8 +130,8 @@ def streams(
     """Return a table of memory bandwidths, in bytes per second. The bandwidth is measured by adding
     two tensors.
 
-    `sizes` are the total bytes that one addition reads and writes. They should range from sizes
-    that fit into caches to sizes that do not. `launch`, the seconds of a kernel launch, is
+    `sizes` are the total bytes that one addition reads and writes. The sizes should range from
+    sizes that fit into caches to sizes that do not. `launch`, the seconds of a kernel launch, is
     subtracted from each time.
     """
     times = []

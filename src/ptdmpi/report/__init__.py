@@ -1,5 +1,5 @@
-"""The report on a run: a table, pictures, a trace and a page. All are made from the run
-directory."""
+"""The report on a run: a table, pictures, a trace and a page. They are made from the files in the
+run directory."""
 
 from ptdmpi.report.pictures import centred_means, loss_curve, task_curves, write
 from ptdmpi.report.run import RecordedRun, read

@@ -45,7 +45,8 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each part of a step, averaged over the ranks. The sum of all parts,
     including "other", is the duration of the step.
 
-    After its last op, a rank waits for the slowest rank. This waiting time is added to the bubble.
+    After its last op, a rank waits for the slowest rank. This waiting time is added to the part
+    "bubble and messages between stages".
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)

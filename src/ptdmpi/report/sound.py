@@ -1,5 +1,5 @@
-"""Checks of the values in a record of `metrics.jsonl`. They are needed because a damaged record may
-still be valid JSON."""
+"""Checks of the values in a record of `metrics.jsonl`. The checks are needed because a damaged
+record may still be valid JSON."""
 
 import math
 from collections.abc import Callable, Mapping

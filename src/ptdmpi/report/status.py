@@ -1,4 +1,4 @@
-"""The progress of a run during training. It is read from the run directory, without MPI or
+"""The progress of a run during training, read from the files in the run directory without MPI or
 torch."""
 
 import contextlib

@@ -97,8 +97,8 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _validation_losses(run: RecordedRun) -> dict[str, float]:
-    """Return a dict for the newest validation: path of a dataset -> loss. It is empty if the run
-    validates on a single dataset."""
+    """Return a dict for the newest validation: path of a dataset -> loss. The dict is empty if the
+    run validates on a single dataset."""
     losses: dict[str, float] = {}
     if run.validations:
         losses = run.validations[-1].get("validation_losses", losses)

@@ -15,8 +15,8 @@ USUAL_TOKENS = 2**22
 
 
 def default_batch(model: str) -> int:
-    """Return the global batch of `model`, in sequences per step. It is the batch that the source of
-    the preset publishes.
+    """Return the global batch of `model`, in sequences per step: the batch that the source of the
+    preset publishes.
 
     If `model` changes the sequence length of the preset, the returned batch has as many tokens as
     the published batch. If no batch is published, the returned batch has about `USUAL_TOKENS`

@@ -44,8 +44,8 @@ class InOps(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """The seconds of the messages after the last backward: messages with gradients, and messages
-    with updated weights."""
+    """The seconds of the messages after the last backward of a step: messages with gradients, and
+    messages with updated weights."""
 
     gradients_s: float = 0.0
     weights_s: float = 0.0
@@ -190,8 +190,9 @@ class DataAxis:
         return self._tied_s(layout.tensor, layout.sharing.gradient_shards, one_node)
 
     def _counted_tied_s(self, tensor: int, shards: int, one_node: bool) -> float:
-        """Return the seconds in which two ranks, on one node or on two nodes, sum the gradients of
-        their part of a table: one of `tensor` parts, divided into `shards` shards."""
+        """Return the seconds in which two ranks, on one node or on two nodes, sum their gradients
+        of a tied table. The table is divided among `tensor` tensor-parallel ranks, and the slice of
+        a rank is divided into `shards` shards, of which the two ranks sum one."""
         table = self._table_elements(tensor) * self.gradient_bytes / shards
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 

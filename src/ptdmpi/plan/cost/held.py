@@ -141,7 +141,7 @@ class HeldParts:
 
     def _skipped(self, places: Sequence[str]) -> int:
         """Return the number of places (embedding, layers or head) at the beginning of a stage whose
-        backward needs no weights. These are the places before the first trained part, and an
+        backward needs no weights. Such places come before the first trained weight, or are an
         embedding that only looks up rows of its tables."""
         count = 0
         for place in places:

@@ -1,5 +1,5 @@
-"""The times of a layer, of the embedding and of the head for one microbatch on one rank. They are
-sums over operators.
+"""The times of a layer, of the embedding and of the head for one microbatch on one rank. Each time
+is a sum over operators.
 
 An operator lists its kernels and messages (`plan.layer`), and `Machine` gives the time of each
 kernel and message on a cluster. The kernels are assumed to be those of Megatron-LM (Shoeybi et al.

@@ -279,9 +279,9 @@ class MemoryModel:
         self, layout: Layout, ranks: tuple[int, ...], microbatches: int
     ) -> Iterator[int]:
         """Yield, for each pipeline rank in `ranks`, a lower bound of the bytes of activations that
-        it keeps at its peak. The bound counts all forwards before the first backward, each with the
-        bytes of the smallest stage. It is fast to compute, because the ops are not visited one by
-        one."""
+        the rank keeps at its peak. The bound counts all forwards before the first backward, each
+        with the bytes of the smallest stage. The bound is fast to compute, because the ops are not
+        visited one by one."""
         shared = _flight_key(layout, microbatches)
         for rank in ranks:
             key = (rank, shared)

@@ -1,5 +1,5 @@
-"""The time of a pipeline's step, in seconds. It is computed from the schedule that the runner
-executes and the times of the stages.
+"""The time of a pipeline's step, in seconds. The time is computed from two things: the schedule
+that the trainer executes, and the times of the stages.
 
 `makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
 on integers instead of `Op` objects. All tensor-parallel and data-parallel ranks do the same work at

@@ -217,9 +217,9 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the values of parallel.offload to try instead of the present value. They move the
-    state to a slower memory, to free the device, or back to the device, in case the host's memory
-    is full."""
+    """Return the values of parallel.offload to try instead of the present value. The new value may
+    move the state to a slower memory, which frees memory of the device, or back to the device,
+    which frees the host's memory."""
     places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
         places = ("disk",)

@@ -266,8 +266,8 @@ class StageMemory:
         The op I frees activations and stores operands for W (gradients of the weights). The layer
         that is computed also needs its working memory. Neighbouring layers of one kind and mode of
         recomputation form a group, and each of them changes the number of bytes by the same amount.
-        So the number of bytes is the largest at one of these moments: at the loss, in the first or
-        the last layer of a group, or at the end of the op.
+        Therefore the number of bytes is the largest at one of these moments: at the loss, in the
+        first or the last layer of a group, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)

@@ -282,8 +282,8 @@ def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
 
 
 def _layer_key(layout: Layout) -> tuple[object, ...]:
-    """Return the settings of `layout` that determine the times of a layer. They are the key under
-    which these times are cached."""
+    """Return the settings of `layout` that determine the times of a layer. The result is the key
+    under which these times are cached."""
     return (
         layout.tensor,
         layout.context,

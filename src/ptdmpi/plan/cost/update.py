@@ -50,17 +50,17 @@ class UpdateTimes:
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
     def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
-        """Return the seconds that Muon needs to update one parameter. They include the matrix
-        products, which every tensor-parallel rank computes for whole matrices, and the gather of
-        the parameter's slices over the tensor axis."""
+        """Return the seconds that Muon needs to update one parameter. The result includes the
+        matrix products, which every tensor-parallel rank computes for whole matrices, and the
+        gather of the parameter's slices over the tensor axis."""
         products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
         gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
         """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes,
-        which `some` describes. They include the exchange of slices of the matrices with the other
-        ranks of the shard group, before and after the update."""
+        which `some` describes. The result includes the exchange of slices of the matrices with the
+        other ranks of the shard group, before and after the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -76,7 +76,7 @@ class UpdateTimes:
         divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip it, run
         the optimizer, and copy the master weight to the weight (if it is in a half type). The
         optimizer's kernel reads gradient, master weight and moments, and writes master weight and
-        moments. These are 7 numbers for AdamW and 3 for SGD.
+        moments. In all, it moves 7 float32 numbers per parameter for AdamW and 3 for SGD.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]

@@ -131,8 +131,8 @@ class Message:
 class Item:
     """A tensor that stays in memory, with `elements` elements of `element_bytes` bytes each.
 
-    `kept_up_to` is the last mode of recomputation that keeps the tensor, in the order none,
-    selective, full.
+    The modes of recomputation have the order none, selective, full. `kept_up_to` is the last mode
+    that keeps the tensor from the forward to the backward.
     """
 
     name: str

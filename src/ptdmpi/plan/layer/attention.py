@@ -177,8 +177,8 @@ class Attend(Operator):
     Explicit attention writes one score for each head of this rank, each query and each key to
     memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear layer
-    keeps its input, which is the output of this operator. It is False if the linear layer is frozen
-    and has no adapters.
+    keeps its input, which is the output of this operator. `feeds_kept` is False if the linear layer
+    is frozen and has no adapters.
     """
 
     feeds_kept: bool = True
@@ -278,8 +278,8 @@ class Attend(Operator):
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
-        # explicit attention repeats each key and value head for all query heads of its group;
-        # FlashAttention does not
+        # explicit attention (which stores its scores) copies each key and value head for all query
+        # heads of its group; FlashAttention does not
         repeated = heads if explicit else kv_heads
         # capped scores are computed block by block, so only the operands of one block are in
         # float32 at a time
@@ -337,7 +337,8 @@ class Attend(Operator):
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that PyTorch's attention keeps in addition to queries, keys and values.
-        It keeps probabilities only if no fused kernel is available (`_stores_scores`)."""
+        The probabilities are among these tensors only if no fused kernel is available
+        (`_stores_scores`)."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = core_shape(sizes)
         rows = _rows(sizes)
@@ -357,8 +358,8 @@ class Attend(Operator):
 
     def forward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of queries, keys, values and the output, of their float32 copies if
-        matrix products need them, of filled values and outputs, and of the scores that are in
-        memory at once."""
+        matrix products need them, of values and outputs that are filled up with zeros
+        (`latent.values`), and of the scores that are in memory at once."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
@@ -463,8 +464,8 @@ def _scores(sizes: Sizes) -> int:
 
 
 def _stores_scores(sizes: Sizes) -> bool:
-    """Return True if PyTorch's attention stores scores. It does so on a device in float64, because
-    no kernel of a device fuses attention in float64. Capped scores are not stored: they are
+    """Return True if PyTorch's attention stores scores. PyTorch stores them on a GPU in float64,
+    because no kernel of a GPU fuses attention in float64. Capped scores are not stored: they are
     computed in blocks in every type."""
     wide = sizes.compute_bytes > FLOAT32.bytes and not sizes.model.attention_softcap
     return wide and sizes.fused_attention and not sizes.on_host

@@ -9,8 +9,8 @@ output to the residual stream x [positions, sequences, hidden size]:
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
 
-In a layer with experts, the MLP is x -> norm -> router, experts -> x + dropout. It is possible that
-only some layers of a model have experts.
+In a layer with experts, the MLP is x -> norm -> router, experts -> x + dropout. In some models,
+only some of the layers have experts.
 """
 
 import math
@@ -73,8 +73,8 @@ class LayerBuild:
         return self.model.matrix_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
-        """Return the operator of a linear layer with its adapters. The operator reads the value
-        `source` and writes the value `target`."""
+        """Return the operator of a linear layer with its adapters. The operator reads the tensor
+        named `source` and writes the tensor named `target`."""
         adapters = adapters_of(self.model, name, linear) if self.adapted else ()
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
@@ -90,8 +90,8 @@ class LayerBuild:
         )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:
-        """Return the operator `name` of a norm over the hidden size. The operator reads the value
-        `source` and writes the value `target`."""
+        """Return the operator `name` of a norm over the hidden size. The operator reads the tensor
+        named `source` and writes the tensor named `target`."""
         part = norm_part(self.model, trains=not self.model.adapt.adapts)
         return Normalize(name, (source,), (target,), part)
 
@@ -206,7 +206,7 @@ def _feed_forward(
     build: LayerBuild, name: str, width: int, value: str = "y"
 ) -> tuple[Operator, ...]:
     """Return the operators of an MLP whose inner width is `width`. The first operator reads the
-    value "y", and the last operator writes the value `value`."""
+    tensor named "y", and the last operator writes the tensor named `value`."""
     model = build.model
     up, down = _linears(build, width)
     return (
@@ -307,8 +307,8 @@ def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
 def norm_part(
     model: ModelConfig, size: int | None = None, *, sees: Sees = "positions", trains: bool = True
 ) -> Norm:
-    """Return a norm of the kind that the model uses. The norm is over `size` elements, or over the
-    hidden size if `size` is None. `sees` and `trains` are fields of `Norm`."""
+    """Return the norm (LayerNorm or RMSNorm) that the model uses. The norm is over `size` elements,
+    or over the hidden size if `size` is None. `sees` and `trains` are fields of `Norm`."""
     shift = model.norm == "layernorm"
     return Norm(model.hidden if size is None else size, shift, trains, sees)
 
@@ -455,9 +455,9 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """Return the operator of a linear layer that is applied to one position of each sequence. It
-    reads the value `source` and writes the value `target`. Every tensor-parallel rank computes the
-    whole linear layer."""
+    """Return the operator of a linear layer that is applied to one position of each sequence. The
+    operator reads the tensor named `source` and writes the tensor named `target`. Every
+    tensor-parallel rank computes the whole linear layer."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 

@@ -90,8 +90,8 @@ class AddRows(Operator):
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the gradient of the table of positions, which a split backward keeps until W
-        (gradients of the weights). It has the size of the whole table, even if only some of its
-        rows were added to x."""
+        (gradients of the weights). The gradient has the size of the whole table, even if only some
+        rows of the table were added to x."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
@@ -334,8 +334,8 @@ class CrossEntropy(Operator):
 
 @dataclass(frozen=True)
 class Tanh(Operator):
-    """The tanh of BERT's pooler, and dropout if the model classifies sequences. Both work on a
-    tensor [sequences, hidden size] (Devlin et al. 2019)."""
+    """The tanh of BERT's pooler (Devlin et al. 2019), followed by dropout if the model classifies
+    sequences: [sequences, hidden size] -> [sequences, hidden size]."""
 
     drops: bool = False
 

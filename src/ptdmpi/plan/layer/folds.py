@@ -156,9 +156,9 @@ def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. The result is the
-    larger of two amounts, plus the bytes of a dequantized weight. One amount is the bytes of the
-    tensors that the layer would keep for a backward. The other is the bytes of the residual stream
-    and of the tensors of one operator."""
+    larger of two amounts, plus the bytes of a dequantized weight. The first amount is the bytes of
+    the tensors that the layer would keep for a backward. The second amount is the bytes of the
+    residual stream and of the tensors of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     most = max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
     return most + _value_bytes(rows, sizes)

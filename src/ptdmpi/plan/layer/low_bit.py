@@ -27,8 +27,8 @@ CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Kinds of the two tensors that a checkpoint stores for a quantized matrix, in place of one tensor
-# of the kind "weights".
+# Names of the two kinds of tensors that a checkpoint stores for a quantized matrix (its codes and
+# its scales), instead of one tensor of the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed
@@ -56,8 +56,8 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Codes:
-    """A kind of codes: the number of bits of a code, and the value (level) of each code, ascending
-    and exact in float32.
+    """A code format: the number of bits of a code, and the value (level) of each code. The levels
+    are ascending and exact in float32.
 
     `reach` is the level to which the element with the largest magnitude in a block is mapped, or,
     if blocks store a minimum, the level to which the largest element is mapped. `numbers` is the

@@ -69,8 +69,8 @@ class Operator:
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
-        """Return the number of multiplications with frozen weights. These are all `multiplications`
-        if the operator has parts and all of them are frozen; otherwise the result is 0."""
+        """Return the number of multiplications with frozen weights. If the operator has weights and
+        all of them are frozen, the result is `multiplications`; otherwise the result is 0."""
         return self.multiplications(model) if self.parts() and not self.trains else 0.0
 
     # -- time -------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ class Norm:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing, because all tensor-parallel ranks, and not only some of them, have the
-        same weights of a norm."""
+        """Yield nothing, because all tensor-parallel ranks have the same weights of a norm.
+        (`copied` counts only slices that some of the ranks share.)"""
         yield from ()
 
 
@@ -190,8 +190,8 @@ class LowRankPair:
         yield outputs * self.rank
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the number of elements whose gradient must be summed over the tensor axis. These
-        are the elements of A or of B, whichever matrix is not divided."""
+        """Return the number of elements whose gradient must be summed over the tensor axis: the
+        elements of the matrix (A or B) that the tensor axis does not divide."""
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:

@@ -35,11 +35,11 @@ class Multiply(Operator):
     """A linear layer with its adapters: [rows, inputs] -> [rows, outputs].
 
     Under sequence parallelism, a column-parallel linear layer reads "local" rows, and a
-    row-parallel one writes "local" rows. `rows` is the kind of rows that the matrix product itself
-    reads and writes. `quantized` is the format of a quantized weight, or None; a quantized weight
-    is dequantized for each matrix product. `scaling` is the kind of scales if the matrix products
-    are in 8-bit floating point, and "none" if they have the type of the activations. `shares_input`
-    is True if the input is part of a tensor that another operator keeps.
+    row-parallel one writes "local" rows. `rows` says which rows the matrix product itself reads and
+    writes (`sizes.Rows`). `quantized` is the format of a quantized weight, or None; a quantized
+    weight is dequantized for each matrix product. `scaling` is the kind of scales if the matrix
+    products are in 8-bit floating point, and "none" if they have the type of the activations.
+    `shares_input` is True if the input is part of a tensor that another operator keeps.
     """
 
     linear: Linear

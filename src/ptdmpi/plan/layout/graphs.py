@@ -54,8 +54,8 @@ class Topology(ABC):
 
     @property
     def most_neighbours(self) -> int:
-        """Return the largest number of messages that any rank of this graph sends in a step, over
-        all steps."""
+        """Return the largest number of messages that any rank of this graph sends in a step. All
+        steps of a period are considered, or, without a period, only the first step."""
         steps = range(self.period or 1)
         return max(len(self.destinations(k, i)) for k in steps for i in range(self.size))
 

@@ -51,13 +51,13 @@ class Axis:
 
 
 # The axes of the process grid of this trainer. Consecutive ranks are neighbours on the first axis.
-# They usually share a node, so the axis that communicates most is first (Narayanan et al. 2021,
-# arXiv 2104.04473, section 3.2, takeaway 1). The pipeline axis, with one message per microbatch, is
-# last. The tensor-parallel ranks form two axes: along the first, ranks have different experts;
-# along the second, ranks have slices or copies of the same experts. The context-parallel ranks form
-# three axes: along the first, ranks have different experts; along the second, ranks shard the state
-# (`zero`); along the third, ranks have copies of the state. The data-parallel ranks form three axes
-# in the same way.
+# Neighbours usually share a node, so the axis that communicates most is first (Narayanan et al.
+# 2021, arXiv 2104.04473, section 3.2, takeaway 1). The pipeline axis, with one message per
+# microbatch, is last. The tensor-parallel ranks form two axes: along the first, ranks have
+# different experts; along the second, ranks have slices or copies of the same experts. The
+# context-parallel ranks form three axes: along the first, ranks have different experts; along the
+# second, ranks shard the state (`zero`); along the third, ranks have copies of the state. The
+# data-parallel ranks form three axes in the same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),

@@ -213,9 +213,9 @@ class RunMethod:
 
 def copies_at_once(config: Config, nodes: int) -> int:
     """Return the number of files that a node has in its memory for each of its ranks while the
-    ranks of `nodes` nodes write a copy of the state. These are the new and the previous file of the
-    rank, and, if there are several nodes, also the new and the previous file of a rank of the
-    neighbouring node."""
+    ranks of `nodes` nodes write a copy of the state. For each of its ranks, a node stores the new
+    and the previous file of this rank, and, if there are several nodes, also the new and the
+    previous file of a rank of the neighbouring node."""
     if not config.checkpoint.memory_every_steps:
         return 0
     return 2 * min(2, nodes)

@@ -175,8 +175,8 @@ class Machine:
         """Return the number of scores that are computed for `rows` queries and `columns` keys with
         a causal mask.
 
-        Each block of queries uses the keys up to the position of its last query. So the result is
-        half of all scores, plus half a block of scores for each query.
+        Each block of queries uses the keys up to the position of its last query. The result is
+        therefore half of all scores, plus half a block of scores for each query.
         """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 

@@ -75,7 +75,7 @@ TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.
 # A ring with the protocol Simple over several nodes has latencies that are PLATEAU times as long if
 # a rank's part of the tensor fills the buffers. NCCL's model has this factor only for all-reduces,
 # where rings compete with trees. This file also uses the factor for reduce-scatters and
-# all-gathers, because each of these is half of an all-reduce.
+# all-gathers, because a reduce-scatter and an all-gather together are an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
 # The rate that trees reach, in tenths of their largest rate, for tensors of 64 bytes, 128 bytes,
 # ..., 128 MiB. One row for each protocol in TREES.

@@ -55,8 +55,8 @@ class OpKind:
     inventories count as part of its working memory. `gradients` is True if the op adds to the
     gradients of its stage's weights.
 
-    Time: the simulated time of the op is the attribute of `simulate.Costs` that `cost` names, times
-    `share`. Drawings use `mark` and `ink`.
+    Time: `cost` is the name of an attribute of `simulate.Costs`, such as "forward_s". The simulated
+    time of the op is this attribute times `share`. Drawings use `mark` and `ink`.
     """
 
     letter: str
@@ -129,8 +129,8 @@ OP_KINDS: dict[str, OpKind] = {
 
 
 def kind_of_span(span: str) -> OpKind | None:
-    """Return the row of the table whose field `span` is the given kind of spans. Return None if
-    `span` is not the kind of an op (for example, a message)."""
+    """Return the kind of op whose spans in a timeline have the kind `span`, for example "forward".
+    Return None if such spans are not ops (for example, messages)."""
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 

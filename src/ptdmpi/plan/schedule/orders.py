@@ -125,8 +125,9 @@ class Schedule:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that must have ended before `op` starts.
 
-        They are the op that produces the input of `op`, and, for the same stage and microbatch, the
-        ops whose kinds `OpKind.after` names. For example, a backward needs its forward.
+        The result has the op that produces the input of `op`, and, for the same stage and
+        microbatch, the ops whose kinds are in `OpKind.after`. For example, a backward needs its
+        forward.
         """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
@@ -136,8 +137,8 @@ class Schedule:
         """Return True if `op` adds to the gradients of its stage, and no later op adds another
         contribution of the same microbatch."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds of ops add gradients, the kind that runs last has all the others in its
-        # `after`
+        # if several kinds of ops add gradients, the kind that runs last must run after all other
+        # kinds that add gradients, so its `after` contains them
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:

@@ -74,8 +74,8 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
     """Return the layout with which the run of `config` was started, as keys of a configuration.
-    Return None if the run has no checkpoint, or if it was started with another model, another batch
-    or another number of ranks."""
+    Return None if the run has no checkpoint, if `checkpoint.resume` is "never", or if the run was
+    started with another model, another batch or another number of ranks."""
     path = Path(config.run.dir)
     if config.checkpoint.resume == "never" or not any(path.glob("checkpoints/step-*")):
         return None
@@ -173,8 +173,8 @@ def settled(
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the configuration tree `tree` with the keys and values of `chosen` in place of its
-    own."""
+    """Return a copy of the configuration tree `tree` in which the values of `chosen` replace those
+    of `tree`."""
     return {**tree, **{name: {**tree.get(name, {}), **keys} for name, keys in chosen.items()}}
 
 

@@ -41,9 +41,9 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _tile(part: Part, cut: int) -> int:
-    """Return the number of elements of the largest tile into which the parameters `part` are cut.
-    If possible, the lines (rows or columns) of the part are divided into `cut` = gcd(heads,
-    ffn_hidden) equal slices."""
+    """Return the number of elements of the largest tile into which the weights of `part` (for
+    example, of a linear layer) are cut. If possible, the lines (rows or columns) of a weight are
+    divided into `cut` = gcd(heads, ffn_hidden) equal slices."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):

@@ -101,7 +101,8 @@ class Dealt:
 
 
 def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing) -> list[Dealt]:
-    """Return the work of each rank of a shard group whose ranks have the part `part` of a model.
+    """Return the work of each rank of a shard group. All ranks of the group have the same stages of
+    a model, which `part` describes.
 
     `sharing` has the number of ranks in the group, and the ZeRO stage, which determines the units
     that are divided among these ranks.
@@ -126,7 +127,8 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 def _cut(
     model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 ) -> Iterator[tuple[Whole, list[Slice]]]:
-    """Yield each matrix and its slices, in the flat order of the parameters.
+    """Yield each matrix and its slices, in the flat order (the order in which sharding lays the
+    parameters in a row).
 
     In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
     and 3, a unit is a layer. Under ZeRO 1, all parameters except a tied table are one unit. If
@@ -181,7 +183,7 @@ def _of_head(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements in the flat order of `part`: the number of elements of the
+    """Return two numbers of elements of the stages `part`: the number of elements of the
     embedding's tables, which come before the layers, and the number of elements of all parameters
     of the embedding and the head. Neither number includes a tied table."""
     first = parameters.embedding(model, vocab_size)
@@ -197,6 +199,6 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """Return the number of elements, including padding, that the trained parts among `parts` take
-    in the flat order."""
+    """Return the number of elements, including padding, that the trained parameters among `parts`
+    take in the row of parameters that sharding divides."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

@@ -44,7 +44,7 @@ class ModelPart(NamedTuple):
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":
-        """Return the part of a model that consists of the whole model, on one rank."""
+        """Return a `ModelPart` that describes the whole model on one rank."""
         return cls(model.runs(), True, True)
 
     @classmethod
@@ -58,8 +58,8 @@ class ModelPart(NamedTuple):
 
 
 def stage_parts(runs: Sequence[Runs], *, tensor: int, dealing: Dealing) -> tuple[ModelPart, ...]:
-    """Return the part of the model that each stage has. `runs` has the runs of equal layers of each
-    stage, and `dealing` is the distribution of experts over ranks."""
+    """Return the part of the model that each stage has. `runs` has, for each stage, its groups of
+    neighbouring layers of the same kind. `dealing` is the distribution of experts over ranks."""
     last = len(runs) - 1
     return tuple(
         ModelPart(

@@ -1,5 +1,5 @@
-"""The interactive page of a run. It is written as one HTML file that loads nothing from a network,
-or it is served on this host while the run trains."""
+"""The interactive page of a run. The page is either written as one HTML file, which loads nothing
+from a network, or served on this host while the run trains."""
 
 from ptdmpi.report.page.content import content, head
 from ptdmpi.report.page.document import document, write

@@ -100,9 +100,9 @@ class Followed:
 class PageServer(ThreadingHTTPServer):
     """The server of a run's page. It accepts only connections from this host.
 
-    `address` is the web address of the page. It contains a random key: every user of this host can
-    connect to the port, even a user who may not read the run directory. If `port` is 0, any free
-    port is used. Raises InputError if the port is in use.
+    `address` is the web address of the page. The address contains a random key, because every user
+    of this host can connect to the port, even a user who may not read the run directory. If `port`
+    is 0, any free port is used. Raises InputError if the port is in use.
     """
 
     daemon_threads = True

@@ -28,8 +28,8 @@ class SplitLatents(Operator):
     """The output of the compressing linear layer, [rows, `width`] -> the normalized latent vectors
     of queries (if the model compresses queries) and of keys and values, and the rotary key.
 
-    `norms` are the norms of the latent vectors, in the order of the outputs. The rows are those
-    that the rank has outside of attention and MLP.
+    `norms` are the norms of the latent vectors, in the order of the outputs. Under sequence
+    parallelism, the rows are only this rank's positions.
     """
 
     norms: tuple[tuple[str, Norm], ...]
@@ -177,6 +177,6 @@ class _Shape:
 
 
 class ExpandOutputs(Operator):
-    """The outputs of the heads, which in generation with a cache are sums of latent vectors -> the
-    outputs in the size of the values. A training has expanded the values before the core, so this
-    operator returns its input, and has no costs."""
+    """In generation with a cache: the outputs of the heads as sums of latent vectors -> the outputs
+    in the size of the values. In training, the values are expanded before the attention core, so
+    this operator returns its input and has no costs."""

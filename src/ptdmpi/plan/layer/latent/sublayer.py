@@ -23,8 +23,8 @@ def latent_attention(build: LayerBuild) -> Sublayer:
     section 2.1): x -> norm -> down -> latents -> q_up, kv_up -> heads -> core -> out -> x +
     dropout.
 
-    The tensor axis divides the heads. Each tensor rank has the whole compressing linear layer,
-    which it applies to the positions that it has outside of attention and MLP.
+    The tensor axis divides the heads. Each tensor rank has the whole compressing linear layer.
+    Under sequence parallelism, a rank applies this linear layer only to its own positions.
     """
     model = build.model
     qkv, values = ("q", "k", "v"), ("y",)

@@ -1,10 +1,10 @@
 """Attention whose values have fewer elements in each head than its keys.
 
 PyTorch's CPU kernel of attention, and FlashAttention on a GPU, need values of the size of keys.
-They get values that are filled up with zeros, and the zeros are cut off from their outputs. The
-filled tensors are not kept for the backward, which fills up values, outputs and gradients again.
-Only FlashAttention with a sliding window keeps the filled tensors. All other kernels compute with
-values of their own size.
+These kernels get values that are filled up with zeros, and the zeros are cut off from the outputs.
+The filled tensors are not kept for the backward, which fills up values, outputs and gradients
+again. Only FlashAttention with a sliding window keeps the filled tensors. All other kernels compute
+with values that are not filled up.
 """
 
 from collections.abc import Iterator

@@ -178,8 +178,8 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Read those of the `groups` whose keys are not stored yet, with `workers` processes, and
-        store their keys.
+        """Read the `groups` whose keys are not stored yet, with `workers` processes, and store the
+        keys of their documents.
 
         `tasks` is a function that returns the tasks of the given groups.
         """

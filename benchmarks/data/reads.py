@@ -108,9 +108,9 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
 
 
 def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
-    """Return a function that reads the samples with the numbers `picks` as slices of memory-mapped
-    files, each from one of the `datasets` that the generator `chance` chooses, and returns
-    samples/s."""
+    """Return a function that reads samples as slices of memory-mapped files, and returns samples/s.
+    `picks` are the numbers of the samples. For each sample, the generator `chance` chooses one of
+    the `datasets`."""
     headers = [dataset.headers[0] for dataset in datasets]
     maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
     shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])

@@ -49,7 +49,8 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "LD_LIBRARY_PATH": str(LIBRARIES),
         "TRITON_LIBCUDA_PATH": str(LIBRARIES),
-        # Inductor chooses kernels by their times, which mean nothing here, and stores its choices.
+        # Inductor chooses kernels by measured times, and stores its choices in a cache. Times on
+        # the null GPU have no meaning, so these choices get a separate cache.
         "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "compiled"),
         # The driver of the null GPU has no virtual memory.
         "PYTORCH_ALLOC_CONF": "expandable_segments:False",

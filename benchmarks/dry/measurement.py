@@ -1,5 +1,5 @@
-"""A check that the parts of `make gpu` (the measurements of one GPU) run on the null GPU, which
-computes nothing, so that the measured numbers mean nothing."""
+"""A check that the parts of `make gpu` (the measurements of one GPU) run without errors on the null
+GPU. The null GPU computes nothing, so the measured numbers have no meaning."""
 
 import tempfile
 from collections.abc import Iterator

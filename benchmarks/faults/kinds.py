@@ -130,8 +130,9 @@ def names_of(literal: object) -> tuple[str, ...]:
 
 
 def choices() -> Iterator[tuple[str, Any, bool]]:
-    """Yield (key, value, whether the value is the default) for each value of each key of the
-    configuration that has a few legal values and is not left out."""
+    """Yield (key, value, True if the value is the default) for each key of the configuration that
+    has only a few legal values and is not in LEFT_OUT, and for each of these values. The value
+    "none" is not yielded, and neither is False if it is the default."""
     for name, section in Config.sections().items():
         for key, field in section.model_fields.items():
             word = f"{name}.{key}"

@@ -156,7 +156,7 @@ class Contest:
         )
 
     def results(self, wanted: int) -> list[Result]:
-        """Return the result of the row for each other trainer that was not removed from it."""
+        """Return one result for each of the other trainers that were not removed from the row."""
         results = []
         for rival in self.against:
             if rival.at_most is None and rival.tool not in self.sides:

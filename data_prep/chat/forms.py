@@ -6,8 +6,8 @@ parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is only context
 - ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
 - alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
   optionally "system" and "history", a list of [question, answer].
-- A question and its answer: two texts, in two fields with the names in one of the `PAIRS`, or two
-  lists of messages (TRL's "prompt" and "completion").
+- A question and its answer: two texts, in two fields whose names are one of the pairs in `PAIRS`,
+  or two lists of messages (TRL's "prompt" and "completion").
 
 In the first two formats, each turn in a list may have the keys of either format, because some files
 mix the two.

@@ -42,7 +42,8 @@ class MicrobatchRows(NamedTuple):
     documents: np.ndarray | None = None
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels.
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1.
-    # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if there is only one
+    # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if the sample has
+    # only one segment
     order: np.ndarray | None = None
     # float32 [b, s]: log-probabilities of the labels under a reference model, for pairs of answers
     references: np.ndarray | None = None

@@ -54,9 +54,10 @@ def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
-    the number of tokens and the mean in nats. In shards of conversations, only the tokens that
-    count for the loss of a training are scored (the answers), and the model sees each conversation
-    without the others, as in training. The value of "scored" is "all tokens" or "answers".
+    the number of tokens and the mean in nats. In shards of conversations, only the answers are
+    scored, because only their tokens count in the loss of a training. As in training, no
+    conversation attends to another conversation. The value of "scored" is "all tokens" or
+    "answers".
 
     `words` is the number of words in the original text. If `words` is given, the result also has
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity

@@ -260,8 +260,9 @@ def _blocks(
     scorer: Scorer, dataset: Dataset, rows: range
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Compute the windows `rows` of a dataset, and yield their arrays in order, n windows at a
-    time. Yield pairs: the arrays [n, length, ...] by the suffixes of their file names, and a mask
-    [n, length], which is True for labels that count in the loss. Every rank gets the arrays of all
+    time. Yield pairs of two values. The first value is a table of the arrays, each [n, length,
+    ...], whose keys are the suffixes of the arrays' file names. The second value is a mask [n,
+    length], which is True for labels that count in the loss. Every rank gets the arrays of all
     windows.
     """
     model = scorer.model

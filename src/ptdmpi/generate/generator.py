@@ -48,8 +48,8 @@ class Continuation:
 def check(prompt: Prompt, model: "InferenceModel") -> None:
     """Raise InputError unless the model can continue a prompt by `max_new_tokens` tokens.
 
-    The prompt must not be empty, all its ids must be in the vocabulary, and it must fit into
-    `seq_length` with its continuation.
+    The prompt must not be empty, and all its ids must be in the vocabulary. The prompt together
+    with its continuation must fit into `seq_length`.
     """
     if not prompt.ids:
         raise SharedInputError("an empty prompt: give at least one token")

@@ -281,9 +281,10 @@ def open_inference(
     sizes of the training run, provided that these sizes fit the number of ranks; otherwise every
     rank has a complete model. If `precision` is None, the precision of the training run is used.
     `classifies` is True if the model must have a head for a task, and False if it must predict
-    tokens. `adapter` is the path of adapters that are added to the model. `kind` is the kind of
-    state that is loaded as the weights, for example their moving average. With `adapter`, `kind` is
-    a kind of state of the adapters.
+    tokens. `adapter` is the path of adapters that are added to the model. `kind` selects the stored
+    values that are loaded as weights: the trained weights, or the moving average of the weights.
+    With `adapter`, `kind` selects the values of the adapters, and the trained weights of the base
+    model are loaded.
 
     Return the model, and the description of its files. Raise InputError on every rank if the model
     cannot be loaded.

@@ -146,9 +146,9 @@ def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
 def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
     """Return the newest complete checkpoint at `path`, with its config.toml.
 
-    `path` is a run directory, a converted model or a checkpoint. State of the kind `kind` is used
-    as the weights. Raise InputError if there is no complete checkpoint, or if it cannot be used as
-    a model.
+    `path` is a run directory, a converted model or a checkpoint. `kind` selects the stored values
+    that are used as weights: the trained weights, or the moving average of the weights. Raise
+    InputError if there is no complete checkpoint, or if it cannot be used as a model.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -232,8 +232,9 @@ class StoredAdapter:
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
     """Return the adapters in the newest complete checkpoint at `path`.
 
-    State of the kind `kind` is used as the weights of the adapters. Raise InputError if the
-    checkpoint has no adapters, or no state of the kind `kind`.
+    `kind` selects the stored values that are used as weights of the adapters: the trained weights,
+    or the moving average of the weights. Raise InputError if the checkpoint has no adapters, or no
+    state of the kind `kind`.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)

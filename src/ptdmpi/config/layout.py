@@ -171,7 +171,8 @@ class Layout:
     @property
     def expert_tokens(self) -> int:
         """Return the number of context and data ranks over which experts are distributed."""
-        # the most frequent result, which a search over layouts reads very often
+        # the case of one rank comes first, because a search over layouts reads this result very
+        # often
         return 1 if self.expert == 1 else self.expert // self.dealing.near
 
     @property

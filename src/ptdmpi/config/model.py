@@ -32,8 +32,8 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Name of a built-in sublayer -> the function that describes the sublayer, as "module:function". The
-# names of other sublayers in `model.sublayers` have this form themselves. The built-in names are
+# Name of a built-in sublayer -> the function that describes the sublayer, as "module:function". All
+# other names in `model.sublayers` must have the form "module:function". The built-in names are
 # listed here so that a configuration can be checked without importing the modules.
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",

@@ -161,10 +161,10 @@ class ComparedLayout(Layout):
         This base layout and the given layout have equal values of the settings that determine the
         order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
         unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
-        the two layouts also sum gradients in the same order: both sum over ranks first or both over
-        microbatches first, and both or neither compute the sum over ranks within shard groups
-        first. Experts are distributed over equally many ranks in both layouts, unless the results
-        also have these bits with all experts on one rank.
+        the two layouts also sum gradients in the same order: over ranks first or over microbatches
+        first, and with or without separate sums within shard groups. Experts are distributed over
+        equally many ranks in both layouts, unless the results also have these bits with all experts
+        on one rank.
         """
         microbatches = self.microbatches(GLOBAL_SIZE)
         plain = ComparedLayout(

@@ -252,9 +252,10 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
     """Return the time of one step and of the remaining `steps`. If a cluster is named, the step
-    time is predicted for this cluster. If no cluster is named, it is the measured time of earlier
-    steps of this run, provided that the newest of these steps was trained with the same values of
-    all keys that change the step time (`timed`). In all other cases the step time is None."""
+    time is predicted for this cluster. If no cluster is named, the step time is the measured time
+    of earlier steps of this run, provided that the newest of these steps was trained with the same
+    values of all keys that change the step time (`timed`). In all other cases the step time is
+    None."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:

@@ -17,8 +17,8 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# name of a part of a step -> kinds of spans that belong to this part. The part COMPUTING is the
-# time of all ops, without the collectives inside the ops.
+# PARTS maps the name of a part of a step to the kinds of spans that belong to this part. The part
+# COMPUTING is the time of all ops, without the collectives inside the ops.
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"

@@ -12,7 +12,7 @@ from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.sections import ParallelConfig, RunConfig
 
-# the keys of [model] about experts, except `experts` and `expert_hidden`
+# the keys of [model] that have no effect in a model without experts, except `expert_hidden`
 KEYS = (
     "experts_per_token",
     "shared_experts",
@@ -194,11 +194,12 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         yield "run.reproducible = true", "reproducible = false"
     log = sections.log
     if log is not None and log.gradient_noise_every_steps:
-        # no data rank has a gradient of its own tokens alone: the gradient of an expert comes from
-        # the tokens of several data ranks, even before the gradients are summed
+        # with distributed experts, no data rank has a gradient that comes only from its own tokens:
+        # the gradient of an expert comes from the tokens of several data ranks, even before the
+        # gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
     # when tasks are evaluated during training, data ranks answer different questions, so they would
-    # not call the exchange of the experts' tokens equally often
+    # not all start the same number of all-to-alls of tokens
     yield from _sending(sections)
 
 

@@ -52,7 +52,8 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 # Kinds of error feedback in which each rank is the server of one slice of the gradient.
 SQUEEZED = ("double_squeeze", "neolithic")
-# The smallest number of values that are read and written per element. Encoding reads the gradient
+# The smallest numbers of values that are read or written per element: CODING_PASSES in encoding,
+# DECODING_PASSES in decoding, and PUBLIC_PASSES in decentralized steps. Encoding reads the gradient
 # and the stored error of the error feedback, and writes the new error. Decoding a received code
 # reads and writes the sum. Decentralized steps also read and write the approximate copies of
 # weights that a rank keeps from earlier messages.

@@ -157,8 +157,8 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     pipeline.
     """
     p, stages = times.placed.pipeline, times.placed.stages
-    # a multiple of p microbatches, that is, whole rounds; the steady state begins after the first
-    # round
+    # `most` is a multiple of p, so that it consists of whole rounds of p microbatches; the steady
+    # state begins after the first round
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)

@@ -151,9 +151,10 @@ class Pricer:
         if config.has_unlike_layers:  # if layers differ in work, a stage may have few layers
             fewest = 1
         worked_s, passed_s = self._rough(layout)
-        # averaged over the ranks, half of the other ranks compute before a rank while the pipeline
-        # fills, and half compute after it while the pipeline drains; if the first stage has fewer
-        # layers, the other stages wait for it for a shorter time
+        # A rank waits for the ranks before it while the pipeline fills, and for the ranks after it
+        # while the pipeline drains. Averaged over the ranks, each of these two groups has half of
+        # the other ranks. If the first stage has fewer layers, the other ranks wait for it for a
+        # shorter time.
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 

@@ -189,7 +189,8 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         if partitions:
             divides["recompute.partition_activations"] = False
         steps.append(divides)
-    # ZeRO 1 sends no more bytes than ZeRO 0, and also divides the optimizer's work
+    # ZeRO 1 is tried early, because it sends no more bytes than ZeRO 0, and also divides the
+    # optimizer's work
     sharded = range(layout.zero + 1, step.most_zero + 1)
     if layout.copies * grown == 1:
         sharded = range(0)
@@ -204,7 +205,8 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # ZeRO 2 and 3 send, for each microbatch, the bytes that ZeRO 0 and 1 send once in a step
+    # ZeRO 2 and 3 are tried late, because they send for each microbatch the bytes that ZeRO 0 and 1
+    # send once in a step
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})

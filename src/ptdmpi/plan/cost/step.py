@@ -186,7 +186,7 @@ class StepTimes:
         # return early, because a search visits many layouts without sharded gradients
         if not layout.shards_gradients:
             return [(0.0, 0.0)] * len(seconds)
-        # most stages of a layout have the same layers, and are computed once
+        # most stages of a layout have the same layers, so their times are computed only once
         parts, of_stages = self.memory.stages.alike_parts(Cut.of(layout), layout.tensor)
         alike = [self.data.in_ops(layout, part)[:2] for part in parts]
         if not layout.dp_overlap:

@@ -442,7 +442,8 @@ class Attend(Operator):
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention
-        weights: the hashes, and two tensors as large as the scores."""
+        weights: the bytes of the hashes from which the mask is computed, and of two tensors as
+        large as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _scores(sizes)

@@ -118,7 +118,7 @@ class Normalize(Operator):
             numbers = (1 + self.norm.shift) * sizes.rows(self.rows)
             yield Item(f"{self.name}.statistics", numbers, sizes.wide_bytes)
             if sizes.model.zero_centered_norm:
-                # the factors 1 + weight
+                # a zero-centered norm keeps the factors 1 + weight
                 yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
             return
         # the published list of a layer's tensors has no statistics of norms (Korthikanti et al.
@@ -126,7 +126,7 @@ class Normalize(Operator):
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
-            # the factors 1 + weight
+            # a zero-centered norm keeps the factors 1 + weight
             yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
@@ -234,8 +234,9 @@ class AddResidual(Operator):
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that are needed to draw the dropout mask: the hashes, and two
-        tensors as large as the sublayer's output."""
+        """Return the number of bytes that are needed to draw the dropout mask: the bytes of the
+        hashes from which the mask is computed, and of two tensors as large as the sublayer's
+        output."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

@@ -414,11 +414,11 @@ class MixExperts(Operator):
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that the largest weight gradient of one expert needs until it
         is added to the sum of gradients. In the worst case, the expert has all tokens of the
-        microbatch. If the gradient has the type of the sum, it needs no bytes, unless experts are
-        distributed over ranks: if an expert computes the tokens of each source rank separately,
-        each gradient is stored completely before it is added. The memory of a layout is predicted
-        for any number of microbatches, so these bytes count in all layouts with distributed
-        experts."""
+        microbatch. If the gradient has the type of the sum, the matrix product adds it directly to
+        the sum, and no bytes are needed. There is one exception: if an expert computes the tokens
+        of each sending rank separately, each gradient is stored completely before it is added. The
+        memory of a layout is predicted for any number of microbatches, so these bytes count in all
+        layouts with distributed experts."""
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:

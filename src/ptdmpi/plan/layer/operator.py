@@ -148,8 +148,8 @@ class Operator:
 
 
 def hash_bytes(elements: int) -> int:
-    """Return the bytes that are needed to draw a dropout mask: three int64 values for each of the
-    elements that are drawn at once."""
+    """Return the bytes of the hashes from which a dropout mask is computed: three int64 values for
+    each of the elements that are drawn at once."""
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
 
 

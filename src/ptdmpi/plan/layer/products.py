@@ -407,8 +407,9 @@ class Multiply(Operator):
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
-            # the working memory has the gathered input, its copy after dropout, and the product,
-            # both in the compute type and in the type of the sum
+            # the working memory has three tensors of the size of the gathered input (one of them is
+            # the copy after dropout), and the gradient in the compute type and in the type of the
+            # sum
             side = max(pair.local(sizes.layout.tensor))
             works = 3 * sizes.tokens * side * sizes.operand_bytes
             most = max(most, works + pair.rank * side * (c + wide))

@@ -152,8 +152,8 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    # for each rank: its work, its first stage that may take one more layer, and its other stages
-    # that may
+    # for each rank: (its work, the first of its stages that may take one more layer, its other
+    # stages that may take one more layer)
     free = []
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]

@@ -219,8 +219,9 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, in blocks. If `source` is a slice, the first yielded
-    byte is the last byte before the slice.
+    """Yield the decompressed bytes of a file, in blocks. If `source` is a slice that does not start
+    at the first byte of the file, the first yielded byte is the last byte before the slice. The
+    blocks continue to the end of the file, also if the slice ends before it.
 
     `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
